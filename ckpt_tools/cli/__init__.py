@@ -190,7 +190,7 @@ class _Group(click.Group):
         except BrokenPipeError:
             # The reader of our output (head, less) has gone.
             _silence(sys.stdout)
-            ctx.exit(1)
+            ctx.exit(141)  # as of a program that SIGPIPE ends
         except OSError as error:  # of files that we read or write it would be a CkptError
             _tell_unprinted(error)
             ctx.exit(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.render.logs.rows import Logged
 
 _JOBS = 4
+_SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note": ("problem", "warning", "info")}
 
 
 @click.command(short_help="Read every byte once: is it whole, and does it load?")
@@ -42,6 +43,10 @@ _JOBS = 4
 @click.option(
     "--ignore", multiple=True, metavar="CODE", envvar="CKPT_IGNORE", help="Leave out findings with this code. Repeatable."
 )
+@click.option(
+    "--fail-on", cls=Once, type=click.Choice([*_SEVERITIES]),
+    help="The least finding that makes the exit code 1 [warning].",
+)  # fmt: skip
 @click.option(
     "--device", cls=Once, metavar="DEVICE",
     help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
@@ -56,7 +61,8 @@ _JOBS = 4
 @form_options
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, form: str, as_json: bool,
+    fail_on: str | None, device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, form: str,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -69,7 +75,7 @@ def check(
     ckpt check --format junit runs/ > checkpoints.xml
     python train.py --resume "$(ckpt check --latest-good runs/)"
 
-    Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read. With --latest-good 1 when none is good.
+    Exit code: 0 healthy, 1 findings (--fail-on and worse), 3 when one cannot be read. With --latest-good 1 when none is good.
     """
     from ckpt_tools.operations.check.run import Wanted, load_digests
 
@@ -87,7 +93,7 @@ def check(
         raise click.UsageError("--output holds digests: give --digest too.")
     expanded = expand(paths) if output is None else _only(paths, output)
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
-    checking = _Checking(form, quiet, keep=output is not None)
+    checking = _Checking(form, quiet, _SEVERITIES[fail_on or "warning"], keep=output is not None)
     checking.run(expanded.checkpoints, wanted, jobs or min(_JOBS, os.cpu_count() or 1))
     if output is not None:
         from ckpt_tools.operations.check.run import save_digests
@@ -102,8 +108,8 @@ def check(
 class _Checking:
     """Checks, and prints what was found in one form: as it comes where the form allows, so that nothing has to be kept."""
 
-    def __init__(self, form: str, quiet: bool, *, keep: bool) -> None:
-        self.form, self.quiet, self.keep = form, quiet, keep or form == "text"
+    def __init__(self, form: str, quiet: bool, failing: Collection[str], *, keep: bool) -> None:
+        self.form, self.quiet, self.failing, self.keep = form, quiet, failing, keep or form == "text"
         self.code = 0
         self.reports: list[Checked] = []
         self.logged: list[Logged] = []
@@ -115,7 +121,8 @@ class _Checking:
         quiet = self.quiet or (self.form != "text" and sys.stdout.isatty())
         with show_progress(quiet=quiet) as progress:
             for report in check_many(files, wanted, jobs=jobs, progress=progress):
-                self.code = max(self.code, report.exit_code)
+                found = any(finding.severity in self.failing for finding in report.findings)
+                self.code = max(self.code, 3 if report.exit_code == 3 else int(found))
                 self._take(report)
 
     def _take(self, report: Checked) -> None:

@@ -75,4 +75,4 @@ def diff(
         from ckpt_tools.render.text import show
 
         show(partial(print_difference, report, show_all=show_all, sort=cast("DiffSort", sort)))
-    sys.exit(0 if report.same else 1)
+    sys.exit(0 if report else 1)

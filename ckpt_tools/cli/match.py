@@ -68,7 +68,7 @@ def match(source: Path, ask: bool, show_all: bool, quiet: bool, as_json: bool, *
         from ckpt_tools.render.text import show
 
         show(partial(print_matched, report, show_all=show_all, plan=options["output"]))
-    sys.exit(0 if report.matching.complete_with_offers else 1)
+    sys.exit(0 if report else 1)
 
 
 def _asked(source: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_tools.cli.checks.forms import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
-from ckpt_tools.cli.options import show_progress
+from ckpt_tools.cli.options import quiet_option, show_progress
 from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 @click.command(short_help="Show for every file below PATH whether it is safe to load.")
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
+@quiet_option
 @form_options
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
-def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs: int | None) -> None:
+def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_json: bool, jobs: int | None) -> None:
     """Is it safe to load? Show for every file below PATH what loading it would run, without running it.
 
     \b
@@ -47,25 +48,25 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
     form = "json" if as_json else form
     reports = []
-    quiet = sys.stdout.isatty() and form not in WHOLE  # where the lines themselves show how far it is
-    with show_progress(quiet=quiet) as progress:
+    unmoved = quiet or (sys.stdout.isatty() and form not in WHOLE)  # where the lines themselves show how far it is
+    with show_progress(quiet=unmoved) as progress:
         for report in _counted(scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)), files, progress):
             reports.append(report)
             if form in AT_ONCE:
                 print_at_once(form, report, of_scanned)
-            elif form == "text" and (show_all or len(files) == 1 or report.verdict != "nothing"):
+            elif form == "text" and not quiet and (show_all or len(files) == 1 or report.verdict != "nothing"):
                 from ckpt_tools.render.safety.scanned import print_scanned
                 from ckpt_tools.render.text import show
 
                 show(partial(print_scanned, report))
     if form in WHOLE:
         print_whole(form, [of_scanned(report) for report in reports], "ckpt scan")
-    elif form == "text" and len(reports) > 1:
+    elif form == "text" and not quiet and len(reports) > 1:
         from ckpt_tools.render.safety.scanned import print_counts
         from ckpt_tools.render.text import show
 
         show(partial(print_counts, reports))
-    sys.exit(int(any(report.failed for report in reports)))
+    sys.exit(0 if all(reports) else 1)
 
 
 def _counted(reports: Iterator[Scanned], files: Sequence[str | os.PathLike[str]], progress: Progress) -> Iterator[Scanned]:

@@ -37,6 +37,10 @@ class Matched:
     advice: Advice
     graphs: Seen | None = None
 
+    def __bool__(self) -> bool:
+        """Whether nothing is left over: what exit code 0 means."""
+        return self.matching.complete_with_offers
+
     __repr__ = brief
     _repr_html_ = notebook
 

@@ -54,6 +54,10 @@ class Scanned:
         """Whether it is dangerous, or not all of it could be examined."""
         return self.verdict in _FAILING
 
+    def __bool__(self) -> bool:
+        """Whether it is not dangerous, and all of it could be examined: what exit code 0 means."""
+        return not self.failed
+
     __repr__ = brief
     _repr_html_ = notebook
 
@@ -62,20 +66,28 @@ class Scanned:
         return {"path": self.path, "file_bytes": self.file_bytes, **self.safety.to_json()}
 
 
+class Scans(list[Scanned]):
+    """The reports of files, in order: true where each is, so that `if scan(folder):` means what exit code 0 does."""
+
+    def __bool__(self) -> bool:
+        return all(self)
+
+
 @natural
-def scan(path: File, *, jobs: int = 1) -> list[Scanned]:
+def scan(path: File, *, jobs: int = 1) -> Scans:
     """Examine a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
 
     Args:
         path: what is scanned. jobs: how many processes share the files of a folder.
 
     Returns:
-        A report for every file, in the order of their names; one that cannot be read is "unexamined".
+        A report for every file, in the order of their names; one that cannot be read is "unexamined". As a truth value: whether
+        none is dangerous and all could be examined.
 
     Raises:
         NotACheckpointError: there is no such file or folder, or nothing in it.
     """
-    return list(scan_files(list(files_of([as_path(path)])), jobs=jobs))
+    return Scans(scan_files(list(files_of([as_path(path)])), jobs=jobs))
 
 
 def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Iterator[Scanned]:

@@ -45,6 +45,10 @@ class Checked:
     seconds: float = 0.0
     safety: Safety | None = None
 
+    def __bool__(self) -> bool:
+        """Whether it is healthy: what exit code 0 means."""
+        return self.exit_code == 0
+
     __repr__ = brief
     _repr_html_ = notebook
 

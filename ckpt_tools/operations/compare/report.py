@@ -101,6 +101,10 @@ class Difference:
     changed: list[TensorChange] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether the two are the same: what exit code 0 means."""
+        return self.same
+
     __repr__ = brief
     _repr_html_ = notebook
 

@@ -56,6 +56,10 @@ class Repaired:
     bytes: int = 0
     seconds: float = 0.0
 
+    def __bool__(self) -> bool:
+        """Whether all was saved: what exit code 0 means."""
+        return self.exit_code == 0
+
     __repr__ = brief
     _repr_html_ = notebook
 
