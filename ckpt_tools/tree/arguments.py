@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.member_paths import as_path, is_open_file
+from ckpt_tools.keywords import check_keywords
 from ckpt_tools.tree.dtypes import cast_target
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def natural(function: Callable[P, R]) -> Callable[P, R]:
     """A public function whose arguments are read by the table before it sees them; a default is left as it is."""
     code = function.__code__
     positions = code.co_varnames[: code.co_argcount]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     defaults = _defaults(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
+        check_keywords(function.__name__, keywords, names)
         if len(args) > len(positions) or not keywords.keys() <= _READERS.keys():
             return function(*args, **keywords)  # which raises the TypeError
         given: list[Any] = [_read(name, value, defaults) for name, value in zip(positions, args, strict=False)]

@@ -25,6 +25,7 @@ from typing import (
     overload,
 )
 
+from ckpt_tools.keywords import check_keywords
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Reader
 
@@ -252,16 +253,17 @@ def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:
     kind: Any = record
 
     def decorate(function: Any) -> Any:
-        positional = len(_own_parameters(function))
+        own = [parameter.name for parameter in _own_parameters(function)]
 
         @wraps(function)
         def call(*paths: Any, **given: Any) -> Any:
-            if len(paths) > positional:
+            if len(paths) > len(own):
                 raise TypeError(
-                    f"{function.__name__}() takes {positional} positional arguments, and has {len(paths)}: options go by name"
+                    f"{function.__name__}() takes {len(own)} positional arguments, and has {len(paths)}: options go by name"
                 )
+            check_keywords(function.__name__, given, {*kind.options, *own})
             options = kind(**{name: given.pop(name) for name in [*given] if name in kind.options})
-            return function(*paths, **given, options=options)  # what is left Python refuses as it does for any function
+            return function(*paths, **given, options=options)
 
         made: Any = call
         made.__doc__ = _OPTIONS.sub(lambda line: described(kind, line[1]), function.__doc__ or "")

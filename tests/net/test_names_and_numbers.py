@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
+import ckpt_tools.torch
 from ckpt_tools.errors import ContainerLimitError, ConvertError
 from tests.support.commands import ckpt
 
@@ -156,3 +157,18 @@ def test_an_optimizer_comes_back_from_a_distributed_checkpoint(tmp_path: Path) -
     torch.save(run, tmp_path / "odd.pth")
     with pytest.raises(ContainerLimitError, match="whole numbers"):
         ckpt_tools.convert(tmp_path / "odd.pth", tmp_path / "odd", format="dcp")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("torch.load_into(None, 'x.pth', strict=False)", "Here it is `allow_missing` and"),
+        ("convert('x.pth', 'out.pth', device='cpu')", "Here it is `map_location`"),
+        ("torch.load('x.pth', weights_only=True)", "ever executed: leave it out"),
+        ("torch.load('x.pth', map_locaton='cpu')", "Did you mean 'map_location'"),
+    ],
+)
+def test_keywords_of_other_libraries(call: str, words: str) -> None:
+    """A keyword that a function does not have names the one that is meant, or why there is none."""
+    with pytest.raises(TypeError, match=words):
+        eval(f"ckpt_tools.{call}")
