@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.member_paths import as_path, is_open_file
-from ckpt_tools.keywords import check_keywords
+from ckpt_tools.text import check_keywords
 from ckpt_tools.tree.dtypes import cast_target
 
 if TYPE_CHECKING:

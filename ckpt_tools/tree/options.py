@@ -25,7 +25,7 @@ from typing import (
     overload,
 )
 
-from ckpt_tools.keywords import check_keywords
+from ckpt_tools.text import check_keywords
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Reader
 
