@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -66,3 +67,20 @@ def test_a_reader_that_goes_away(tmp_path: Path, command: str) -> None:
         child.stdout.close()
         assert child.stderr.read() == b""
     assert child.returncode == 141
+
+
+def test_what_is_dangerous_is_kept_by_a_word_alone(tmp_path: Path) -> None:
+    """--objects keep of a dangerous file is refused without --allow-dangerous, in place too; with it OUT is called dangerous."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    torch.save({"w.w": torch.ones(2), "x": Evil()}, tmp_path / "in.pth")
+    refused = ckpt("convert", tmp_path / "in.pth", tmp_path / "out.pth", "--objects", "keep", code=3)
+    assert "--allow-dangerous" in refused.stderr
+    assert not (tmp_path / "out.pth").exists()
+    ckpt("convert", tmp_path / "in.pth", "--in-place", "--objects", "keep", "--rename", "w=v", code=3)
+    told = ckpt("convert", tmp_path / "in.pth", tmp_path / "out.pth", "--objects", "keep", "--allow-dangerous")
+    assert "treat it as dangerous too" in told.stderr + told.stdout
+    ckpt("convert", tmp_path / "in.pth", tmp_path / "out.safetensors", "--objects", "drop")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
-from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -74,6 +74,17 @@ class Edits:
         self.retargeting = _retargeting(options)
         self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
 
+    def _tell_danger(self, danger: str, root: Node, report: Converted) -> None:
+        if not danger:
+            return
+        from ckpt_tools.operations.safety import danger_note
+
+        code, text = danger_note(danger, root, keeps_objects=self.kind in ("pth", "pth-legacy"))
+        if code == "dangerous" and not self.options.allow_dangerous:
+            fix = "Without its objects: `objects='plain'`. With `allow_dangerous=True` OUT is as dangerous as IN."
+            raise ObjectsError(danger, why="What is written would keep its objects.", fix=fix)
+        report.notes.append(Note(code, text))
+
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         ties, danger = _begin(checkpoint, report), _danger(checkpoint)
@@ -103,7 +114,7 @@ class Edits:
         report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
         if self.metadata.texts:
             report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
-        _tell_danger(danger, root, self.kind, report)
+        self._tell_danger(danger, root, report)
         report.tensors = count_tensors(root)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)
@@ -223,13 +234,6 @@ def _danger(checkpoint: Checkpoint) -> str:
     from ckpt_tools.operations.safety import danger_in
 
     return danger_in(checkpoint, str(checkpoint.path))
-
-
-def _tell_danger(danger: str, root: Node, kind: str, report: Converted) -> None:
-    if danger:
-        from ckpt_tools.operations.safety import danger_note
-
-        report.notes.append(Note(*danger_note(danger, root, keeps_objects=kind in ("pth", "pth-legacy"))))
 
 
 def _begin(checkpoint: Checkpoint, report: Converted) -> dict[str, str]:

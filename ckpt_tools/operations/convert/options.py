@@ -139,6 +139,7 @@ class ObjectOptions(Options):
         "What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
         ["keep", "plain", "drop"],
     )
+    allow_dangerous: bool = flag("Keep the objects of a file that ckpt scan calls dangerous: OUT is as dangerous as IN.")
 
 
 class SlimOptions(Options):
