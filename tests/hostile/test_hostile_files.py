@@ -38,24 +38,6 @@ def saved(**options: bool) -> bytes:
     return buffer.getvalue()
 
 
-def test_01_empty(tmp_path: Path) -> None:
-    """A file of no bytes."""
-    expect_refused(write(tmp_path, b""), NotACheckpointError, "an empty file")
-
-
-@pytest.mark.parametrize("data", [b"a", b"ab", b"abc", b"some text\n", b"PK", b"\x80", b"\x00\x01"])
-def test_02_short_or_text(data: bytes, tmp_path: Path) -> None:
-    """A few bytes, shown in the message."""
-    expect_refused(write(tmp_path, data), NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
-
-
-@pytest.mark.parametrize("start", [b"<!DOCTYPE html>\n", b"\n  <html lang='en'>", b"\xef\xbb\xbf<HTML>", b"<head>"])
-def test_03_web_page(start: bytes, tmp_path: Path) -> None:
-    """What a server sent in place of the file, with its title."""
-    page = start + b"<head><title>\n Sign in \xe2\x80\x94 Hub</title></head><body>no</body></html>"
-    expect_refused(write(tmp_path, page), NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
-
-
 @pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
 @pytest.mark.parametrize(
     ("body", "kind"),
@@ -85,11 +67,6 @@ def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
     expect_refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
 
 
-def test_06_zeros_at_the_start_only(tmp_path: Path) -> None:
-    """A file that begins with zeros and goes on with something is not called unwritten."""
-    expect_refused(write(tmp_path, bytes(5000) + b"x"), NotACheckpointError, "is not a checkpoint")
-
-
 PACKED = {
     "gzip": (gzip.compress(b"x" * 100), "a gzip archive", "gunzip"),
     "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(40), "a 7z archive", "Unpack"),
@@ -108,11 +85,6 @@ def test_07_other_types(kind: str, tmp_path: Path) -> None:
     expect_refused(write(tmp_path, data), NotACheckpointError, f"is {called}", fix)
 
 
-def test_08_text_mode(tmp_path: Path) -> None:
-    """A zip in which every line feed got a carriage return."""
-    expect_refused(write(tmp_path, saved().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer", "binary mode")
-
-
 def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
     """The same where the end record itself was torn apart: ten records are one line feed."""
     many = {f"t{index}": torch.zeros(1) for index in range(4)}
@@ -120,12 +92,6 @@ def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
     torch.save(many, buffer)
     assert buffer.getvalue()[-12] == 10
     expect_refused(write(tmp_path, buffer.getvalue().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer")
-
-
-def test_08_text_mode_legacy(tmp_path: Path) -> None:
-    """A legacy stream that went the same way."""
-    data = saved(_use_new_zipfile_serialization=False).replace(b"\n", b"\r\n")
-    expect_refused(write(tmp_path, data), NotACheckpointError, "text-mode transfer")
 
 
 def test_09_directory(tmp_path: Path) -> None:
@@ -227,3 +193,26 @@ def test_13_two_zips_and_more(tmp_path: Path) -> None:
     for data in (saved() + b"x" + saved(), b"x" + saved() + saved(), saved()[100:] + saved()):
         with pytest.raises(ckpt_tools.CkptError):
             ckpt_tools.inspect(write(tmp_path, data))
+
+
+# fmt: off
+REFUSED = {
+    "01 empty": (b"", NotACheckpointError, "an empty file"),
+    **{f"02 short or text {at}": (data, NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
+       for at, data in enumerate([b"a", b"ab", b"abc", b"some text\n", b"PK", b"\x80", b"\x00\x01"])},
+    **{f"03 web page {at}": (start + b"<head><title>\n Sign in \xe2\x80\x94 Hub</title></head><body>no</body></html>",
+        NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
+       for at, start in enumerate([b"<!DOCTYPE html>\n", b"\n  <html lang='en'>", b"\xef\xbb\xbf<HTML>", b"<head>"])},
+    "06 zeros at the start only": (bytes(5000) + b"x", NotACheckpointError, "is not a checkpoint"),
+    "08 text mode": (saved().replace(b"\n", b"\r\n"), ZipError, "text-mode transfer", "binary mode"),
+    "08 text mode legacy": (
+        saved(_use_new_zipfile_serialization=False).replace(b"\n", b"\r\n"), NotACheckpointError, "text-mode transfer"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    """`inspect` and `convert` refuse each with the same error and say why; nothing is written."""
+    data, error, *said = REFUSED[name]
+    expect_refused(write(tmp_path, data), error, *said)

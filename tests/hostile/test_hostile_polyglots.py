@@ -168,11 +168,6 @@ def test_a_magic_number_in_text(number: bytes, tmp_path: Path) -> None:
     expect_refused(write(tmp_path, data), AmbiguousFileError, "a pickle that torch.load would run")
 
 
-def test_safetensors_whose_start_calls(tmp_path: Path) -> None:
-    """torch.load would run the call before it says that the magic number is wrong."""
-    expect_refused(write(tmp_path, leaping(b"0" + CALL + b".")), AmbiguousFileError, "a pickle that torch.load would run")
-
-
 @pytest.mark.parametrize("size", [0x2E4E, 0x2E5D, 0x0A58, 0x2860, 0x3000, 0x1070, 0x0850, 0x0984, 0x0963, 0x0956])
 def test_lengths_that_look_like_opcodes(size: int, tmp_path: Path) -> None:
     """An honest header may have a length that begins a pickle by accident (N. is None): it is read."""
@@ -196,20 +191,6 @@ def test_a_zip_that_is_safetensors_too(tmp_path: Path) -> None:
     """PK is a length of 67 MB to safetensors, where the header begins in the ninth byte."""
     data = saved({"a.w": torch.ones(2)})
     expect_refused(write(tmp_path, data[:8] + b"{" + data[9:]), AmbiguousFileError, "a zip archive, and a safetensors file")
-
-
-def test_a_tar_that_begins_like_an_empty_zip(tmp_path: Path) -> None:
-    """torch takes PK 5 6 for no zip."""
-    data = as_tar(b"PK\5\6".ljust(100, b"x").ljust(512, b"\0")) + GOOD_TAR
-    expect_refused(write(tmp_path, data), AmbiguousFileError, "a zip archive, and a tar archive")
-
-
-def test_a_member_of_an_archive(tmp_path: Path) -> None:
-    """What is refused as a file is refused in a zip of checkpoints."""
-    data = build([Rec(b"a.pth", saved({"w": torch.ones(1)})), Rec(b"b.safetensors", leaping(b"0" + CALL + b"."))])
-    expect_refused(
-        write(tmp_path, data), AmbiguousFileError, "The member 'b.safetensors'", "a pickle that torch.load would run"
-    )
 
 
 @pytest.mark.parametrize(
@@ -276,25 +257,6 @@ def test_two_roots(first: bool, tmp_path: Path) -> None:
     """A checkpoint unpacked beside another: torch goes by the first root, or refuses; no bundle of the other is made of it."""
     rows, other = records(saved({"a.w": torch.ones(2)})), Rec(b"b/x.pth", saved({"c.w": torch.zeros(1)}))
     expect_refused(write(tmp_path, build([*rows, other] if first else [other, *rows])), ZipError, "2 root folders")
-
-
-def test_two_roots_inside(tmp_path: Path) -> None:
-    """A zip in a zip is read by the same rule."""
-    inner = build([*records(saved({"a.w": torch.ones(2)})), Rec(b"b/data.pkl", pickle(b"}"))])
-    expect_refused(write(tmp_path, build([Rec(b"x.pth", inner)])), ZipError, "The member 'x.pth'", "2 root folders")
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ([Rec(b"archive/model.json", b"{}")], "torch.jit.load its model.json"),
-        ([Rec(b"archive/archive_format", b"pt2")], "torch.export.load its exported program"),
-        ([Rec(b"archive/constants.pkl", b"", attributes=0x10)], "marked as a folder and not named as one"),
-    ],
-)
-def test_two_loaders(more: list[Rec], said: str, tmp_path: Path) -> None:
-    """load, jit.load and export.load would each read something else."""
-    expect_refused(write(tmp_path, build([*records(saved({"a.w": torch.ones(2)})), *more])), ZipError, said)
 
 
 def test_two_zip64_fields(tmp_path: Path) -> None:
@@ -619,3 +581,30 @@ def test_a_tar_without_its_magic_word(tmp_path: Path) -> None:
             blocks[at + 148 : at + 156] = b"%06o\0 " % sum(blocks[at : at + 512])
     path = write(tmp_path, bytes(blocks))
     assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
+
+
+# fmt: off
+REFUSED = {
+    "safetensors whose start calls": (leaping(b"0" + CALL + b"."), AmbiguousFileError, "a pickle that torch.load would run"),
+    "a tar that begins like an empty zip": (
+        as_tar(b"PK\5\6".ljust(100, b"x").ljust(512, b"\0")) + GOOD_TAR, AmbiguousFileError,
+        "a zip archive, and a tar archive"),
+    "a member of an archive": (
+        build([Rec(b"a.pth", saved({"w": torch.ones(1)})), Rec(b"b.safetensors", leaping(b"0" + CALL + b"."))]),
+        AmbiguousFileError, "The member 'b.safetensors'", "a pickle that torch.load would run"),
+    "two roots inside": (
+        build([Rec(b"x.pth", build([*records(saved({"a.w": torch.ones(2)})), Rec(b"b/data.pkl", pickle(b"}"))]))]),
+        ZipError, "The member 'x.pth'", "2 root folders"),
+    **{f"two loaders {at}": (build([*records(saved({"a.w": torch.ones(2)})), *more]), ZipError, said)
+       for at, (more, said) in enumerate([([Rec(b"archive/model.json", b"{}")], "torch.jit.load its model.json"),
+        ([Rec(b"archive/archive_format", b"pt2")], "torch.export.load its exported program"), ([Rec(b"archive/constants.pkl",
+        b"", attributes=0x10)], "marked as a folder and not named as one")])},
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    """`inspect` and `convert` refuse each with the same error and say why; nothing is written."""
+    data, error, *said = REFUSED[name]
+    expect_refused(write(tmp_path, data), error, *said)

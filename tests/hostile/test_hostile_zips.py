@@ -110,11 +110,6 @@ def test_14_truncated_anywhere(tmp_path: Path) -> None:
     assert set(counts) == {0, 1, 2, 3}
 
 
-def test_14_truncated_in_the_pickle(tmp_path: Path) -> None:
-    """Before the pickle ends, there is nothing to count."""
-    expect_refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "pickle that lists them is cut off")
-
-
 def test_14_tied_and_empty_tensors_count(tmp_path: Path) -> None:
     """Two names for one storage are two tensors; an empty one is whole as soon as its record began."""
     buffer, shared = io.BytesIO(), torch.ones(50)
@@ -153,36 +148,6 @@ def test_16_storages_missing(tmp_path: Path) -> None:
 # --- 17 to 23: the end record
 
 
-@pytest.mark.parametrize(("lie", "said"), [({"count": 3}, "more than the 3 records"), ({"count": 5}, "damaged at offset")])
-def test_17_wrong_count(lie: dict[str, int], said: str, tmp_path: Path) -> None:
-    """The end record counts other entries than there are."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
-
-
-@pytest.mark.parametrize(
-    ("lie", "said"),
-    [
-        ({"start": 0}, "not where the file says"),
-        ({"start": 2**31}, "not where the file says"),
-        ({"size": 1}, "not where the file says"),
-        ({"size": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_start": 2**63, "start": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_size": 2**64 - 1, "size": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_at": 2**64 - 1}, "zip64 end record is said to be at"),
-        ({"wide_at": 0}, "no zip64 end record at 0"),
-    ],
-)
-def test_18_bad_end_record(lie: dict[str, int], said: str, tmp_path: Path) -> None:
-    """Offset or size of the directory, or of the zip64 end record, point somewhere else."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
-
-
-def test_18_bad_signature(tmp_path: Path) -> None:
-    """The directory does not begin with an entry."""
-    data = torch_zip(PICKLE, FLOATS)
-    expect_refused(write(tmp_path, data.replace(b"PK\x01\x02", b"PK\x01\x03", 1)), ZipError, "directory is damaged at offset")
-
-
 def test_18_entry_past_the_directory(tmp_path: Path) -> None:
     """The last entry says that it is longer than the directory."""
     data = bytearray(torch_zip(PICKLE, FLOATS))
@@ -202,32 +167,9 @@ def test_19_end_record_in_a_comment(wide: bool, tmp_path: Path) -> None:
     expect_refused(write(tmp_path, data), ZipError, "end record inside the comment of another")
 
 
-def test_19_comment_longer_than_the_file(tmp_path: Path) -> None:
-    """A comment that goes past the end."""
-    data = torch_zip(PICKLE, FLOATS)
-    expect_refused(write(tmp_path, data[:-2] + b"\x05\x00"), ZipError, "comment longer than the file")
-
-
 def test_19_innocent_comment(tmp_path: Path) -> None:
     """A comment with other bytes is no reason to refuse."""
     assert names(write(tmp_path, torch_zip(PICKLE, FLOATS, comment=b"made by PK and me"))) == ["a.w"]
-
-
-@pytest.mark.parametrize("lie", [{"wide_count": 5}, {"wide_size": 1}, {"wide_start": 7}])
-def test_20_end_records_disagree(lie: dict[str, int], tmp_path: Path) -> None:
-    """The zip64 end record says something else than the plain one."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "two end records disagree")
-
-
-@pytest.mark.parametrize("lie", [{"disk": 1}, {"wide_disks": 2}])
-def test_21_several_disks(lie: dict[str, int], tmp_path: Path) -> None:
-    """One part of several."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "one part of several")
-
-
-def test_21_record_on_another_disk(tmp_path: Path) -> None:
-    """An entry whose bytes are in another part."""
-    expect_refused(write(tmp_path, build(records(disk=3))), ZipError, "one part of several")
 
 
 @pytest.mark.parametrize("after", [b"\0", b"\n" * 5, b"PK\x05\x06", b"x" * 60_000])
@@ -238,56 +180,7 @@ def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
     assert f"{len(after)} bytes after the archive" in [row.found for row in found.findings]
 
 
-@pytest.mark.parametrize("before", [b"junk", b"#!/bin/sh\n", bytes(100)])
-def test_23_bytes_before(before: bytes, tmp_path: Path) -> None:
-    """An archive that begins later than the file, offsets as they were."""
-    expect_refused(
-        write(tmp_path, before + torch_zip(PICKLE, FLOATS)), ckpt_tools.errors.NotACheckpointError, "in front of a zip"
-    )
-
-
-def test_23_a_zip_before(tmp_path: Path) -> None:
-    """Bytes before the archive that look like the start of one."""
-    expect_refused(write(tmp_path, b"PK\x03\x04" + bytes(60) + torch_zip(PICKLE, FLOATS)), ZipError, "not where the file says")
-
-
 # --- 25 to 32: entries and names
-
-
-def test_25_duplicate_names(tmp_path: Path) -> None:
-    """Two records of one name: Python takes the last, torch the first."""
-    twice = [*records(), Rec(b"archive/data/0", bytes(24))]
-    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named 'archive/data/0'")
-
-
-def test_25_entry_listed_twice(tmp_path: Path) -> None:
-    """One record with two entries."""
-    twice = [*records(), Rec(b"archive/data/0", FLOATS["0"], header=records()[2].header)]
-    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named")
-
-
-@pytest.mark.parametrize(("one", "two"), [(b"archive/data/a", b"archive/data/A"), ("archive/ß".encode(), b"archive/SS")])
-def test_26_names_equal_but_for_case(one: bytes, two: bytes, tmp_path: Path) -> None:
-    """torch looks names up without regard to case."""
-    expect_refused(write(tmp_path, build([*records(), Rec(one), Rec(two)])), ZipError, "differ only in case", "torch would mix")
-
-
-@pytest.mark.parametrize("local", [b"archive/data/1", b"archive/data/00", b"archive/data/"])
-def test_27_local_name_differs(local: bytes, tmp_path: Path) -> None:
-    """The directory calls a record one thing, its own header another."""
-    expect_refused(write(tmp_path, build(records(local={"name": local}))), ZipError, "another name in its local header")
-
-
-@pytest.mark.parametrize("lie", [{"crc": 1}, {"size": 25}, {"compressed": 23}])
-def test_27_local_sums_differ(lie: dict[str, int], tmp_path: Path) -> None:
-    """So with sizes and checksums, where the local header has them."""
-    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "another size or CRC-32 in its local header")
-
-
-@pytest.mark.parametrize("lie", [{"method": 8}, {"flags": 1}])
-def test_27_local_method_differs(lie: dict[str, int], tmp_path: Path) -> None:
-    """And with the method."""
-    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "packed in another way")
 
 
 def test_28_overlap(tmp_path: Path) -> None:
@@ -310,64 +203,16 @@ def test_28_two_entries_on_one_record(tmp_path: Path) -> None:
     expect_refused(write(tmp_path, build([*records(), shared])), ZipError, "archive/byteorder")
 
 
-@pytest.mark.parametrize("header", [1, 30, 10_000_000, 0xFFFFFFFE])
-def test_29_entry_points_nowhere(header: int, tmp_path: Path) -> None:
-    """An offset past the end, or where no local header is."""
-    expect_refused(write(tmp_path, build(records(header=header))), ZipError, "not where the directory says", str(header))
-
-
 def test_29_entry_points_into_the_directory(tmp_path: Path) -> None:
     """A record whose bytes would be the directory's."""
     lie = {"size": 10_000, "compressed": 10_000}
     expect_refused(write(tmp_path, build(records(**lie, local=lie))), ZipError, "reaches into the zip directory")
 
 
-@pytest.mark.parametrize("flag", [1, 1 << 5, 1 << 6, 1 << 13])
-def test_30_encrypted(flag: int, tmp_path: Path) -> None:
-    """Encryption, patch data, strong encryption, masked headers."""
-    expect_refused(write(tmp_path, build(records(flags=flag))), ZipError, "encrypted or a patch")
-
-
-@pytest.mark.parametrize("changes", [{"name": b"archive/data/0/"}, {"attributes": 0x10}])
-def test_31_folder_with_data(changes: dict[str, Any], tmp_path: Path) -> None:
-    """A folder entry that has bytes."""
-    expect_refused(write(tmp_path, build(records(**changes))), ZipError, "marked as a folder and has data")
-
-
 def test_31_empty_folders_are_skipped(tmp_path: Path) -> None:
     """Folder entries without data, as zip tools write them."""
     path = write(tmp_path, build([Rec(b"archive/"), *records(), Rec(b"archive/data/")]))
     assert names(path) == ["a.w"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [b"archive/../evil", b"../evil", b"..", b"/etc/passwd", b"archive\\data\\0", b"archive/a\0b", b"", b"archive//0"],
-)
-def test_32_bad_names(name: bytes, tmp_path: Path) -> None:
-    """Names that mean something to a file system; none is ever used as a path."""
-    expect_refused(write(tmp_path, build([*records(), Rec(name, b"x")])), ZipError, "is not one that torch writes")
-
-
-def test_32_name_not_utf8(tmp_path: Path) -> None:
-    """A name in some code page."""
-    expect_refused(write(tmp_path, build([*records(), Rec(b"archive/\xff\xfe")])), ZipError, "is not UTF-8")
-
-
-def test_32_second_root(tmp_path: Path) -> None:
-    """A second folder beside the first."""
-    expect_refused(write(tmp_path, build([*records(), Rec(b"other/data.pkl", PICKLE)])), ZipError, "2 root folders", "'other'")
-
-
-def test_32_no_root(tmp_path: Path) -> None:
-    """A zip of something else."""
-    data = build([Rec(b"word/document.xml", b"<x/>")])
-    expect_refused(write(tmp_path, data), UnsupportedContainerError, "not one that torch.save wrote", "word/document.xml")
-
-
-def test_32_empty_zip(tmp_path: Path) -> None:
-    """A zip of nothing."""
-    expect_refused(write(tmp_path, build([])), UnsupportedContainerError, "It holds nothing")
 
 
 # --- 34 to 42: packing, sizes, checksums
@@ -421,23 +266,6 @@ def test_35_broken_deflate_stream(tmp_path: Path) -> None:
     expect_convert_refused(write(tmp_path, build(rows)), ZipError, "cannot be inflated")
 
 
-@pytest.mark.parametrize(("method", "name"), [(12, "bzip2"), (14, "lzma"), (93, "zstd"), (9, "deflate64"), (77, "method 77")])
-def test_36_other_methods(method: int, name: str, tmp_path: Path) -> None:
-    """What torch does not read."""
-    expect_refused(write(tmp_path, build(records(method=method))), ZipError, f"compressed with {name}")
-
-
-def test_37_stored_with_two_sizes(tmp_path: Path) -> None:
-    """A stored record whose sizes differ."""
-    expect_refused(write(tmp_path, build(records(size=25))), ZipError, "stored with two sizes, 24 and 25")
-
-
-@pytest.mark.parametrize("extra", [b"\x01", b"\x01\x00\xff\xff", b"\x01\x00\x10\x00" + bytes(15), b"FB\x02\x00Z"])
-def test_38_malformed_extra(extra: bytes, tmp_path: Path) -> None:
-    """An extra field longer than what is there."""
-    expect_refused(write(tmp_path, build(records(extra=extra))), ZipError, "extra field", "malformed")
-
-
 @pytest.mark.parametrize("body", [b"", bytes(7), bytes(8)])
 def test_38_short_zip64_field(body: bytes, tmp_path: Path) -> None:
     """A zip64 field without the numbers that the entry leaves to it."""
@@ -451,12 +279,6 @@ def test_38_zip64_field_lies(tmp_path: Path) -> None:
     extra = struct.pack("<2H2Q", 1, 16, 2**64 - 1, 2**64 - 1)
     lie = {"size": 0xFFFFFFFF, "compressed": 0xFFFFFFFF}
     expect_refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "reaches into the zip directory")
-
-
-def test_39_a_million_records(tmp_path: Path) -> None:
-    """More records than any checkpoint has, in a file that has none of them."""
-    data = torch_zip(PICKLE, FLOATS, count=0xFFFF, wide_count=1_000_001)
-    expect_refused(write(tmp_path, data), LimitError, "1000001 records")
 
 
 def test_40_crc_of_the_pickle(tmp_path: Path) -> None:
@@ -595,3 +417,70 @@ def test_deflated_zeros_come_out_whole(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(size, dtype=torch.uint8)}, tmp_path / "stored.pth")
     rewrite(tmp_path / "stored.pth", tmp_path / "a.pth", method=zipfile.ZIP_DEFLATED)
     assert ckpt_tools.check(tmp_path / "a.pth").verdict == "healthy"
+
+
+# fmt: off
+REFUSED = {
+    "14 truncated in the pickle": (saved()[:200], ZipError, "no tensor can be told", "pickle that lists them is cut off"),
+    **{f"17 wrong count {at}": (torch_zip(PICKLE, FLOATS, **lie), ZipError, said)
+       for at, (lie, said) in enumerate([({"count": 3}, "more than the 3 records"), ({"count": 5}, "damaged at offset")])},
+    **{f"18 bad end record {at}": (torch_zip(PICKLE, FLOATS, **lie), ZipError, said)
+       for at, (lie, said) in enumerate([({"start": 0}, "not where the file says"), ({"start": 2**31},
+        "not where the file says"), ({"size": 1}, "not where the file says"), ({"size": 0xFFFFFFFF},
+        "not where the file says"), ({"wide_start": 2**63, "start": 0xFFFFFFFF}, "not where the file says"),
+        ({"wide_size": 2**64 - 1, "size": 0xFFFFFFFF}, "not where the file says"), ({"wide_at": 2**64 - 1},
+        "zip64 end record is said to be at"), ({"wide_at": 0}, "no zip64 end record at 0")])},
+    "18 bad signature": (
+        torch_zip(PICKLE, FLOATS).replace(b"PK\x01\x02", b"PK\x01\x03", 1), ZipError, "directory is damaged at offset"),
+    "19 comment longer than the file": (torch_zip(PICKLE, FLOATS)[:-2] + b"\x05\x00", ZipError, "comment longer than the file"),
+    **{f"20 end records disagree {at}": (torch_zip(PICKLE, FLOATS, **lie), ZipError, "two end records disagree")
+       for at, lie in enumerate([{"wide_count": 5}, {"wide_size": 1}, {"wide_start": 7}])},
+    **{f"21 several disks {at}": (torch_zip(PICKLE, FLOATS, **lie), ZipError, "one part of several")
+       for at, lie in enumerate([{"disk": 1}, {"wide_disks": 2}])},
+    "21 record on another disk": (build(records(disk=3)), ZipError, "one part of several"),
+    **{f"23 bytes before {at}": (before + torch_zip(PICKLE, FLOATS), ckpt_tools.errors.NotACheckpointError, "in front of a zip")
+       for at, before in enumerate([b"junk", b"#!/bin/sh\n", bytes(100)])},
+    "23 a zip before": (b"PK\x03\x04" + bytes(60) + torch_zip(PICKLE, FLOATS), ZipError, "not where the file says"),
+    "25 duplicate names": (
+        build([*records(), Rec(b"archive/data/0", bytes(24))]), ZipError, "two records named 'archive/data/0'"),
+    "25 entry listed twice": (
+        build([*records(), Rec(b"archive/data/0", FLOATS["0"], header=records()[2].header)]), ZipError, "two records named"),
+    **{f"26 names equal but for case {at}": (build([*records(), Rec(one), Rec(two)]), ZipError, "differ only in case",
+        "torch would mix")
+       for at, (one, two) in enumerate([(b"archive/data/a", b"archive/data/A"), ("archive/ß".encode(), b"archive/SS")])},
+    **{f"27 local name differs {at}": (build(records(local={"name": local})), ZipError, "another name in its local header")
+       for at, local in enumerate([b"archive/data/1", b"archive/data/00", b"archive/data/"])},
+    **{f"27 local sums differ {at}": (build(records(local=lie)), ZipError, "another size or CRC-32 in its local header")
+       for at, lie in enumerate([{"crc": 1}, {"size": 25}, {"compressed": 23}])},
+    **{f"27 local method differs {at}": (build(records(local=lie)), ZipError, "packed in another way")
+       for at, lie in enumerate([{"method": 8}, {"flags": 1}])},
+    **{f"29 entry points nowhere {at}": (build(records(header=header)), ZipError, "not where the directory says", str(header))
+       for at, header in enumerate([1, 30, 10_000_000, 0xFFFFFFFE])},
+    **{f"30 encrypted {at}": (build(records(flags=flag)), ZipError, "encrypted or a patch")
+       for at, flag in enumerate([1, 1 << 5, 1 << 6, 1 << 13])},
+    **{f"31 folder with data {at}": (build(records(**changes)), ZipError, "marked as a folder and has data")
+       for at, changes in enumerate([{"name": b"archive/data/0/"}, {"attributes": 0x10}])},
+    **{f"32 bad names {at}": (build([*records(), Rec(name, b"x")]), ZipError, "is not one that torch writes")
+       for at, name in enumerate([b"archive/../evil", b"../evil", b"..", b"/etc/passwd", b"archive\\data\\0", b"archive/a\0b",
+        b"", b"archive//0"])},
+    "32 name not utf8": (build([*records(), Rec(b"archive/\xff\xfe")]), ZipError, "is not UTF-8"),
+    "32 second root": (build([*records(), Rec(b"other/data.pkl", PICKLE)]), ZipError, "2 root folders", "'other'"),
+    "32 no root": (
+        build([Rec(b"word/document.xml", b"<x/>")]), UnsupportedContainerError, "not one that torch.save wrote",
+        "word/document.xml"),
+    "32 empty zip": (build([]), UnsupportedContainerError, "It holds nothing"),
+    **{f"36 other methods {at}": (build(records(method=method)), ZipError, f"compressed with {name}")
+       for at, (method, name) in enumerate([(12, "bzip2"), (14, "lzma"), (93, "zstd"), (9, "deflate64"), (77, "method 77")])},
+    "37 stored with two sizes": (build(records(size=25)), ZipError, "stored with two sizes, 24 and 25"),
+    **{f"38 malformed extra {at}": (build(records(extra=extra)), ZipError, "extra field", "malformed")
+       for at, extra in enumerate([b"\x01", b"\x01\x00\xff\xff", b"\x01\x00\x10\x00" + bytes(15), b"FB\x02\x00Z"])},
+    "39 a million records": (torch_zip(PICKLE, FLOATS, count=0xFFFF, wide_count=1_000_001), LimitError, "1000001 records"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    """`inspect` and `convert` refuse each with the same error and say why; nothing is written."""
+    data, error, *said = REFUSED[name]
+    expect_refused(write(tmp_path, data), error, *said)
