@@ -84,7 +84,8 @@ def cost(bomb: Bomb) -> Cost:
         done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=True)
         told = " ".join((done.stdout[-2000:] + done.stderr[-2000:]).split())[-90:]
         found = Path(folder, "cost")
-        return Cost(*(json.loads(found.read_text()) if found.exists() else (None, 60.0, 0)), told)
+        code, seconds, megabytes = json.loads(found.read_text()) if found.exists() else (None, 60.0, 0)
+        return Cost(code, seconds, megabytes, told)
 
 
 def repeated(before: bytes, unit: bytes, after: bytes) -> bytes:

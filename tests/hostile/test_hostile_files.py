@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import os
 import tarfile
-import zlib
 from pathlib import Path
 
 import pytest
@@ -22,7 +18,6 @@ from ckpt_tools.errors import (
     MissingFileError,
     NotACheckpointError,
     ObjectsError,
-    ZipError,
 )
 from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
@@ -39,21 +34,6 @@ def saved(**options: bool) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (b'{"error": "Access to this model is restricted"}', "JSON"),
-        (b'{"err": {"code": 404}}', "JSON"),
-        (b'[{"error": 1}]', "JSON"),
-        (b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code></Error>', "XML"),
-    ],
-)
-def test_04_error_body(body: bytes, kind: str, name: str, tmp_path: Path) -> None:
-    """A JSON or XML answer, with its first line; the second has its second brace where a safetensors header begins."""
-    expect_refused(write(tmp_path, body, name), NotACheckpointError, f"is {kind} text", repr(body.split(b"\n")[0].decode()))
-
-
-@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
 def test_05_lfs_pointer(name: str, tmp_path: Path) -> None:
     """A git-LFS pointer, with the real size."""
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 46827520\n"
@@ -65,33 +45,6 @@ def test_05_lfs_pointer(name: str, tmp_path: Path) -> None:
 def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
     """Nothing but zeros, which torch takes for a tar."""
     expect_refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
-
-
-PACKED = {
-    "gzip": (gzip.compress(b"x" * 100), "a gzip archive", "gunzip"),
-    "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(40), "a 7z archive", "Unpack"),
-    "xz": (lzma.compress(b"x" * 100), "an xz archive", "unxz"),
-    "bzip2": (bz2.compress(b"x" * 100), "a bzip2 archive", "bunzip2"),
-    "png": (b"\x89PNG\r\n\x1a\n" + zlib.compress(b"x"), "a PNG picture", ""),
-    "tflite": (b"\x1c\0\0\0TFL3" + bytes(40), "a TensorFlow Lite model", "PyTorch weights"),
-    "executorch": (b"\x30\0\0\0ET12" + bytes(40), "an ExecuTorch program", "PyTorch weights"),
-}
-
-
-@pytest.mark.parametrize("kind", PACKED)
-def test_07_other_types(kind: str, tmp_path: Path) -> None:
-    """Another type of file under a checkpoint's name is called by its own."""
-    data, called, fix = PACKED[kind]
-    expect_refused(write(tmp_path, data), NotACheckpointError, f"is {called}", fix)
-
-
-def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
-    """The same where the end record itself was torn apart: ten records are one line feed."""
-    many = {f"t{index}": torch.zeros(1) for index in range(4)}
-    buffer = io.BytesIO()
-    torch.save(many, buffer)
-    assert buffer.getvalue()[-12] == 10
-    expect_refused(write(tmp_path, buffer.getvalue().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer")
 
 
 def test_09_directory(tmp_path: Path) -> None:
@@ -131,12 +84,6 @@ def test_09_impossible_paths(name: str, tmp_path: Path) -> None:
         ckpt_tools.inspect(tmp_path / name)
     with pytest.raises(NotACheckpointError, match="cannot be read"):
         ckpt_tools.convert(tmp_path / name, tmp_path / "out.pth")
-
-
-@pytest.mark.parametrize("kind", PACKED)
-def test_07_other_types_as_safetensors(kind: str, tmp_path: Path) -> None:
-    """The same under the name of the other container."""
-    expect_refused(write(tmp_path, PACKED[kind][0], "bad.safetensors"), NotACheckpointError, f"is {PACKED[kind][1]}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -196,23 +143,4 @@ def test_13_two_zips_and_more(tmp_path: Path) -> None:
 
 
 # fmt: off
-REFUSED = {
-    "01 empty": (b"", NotACheckpointError, "an empty file"),
-    **{f"02 short or text {at}": (data, NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
-       for at, data in enumerate([b"a", b"ab", b"abc", b"some text\n", b"PK", b"\x80", b"\x00\x01"])},
-    **{f"03 web page {at}": (start + b"<head><title>\n Sign in \xe2\x80\x94 Hub</title></head><body>no</body></html>",
-        NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
-       for at, start in enumerate([b"<!DOCTYPE html>\n", b"\n  <html lang='en'>", b"\xef\xbb\xbf<HTML>", b"<head>"])},
-    "06 zeros at the start only": (bytes(5000) + b"x", NotACheckpointError, "is not a checkpoint"),
-    "08 text mode": (saved().replace(b"\n", b"\r\n"), ZipError, "text-mode transfer", "binary mode"),
-    "08 text mode legacy": (
-        saved(_use_new_zipfile_serialization=False).replace(b"\n", b"\r\n"), NotACheckpointError, "text-mode transfer"),
-}
 # fmt: on
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, tmp_path: Path) -> None:
-    """`inspect` and `convert` refuse each with the same error and say why; nothing is written."""
-    data, error, *said = REFUSED[name]
-    expect_refused(write(tmp_path, data), error, *said)

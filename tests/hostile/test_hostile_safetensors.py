@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import ckpt_tools
-from ckpt_tools.errors import LimitError, NotACheckpointError, SafetensorsError
+from ckpt_tools.errors import LimitError, SafetensorsError
 from ckpt_tools.limits import raised
 from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import expect_refused, expect_warned, write
@@ -364,8 +364,3 @@ def test_88_alias_places(index: Any, tmp_path: Path) -> None:
     expected = ["a", "b"]
     expected.insert(index if type(index) is int and 0 <= index < 3 else 2, "t")
     assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == expected
-
-
-def test_82_text_file_is_no_header(tmp_path: Path) -> None:
-    """Text whose ninth character is a brace is text."""
-    expect_refused(write(tmp_path, b"12345678{}", "notes.pth"), NotACheckpointError, "is not a checkpoint")

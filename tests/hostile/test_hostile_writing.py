@@ -336,8 +336,12 @@ def test_93_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     failing(monkeypatch, "link", errno.EPERM)
     ckpt_tools.convert(source, tmp_path / "out.pth")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
+
+    def progress(*_: int) -> None:
+        (tmp_path / "late.pth").write_bytes(b"theirs")
+
     with pytest.raises(OutputExistsError):
-        ckpt_tools.convert(source, tmp_path / "late.pth", progress=lambda *_: (tmp_path / "late.pth").write_bytes(b"theirs"))
+        ckpt_tools.convert(source, tmp_path / "late.pth", progress=progress)
     assert (tmp_path / "late.pth").read_bytes() == b"theirs"
 
 

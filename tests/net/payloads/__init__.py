@@ -1,16 +1,22 @@
-"""Files by their bytes and what `scan` says of each: payloads.txt has those that mean harm, honest.txt objects of libraries.
+"""Files by their bytes: payloads.txt has those that mean harm, honest.txt objects of libraries, refused.txt broken checkpoints.
 
-A row has, with tabs between: the verdict, a name, what is told first, and the bytes in hex, where `(00){512}` is 512 times 00.
-`dangerous/needs-code` is an honest object that is called dangerous: it may become less.
+A row of the first two has, with tabs between: the verdict of `scan`, a name, what is told first, and the bytes in hex, where
+`(00){512}` is 512 times 00. `dangerous/needs-code` is an honest object that is called dangerous: it may become less.
+A row of the third has: the error, a name, the file's name, whether the bytes are the file or the pickle of a torch-zip with six
+floats, words of the message with ` | ` between, and the bytes.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import ckpt_tools
+from ckpt_tools import errors
+from ckpt_tools.errors import CkptError
+from tests.hostile.zips import torch_zip
 
 _REPEATED = re.compile(rb"(?s)(.{1,12}?)\1{5,}")
 
@@ -41,8 +47,34 @@ def rows(table: str) -> list[Row]:
     found = []
     for line in Path(__file__).with_name(f"{table}.txt").read_text("utf-8").splitlines():
         verdict, name, told, written = line.split("\t")
-        data = re.sub(r"\((\w+)\)\{(\d+)\}", lambda match: match[1] * int(match[2]), written)
-        found.append(Row(verdict, name, told, bytes.fromhex(data)))
+        found.append(Row(verdict, name, told, unhex(written)))
+    return found
+
+
+def unhex(written: str) -> bytes:
+    """The bytes of a row."""
+    return bytes.fromhex(re.sub(r"\((\w+)\)\{(\d+)\}", lambda match: match[1] * int(match[2]), written))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A file that is refused: the class of the error, and words of its message."""
+
+    error: type[CkptError]
+    name: str
+    file: str
+    words: list[str]
+    data: bytes
+
+
+def refused() -> list[Refused]:
+    """The rows of refused.txt."""
+    found = []
+    for line in Path(__file__).with_name("refused.txt").read_text("utf-8").splitlines():
+        if not line.startswith("# "):
+            error, name, file, kind, words, written = line.split("\t")
+            data = torch_zip(unhex(written), {"0": struct.pack("<6f", *range(6))}) if kind == "pickle" else unhex(written)
+            found.append(Refused(getattr(errors, error), name, file, words.split(" | "), data))
     return found
 
 

@@ -1,0 +1,22 @@
+"""Broken and ambiguous files that are refused by name; the rows are in tests/net/payloads/refused.txt."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.refusals import expect_refused, write
+from tests.net.payloads import refused
+
+GROUPS = {kind: list(rows) for kind, rows in groupby(refused(), lambda row: row.name.partition(",")[0])}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_refused(group: str, tmp_path: Path) -> None:
+    """`inspect` and `convert` refuse each with the same error, which says why; nothing is written."""
+    for row in GROUPS[group]:
+        path = write(tmp_path, row.data, row.file)
+        expect_refused(path, row.error, *row.words)
+        path.unlink()
