@@ -140,7 +140,3 @@ def test_13_two_zips_and_more(tmp_path: Path) -> None:
     for data in (saved() + b"x" + saved(), b"x" + saved() + saved(), saved()[100:] + saved()):
         with pytest.raises(ckpt_tools.CkptError):
             ckpt_tools.inspect(write(tmp_path, data))
-
-
-# fmt: off
-# fmt: on

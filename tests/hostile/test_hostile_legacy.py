@@ -121,7 +121,3 @@ def test_flips_of_memo_indexes(tmp_path: Path) -> None:
                 ckpt_tools.repair(path, tmp_path / "out.pth")
             refused += 1
     assert refused > 3
-
-
-# fmt: off
-# fmt: on

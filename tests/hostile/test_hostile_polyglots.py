@@ -334,7 +334,3 @@ def test_a_tar_without_its_magic_word(tmp_path: Path) -> None:
             blocks[at + 148 : at + 156] = b"%06o\0 " % sum(blocks[at : at + 512])
     path = write(tmp_path, bytes(blocks))
     assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
-
-
-# fmt: off
-# fmt: on

@@ -251,7 +251,3 @@ def test_a_state_that_grows_after_it_was_set(tmp_path: Path) -> None:
     path = write(tmp_path, torch_zip(body, FLOATS))
     assert vars(torch.load(path, weights_only=False)["x"]).keys() == {"a"}
     assert [row["where"] for row in ckpt_tools.inspect(path).tensors] == [["x", "a"], ["z", "a"], ["z", "b"]]
-
-
-# fmt: off
-# fmt: on

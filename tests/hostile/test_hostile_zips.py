@@ -280,7 +280,3 @@ def test_deflated_zeros_come_out_whole(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(size, dtype=torch.uint8)}, tmp_path / "stored.pth")
     rewrite(tmp_path / "stored.pth", tmp_path / "a.pth", method=zipfile.ZIP_DEFLATED)
     assert ckpt_tools.check(tmp_path / "a.pth").verdict == "healthy"
-
-
-# fmt: off
-# fmt: on

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError, safe_open
 
 from tests.hostile.refusals import expect_refused, write
 from tests.net.payloads import refused
@@ -15,8 +16,11 @@ GROUPS = {kind: list(rows) for kind, rows in groupby(refused(), lambda row: row.
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_refused(group: str, tmp_path: Path) -> None:
-    """`inspect` and `convert` refuse each with the same error, which says why; nothing is written."""
+    """`inspect` and `convert` refuse each with the same error, which says why; nothing is written. So does safetensors."""
     for row in GROUPS[group]:
         path = write(tmp_path, row.data, row.file)
         expect_refused(path, row.error, *row.words)
+        if row.reference:
+            with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
+                opened.keys()
         path.unlink()

@@ -2,8 +2,8 @@
 
 A row of the first two has, with tabs between: the verdict of `scan`, a name, what is told first, and the bytes in hex, where
 `(00){512}` is 512 times 00. `dangerous/needs-code` is an honest object that is called dangerous: it may become less.
-A row of the third has: the error, a name, the file's name, whether the bytes are the file or the pickle of a torch-zip with six
-floats, words of the message with ` | ` between, and the bytes.
+A row of the third has: the error, a name, the file's name, what the bytes are (the file; `safetensors`: a file that safetensors
+refuses too; `pickle`: that of a torch-zip with six floats), words of the message with ` | ` between, and the bytes.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Refused:
     file: str
     words: list[str]
     data: bytes
+    reference: bool  # safetensors refuses it too
 
 
 def refused() -> list[Refused]:
@@ -74,7 +75,7 @@ def refused() -> list[Refused]:
         if not line.startswith("# "):
             error, name, file, kind, words, written = line.split("\t")
             data = torch_zip(unhex(written), {"0": struct.pack("<6f", *range(6))}) if kind == "pickle" else unhex(written)
-            found.append(Refused(getattr(errors, error), name, file, words.split(" | "), data))
+            found.append(Refused(getattr(errors, error), name, file, words.split(" | "), data, kind == "safetensors"))
     return found
 
 
