@@ -20,7 +20,6 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     ObjectsError,
 )
-from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
 from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors
@@ -287,8 +286,7 @@ def test_52_items_of_a_class(tmp_path: Path) -> None:
     steps = SYSTEM + COMMAND + p.REDUCE + p.BUILD + p.text("k") + p.integer(1) + p.SETITEM
     path = write(tmp_path, beside(p.glob("collections", "OrderedDict") + steps))
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
-    with ckpt_tools.open_checkpoint(tmp_path / "out.pth") as checkpoint:
-        assert [key for key, _ in as_dict(checkpoint.root).items] == ["a.w"]
+    assert list(torch.load(tmp_path / "out.pth")) == ["a.w"]
 
 
 def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
