@@ -12,14 +12,12 @@ import ckpt_tools
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
-    LimitError,
 )
 from tests.hostile.pickles import (
     call,
     dict_of,
     glob,
     integer,
-    pickle,
     tensor,
     text,
     tuple_of,
@@ -27,8 +25,6 @@ from tests.hostile.pickles import (
 from tests.hostile.refusals import expect_warned, write
 from tests.support.legacy import (
     MAGIC,
-    PROTOCOL,
-    SYS_INFO,
     floats,
     legacy,
     persistent,
@@ -79,21 +75,6 @@ def test_53_bad_ids(bad: bytes, tmp_path: Path) -> None:
     """Persistent ids of another kind, arity or range, and views outside their storage."""
     path = write(tmp_path, stream(dict_of(w=bad), ("0", SIX)))
     with pytest.raises(DamagedFileError):
-        ckpt_tools.inspect(path)
-
-
-def test_62_many_dicts(tmp_path: Path) -> None:
-    """Millions of containers in a few bytes each."""
-    path = write(tmp_path, stream(b"}" * 3_000_000))
-    with pytest.raises(LimitError, match="more objects than a checkpoint of its size"):
-        ckpt_tools.inspect(path)
-
-
-def test_49_magic_number_by_a_call(tmp_path: Path) -> None:
-    """torch would run the call to learn the number."""
-    head = pickle(call("builtins", "int", text("119547037146038801333356"))) + PROTOCOL + SYS_INFO
-    path = write(tmp_path, stream(ONE, ("0", SIX), head=head))
-    with pytest.raises(CkptError):
         ckpt_tools.inspect(path)
 
 

@@ -15,38 +15,25 @@ import torch
 from safetensors.torch import load_file, save
 
 import ckpt_tools
-from ckpt_tools.errors import AmbiguousFileError
 from ckpt_tools.torch import load_state_dict
-from tests.hostile.calls import COMMAND, SYSTEM
 from tests.hostile.pickles import (
-    REDUCE,
     dict_of,
-    integer,
-    list_of,
     pickle,
     storage,
     tensor,
-    text,
     tuple_of,
 )
-from tests.hostile.refusals import expect_refused, write
+from tests.hostile.refusals import write
 from tests.hostile.zips import (
     Rec,
     build,
-    torch_zip,
 )
 from tests.support import tars
 from tests.support.legacy import (
-    PROTOCOL,
-    SYS_INFO,
     floats,
-    persistent,
-    stream,
 )
 
-MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 SIX = floats(0, 1, 2, 3, 4, 5)
-CALL = SYSTEM + COMMAND + REDUCE
 GOOD_TAR = tars.torch_tar(
     dict_of(w=tars.persistent(2)), tars.storages((1, "FloatStorage", SIX)), tars.tensors((2, 1, (6,), (1,), 0))
 )
@@ -92,26 +79,7 @@ def test_names_in_the_metadata(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(plain).findings == []
 
 
-@pytest.mark.parametrize(
-    "more", [(), (PROTOCOL,), (pickle(CALL), SYS_INFO, pickle(dict_of(w=tensor(on=persistent()))), pickle(list_of(text("0"))))]
-)
-def test_computed_magic_and_version(more: tuple[bytes, ...], tmp_path: Path) -> None:
-    """A call may give the magic number, and another one the version: no pickle of one object with bytes behind it."""
-    data = pickle(CALL) + b"".join(more) + (SIX if more else b"")
-    if more:
-        expect_refused(write(tmp_path, data), AmbiguousFileError, "magic number is computed by a call")
-    else:
-        assert ckpt_tools.inspect(write(tmp_path, data)).container == "pickle"
-
-
 # --- names and places in a zip
-
-
-def test_byteorder_in_capitals_is_torchs(tmp_path: Path) -> None:
-    """The premise: torch swaps."""
-    rows = records(saved({"a.w": torch.ones(2)}))
-    swapped = [Rec(b"archive/BYTEORDER", b"big") if row.name == b"archive/byteorder" else row for row in rows]
-    assert torch.load(write(tmp_path, build(swapped)))["a.w"][0] != 1
 
 
 def under(root: bytes, *more: bytes) -> bytes:
@@ -231,52 +199,7 @@ def exported(tmp_path: Path) -> list[Rec]:
     return records((tmp_path / "good.pt2").read_bytes())
 
 
-def test_a_call_in_the_sample_inputs(tmp_path: Path) -> None:
-    """torch.export.load loads them with weights_only=False where they do not load with it."""
-    rows = exported(tmp_path)
-    for row in rows:
-        row.data = torch_zip(pickle(CALL)) if b"/sample_inputs/" in row.name else row.data
-    found = ckpt_tools.inspect(write(tmp_path, build(rows), "bad.pt2"))
-    assert "os.system" in found.to_json()["globals"]
-    assert found.findings[0].code == "dangerous"
-
-
 # --- what the small pickles call
-
-
-def weights_only_refuses(path: Path, name: str) -> None:
-    """The global is listed, and the verdict is that weights_only does not load the file."""
-    found = ckpt_tools.inspect(path)
-    assert name in found.to_json()["globals"]
-    assert found.to_json()["weights_only"]["loads"] is False
-
-
-@pytest.mark.parametrize("place", range(4))
-def test_a_call_in_a_small_pickle_of_a_stream(place: int, tmp_path: Path) -> None:
-    """The magic number, the version, sys_info and the list of keys are pickles that torch runs."""
-    small = [integer(MAGIC_NUMBER), integer(1001), b"}", list_of(text("0"))]
-    small[place] = CALL + b"0" + small[place]
-    *head, keys = map(pickle, small)
-    data = stream(dict_of(w=tensor(on=persistent())), ("0", SIX), head=b"".join(head), keys=keys)
-    path = write(tmp_path, data)
-    if place:
-        weights_only_refuses(path, "os.system")
-    else:  # it does not begin as torch writes it
-        assert "os.system" in ckpt_tools.inspect(path).to_json()["globals"]
-
-
-@pytest.mark.parametrize("place", ["storages", "tensors", "sys_info", "views"])
-def test_a_call_in_a_small_pickle_of_a_tar(place: str, tmp_path: Path) -> None:
-    """Counts, descriptions and views are pickles that torch runs."""
-    parts = {"storages": tars.storages((1, "FloatStorage", SIX)), "tensors": tars.tensors((2, 1, (6,), (1,), 0)),
-             "sys_info": pickle(b"}")}  # fmt: skip
-    if place == "views":
-        parts["storages"] = parts["storages"].removesuffix(pickle(b"]")) + pickle(CALL, b"0]")
-    else:
-        parts[place] = b"\x80\x02" + CALL + b"0" + parts[place][2:]
-    path = write(tmp_path, tars.tar(**parts, pickle=pickle(dict_of(w=tars.persistent(2)))))
-    assert named(path) == ["w"]
-    weights_only_refuses(path, "os.system")
 
 
 # --- members of a tar
