@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.hostile import pickles as p
-from tests.hostile.headers import info, safetensors
+from tests.hostile.refusals import safetensors
 from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
 from tests.support.legacy import floats, persistent, stream
 from tests.support.samples import FIXTURES
@@ -120,12 +120,6 @@ def short_texts_and_numbers() -> bytes:
     return repeated(p.EMPTY_LIST + p.MARK, b"\x8c\x02abM\x01\x77", p.APPENDS)
 
 
-@bomb("inspect IN")
-def lists_in_lists() -> bytes:
-    """A million lists, each in the next."""
-    return beside(p.EMPTY_LIST * 500_000 + p.APPEND * 499_999)
-
-
 @bomb("convert IN out.safetensors --objects plain")
 def state_dicts_in_state_dicts() -> bytes:
     """A chain of dicts, each with the next one first and a tensor last, again and again."""
@@ -191,12 +185,6 @@ def name_of_many_parts() -> bytes:
     state = p.ORDERED_DICT + p.MARK + p.text("a." * (SIZE // 4)) + p.put(0) + p.tensor() + p.SETITEMS
     metadata = p.ORDERED_DICT + p.MARK + p.text("") + p.dict_of(version=b"K\x01") + p.get(0) + b"}" + p.SETITEMS
     return torch_zip(p.pickle(state, p.dict_of(_metadata=metadata), p.BUILD), FLOATS)
-
-
-@bomb("inspect IN")
-def number_as_text() -> bytes:
-    """A number of millions of digits."""
-    return beside(b"L" + b"9" * SIZE + b"L\n")
 
 
 @bomb("inspect IN", 0)
@@ -286,13 +274,6 @@ def header_of_dicts() -> bytes:
     """A safetensors header with a field full of dicts."""
     field = '{"":0},' * (SIZE // 7)
     return safetensors('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":[' + field + "0]}}")
-
-
-@bomb("convert IN out.pth", 0)
-def header_of_tensors() -> bytes:
-    """Many empty tensors, with names of many parts."""
-    rows = {f"{index:x}." + "a." * 20: info("U8", [0], [0, 0]) for index in range(SIZE // 100)}
-    return safetensors(json.dumps(rows, separators=(",", ":")))
 
 
 @bomb("inspect IN")

@@ -19,8 +19,7 @@ from ckpt_tools.errors import (
     NotACheckpointError,
     ObjectsError,
 )
-from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import expect_convert_refused, expect_refused, write
+from tests.hostile.refusals import expect_convert_refused, expect_refused, info, safetensors, write
 from tests.hostile.zips import Rec, build
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}

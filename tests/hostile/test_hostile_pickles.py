@@ -21,11 +21,12 @@ from ckpt_tools.errors import (
     ObjectsError,
 )
 from tests.hostile import pickles as p
-from tests.hostile.calls import CALLS, COMMAND, SYSTEM
-from tests.hostile.headers import info, safetensors
+from tests.hostile.pickles import CALLS, COMMAND, SYSTEM
 from tests.hostile.refusals import (
     expect_convert_refused,
     expect_warned,
+    info,
+    safetensors,
     write,
 )
 from tests.hostile.zips import torch_zip

@@ -16,8 +16,7 @@ import torch
 
 import ckpt_tools
 from tests.hostile import pickles as p
-from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import INTERRUPTIBLE, write
+from tests.hostile.refusals import INTERRUPTIBLE, info, safetensors, write
 from tests.hostile.zips import torch_zip
 
 ROOT = Path(ckpt_tools.__file__).parent.parent

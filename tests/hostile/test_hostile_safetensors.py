@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 import ckpt_tools
 from ckpt_tools.errors import LimitError, SafetensorsError
 from ckpt_tools.limits import raised
-from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import expect_refused, expect_warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, info, safetensors, write
 
 BYTES = struct.pack("<2f", 1, 2)
 GOOD = {"a": info()}

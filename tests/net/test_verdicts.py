@@ -23,7 +23,6 @@ from ckpt_tools import limits
 from tests.hostile import pickles as p
 from tests.support.commands import ckpt
 from tests.support.samples import corpus
-from tests.support.servers import Server
 from tests.support.zero_files import save_zero, trained
 
 
@@ -195,16 +194,6 @@ def test_a_call_is_shown_as_it_stands(command: list[str], tmp_path: Path) -> Non
     assert "--id" not in shown
 
 
-def test_a_misplaced_directory_with_nothing_before_it(tmp_path: Path) -> None:
-    """A zip without a single record, whose directory is misplaced, is unexamined for that; Python's own error was told."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("evil", CALL)
-    path = tmp_path / "a.zip"
-    path.write_bytes(b"\0" + made.getvalue()[made.getvalue().index(b"PK\x01\x02") :])
-    assert "The zip directory is not where the file says" in why(path)
-
-
 def test_what_is_not_there(tmp_path: Path) -> None:
     """An empty folder is refused; of a path that is not there `scan` says what every other command says."""
     ckpt("scan", tmp_path, code=3)
@@ -212,12 +201,6 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     gone = tmp_path / "modle.pth"
     told = {ckpt(command, gone, code=3).stderr for command in ("scan", "inspect", "stats")}
     assert told == {f"Error: {gone} cannot be read.\nThere is no such file.\nDid you mean 'model.pth'?\n"}
-
-
-def test_an_address(tmp_path: Path, server: Server) -> None:
-    """A file behind an address is examined by ranges."""
-    torch.save({"w": torch.ones(2), "a": HARM}, tmp_path / "evil.pth")
-    assert f"dangerous: it runs {RUNS}" in ckpt("scan", server.url("evil.pth"), code=1).output
 
 
 def test_processes_say_the_same_as_one(tmp_path: Path) -> None:
