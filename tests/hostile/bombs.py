@@ -204,7 +204,7 @@ def pickle_that_inflates() -> bytes:
     return build(records)
 
 
-@bomb("stats IN")
+@bomb("stats IN", 0)
 def storage_that_inflates() -> bytes:
     """A storage of 96 MB, deflated to 100 KB."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -212,7 +212,7 @@ def storage_that_inflates() -> bytes:
     numel = 3 << 23
     wide = p.tensor(p.sizes(numel), p.sizes(1), on=p.storage("0", numel))
     records = torch_records(p.pickle(p.dict_of(**{"a.w": wide})), {"0": b""})
-    records[2] = Rec(b"archive/data/0", packed, method=8, crc=1, size=6 << 24, compressed=len(packed))
+    records[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(bytes(6 << 24)), size=6 << 24, compressed=len(packed))
     return build(records)
 
 
