@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from tests.net.payloads import Row, judged, rows
 
-GROUPS = {
-    (table, kind): list(members)
-    for table in ("payloads", "honest")
-    for kind, members in groupby(rows(table), lambda row: row.name.partition(":")[0])
-}
+GROUPS: dict[tuple[str, str], list[Row]] = {}
+for table in ("payloads", "honest"):
+    for row in rows(table):
+        GROUPS.setdefault((table, row.name.partition(":")[0]), []).append(row)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=":".join)

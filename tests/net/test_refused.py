@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError, safe_open
 
 from tests.hostile.refusals import expect_refused, write
-from tests.net.payloads import refused
+from tests.net.payloads import Refused, refused
 
-GROUPS = {kind: list(rows) for kind, rows in groupby(refused(), lambda row: row.name.partition(",")[0])}
+GROUPS: dict[str, list[Refused]] = {}
+for row in refused():
+    GROUPS.setdefault(row.name.partition(",")[0], []).append(row)
 
 
 @pytest.mark.parametrize("group", GROUPS)
