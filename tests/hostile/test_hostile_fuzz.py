@@ -20,14 +20,12 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     LimitError,
     TensorError,
-    ZipError,
 )
 from tests.fuzz import frameworks, headers, journals, oracle
 from tests.fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import (
-    Rec,
     build,
     deflated,
     torch_records,
@@ -138,14 +136,6 @@ def test_empty_tensor_cast(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="fp16")
     loaded = torch.load(tmp_path / "out.pth")
     assert (loaded["a.w"].dtype, loaded["a.w"].shape, loaded["b.w"].tolist()) == (torch.float16, (0,), [1, 1])
-
-
-def test_long_names_make_no_long_messages(tmp_path: Path) -> None:
-    """Found by the fuzzer: a name of kilobytes was quoted whole."""
-    path = write(tmp_path, build([Rec(b"archive/" + b"\xff" * 60_000, b"x")]))
-    with pytest.raises(ZipError, match="not UTF-8") as caught:
-        ckpt_tools.inspect(path)
-    assert len(str(caught.value)) < 3000
 
 
 def test_edit_in_place_without_room_in_front(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckpt_tools import limits
 from tests.hostile import pickles as p
 from tests.support.commands import ckpt
 from tests.support.samples import corpus
+from tests.support.servers import Server
 from tests.support.zero_files import save_zero, trained
 
 
@@ -166,6 +167,8 @@ def test_what_cannot_be_read_is_rated(tmp_path: Path) -> None:
     assert "runs os.system('id')" in ckpt("inspect", path, code=3).output
     path.write_bytes(CALL)
     assert "dangerous" in [finding.code for finding in ckpt_tools.check(path).findings]
+    path.write_bytes(p.pickle(p.glob("antigravity", "Thing")))
+    assert "this names antigravity.Thing, which can run code" in ckpt("inspect", path).output.replace("\n", " ")
 
 
 def test_what_to_do_stands_once_and_names_the_file(tmp_path: Path) -> None:
@@ -201,6 +204,15 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     gone = tmp_path / "modle.pth"
     told = {ckpt(command, gone, code=3).stderr for command in ("scan", "inspect", "stats")}
     assert told == {f"Error: {gone} cannot be read.\nThere is no such file.\nDid you mean 'model.pth'?\n"}
+
+
+def test_an_address_as_sarif(tmp_path: Path, server: Server) -> None:
+    """A file behind an address is examined by ranges; a log of SARIF has the call and the member that it stands in."""
+    torch.save({"w": torch.ones(2), "a": HARM}, tmp_path / "evil.pth")
+    assert f"dangerous: it runs {RUNS}" in ckpt("scan", server.url("evil.pth"), code=1).output
+    (result,) = json.loads(ckpt("scan", "--format", "sarif", tmp_path / "evil.pth", code=1).stdout)["runs"][0]["results"]
+    assert RUNS in result["message"]["text"]
+    assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"].endswith("/data.pkl")
 
 
 def test_processes_say_the_same_as_one(tmp_path: Path) -> None:
