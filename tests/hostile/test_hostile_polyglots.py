@@ -70,7 +70,9 @@ def test_lengths_that_look_like_opcodes(size: int, tmp_path: Path) -> None:
 
 def test_names_in_the_metadata(tmp_path: Path) -> None:
     """Tied names that our own files carry are put back, and it is said that safetensors knows nothing of them."""
-    path = write(tmp_path, save({"w": torch.ones(2)}, {"ckpt_tools.aliases": '{"tied":{"of":"w"}}'}), "a.safetensors")
+    path = write(
+        tmp_path, save({"w": torch.ones(2)}, {f"{ckpt_tools.__name__}.aliases": '{"tied":{"of":"w"}}'}), "a.safetensors"
+    )
     found = ckpt_tools.inspect(path)
     assert ([*load_file(path)], named(path)) == (["w"], ["w", "tied"])
     assert [(row.code, row.severity) for row in found.findings] == [("tied-names", "info")]

@@ -95,11 +95,11 @@ def test_88_extra_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "1", "[" * 5000, '{"a":' * 5000, "null"])
-@pytest.mark.parametrize("key", ["ckpt_tools.aliases", "ckpt_tools.state_dict_metadata"])
+@pytest.mark.parametrize("key", ["aliases", "state_dict_metadata"])
 def test_88_our_own_metadata_of_others(key: str, text: str, tmp_path: Path) -> None:
     """Text under our keys that is nothing of ours is text."""
-    path = write(tmp_path, safetensors({"__metadata__": {key: text}, "a": info()}, BYTES), "odd.safetensors")
-    assert ckpt_tools.inspect(path).metadata[key] == text
+    path = write(tmp_path, safetensors({"__metadata__": {f"ckpt_tools.{key}": text}, "a": info()}, BYTES), "odd.safetensors")
+    assert ckpt_tools.inspect(path).metadata[f"ckpt_tools.{key}"] == text
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, -1, 99, "x", None, True])
@@ -107,7 +107,7 @@ def test_88_alias_places(index: Any, tmp_path: Path) -> None:
     """Tied names come back at their places; a place that is none means the end."""
     aliases = json.dumps({"t": {"of": "a", "index": index}})
     tensors = {"a": info("U8", [4], [0, 4]), "b": info("U8", [4], [4, 8])}
-    rows = {"__metadata__": {"ckpt_tools.aliases": aliases}} | tensors
+    rows = {"__metadata__": {f"{ckpt_tools.__name__}.aliases": aliases}} | tensors
     path = write(tmp_path, safetensors(rows, BYTES), "tied.safetensors")
     expected = ["a", "b"]
     expected.insert(index if type(index) is int and 0 <= index < 3 else 2, "t")
