@@ -1,309 +1,355 @@
-"""Files of at most ten megabytes that are made to cost a reader much more: each returns the bytes of a file."""
+"""Files that are made to cost a reader much, one of each class; `python -m tests.hostile.bombs` prints what each costs.
+
+A row is a builder, the arguments of `ckpt` (IN is the file) and the exit code; costs are CPU seconds and MB of a process.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import os
 import struct
+import subprocess
+import sys
+import tempfile
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tests.hostile import pickles as p
-from tests.hostile.headers import info, safetensors
-from tests.hostile.zips import (
-    Rec,
-    build,
-    deflated,
-    torch_records,
-    torch_zip,
-)
+from tests.hostile.refusals import safetensors
+from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
+from tests.support.legacy import floats, persistent, stream
+from tests.support.samples import FIXTURES
 
-SIZE = 9_900_000  # of the pickle, where a unit is repeated; tests set it lower
+SIZE = int(os.environ.get("CKPT_BOMB_BYTES", "2000000"))  # of a file whose builder repeats a unit
+SECONDS, MEGABYTES = 15, 1000
 FLOATS = {"0": bytes(24)}
-BOMBS: dict[str, Callable[[], bytes]] = {}
+_CHILD = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+from tests.support.commands import main
+try:
+    main(sys.argv[2:], prog_name="ckpt")
+except SystemExit as stop:
+    code = stop.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+with open(sys.argv[1], "w") as file:
+    json.dump([code, used.ru_utime + used.ru_stime, used.ru_maxrss >> 10], file)
+"""
 
 
-def bomb(make: Callable[[], bytes]) -> Callable[[], bytes]:
+@dataclass(frozen=True)
+class Bomb:
+    """A file, what is done with it, and the exit code of that."""
+
+    build: Callable[[], bytes]
+    command: str
+    code: int  # where SIZE is what it is unless told otherwise
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a command took: its exit code (None where it was killed), CPU seconds, MB of memory, its last words."""
+
+    code: int | None
+    seconds: float
+    megabytes: int
+    told: str
+
+
+BOMBS: dict[str, Bomb] = {}
+
+
+def bomb(command: str, code: int = 3) -> Callable[[Callable[[], bytes]], Callable[[], bytes]]:
     """Enter a builder in the table."""
-    BOMBS[make.__name__] = make
-    return make
+
+    def enter(build: Callable[[], bytes]) -> Callable[[], bytes]:
+        BOMBS[build.__name__] = Bomb(build, command, code)
+        return build
+
+    return enter
+
+
+def cost(bomb: Bomb) -> Cost:
+    """Build the file and run the command, in a process and a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "IN").write_bytes(bomb.build())
+        # By way of a shell: a child's largest size begins with that of the process that it was forked from.
+        line = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", _CHILD, "cost", *bomb.command.split()]
+        environment = dict(os.environ, PYTHONPATH=str(FIXTURES.parent), OMP_NUM_THREADS="1")
+        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=True)
+        told = " ".join((done.stdout[-2000:] + done.stderr[-2000:]).split())[-90:]
+        found = Path(folder, "cost")
+        code, seconds, megabytes = json.loads(found.read_text()) if found.exists() else (None, 60.0, 0)
+        return Cost(code, seconds, megabytes, told)
 
 
 def repeated(before: bytes, unit: bytes, after: bytes) -> bytes:
-    """A torch-zip with a pickle of SIZE bytes, most of them the same again and again."""
-    return torch_zip(p.pickle(before + unit * (max(0, SIZE - len(before)) // len(unit)) + after), FLOATS)
+    """A torch-zip with a tensor `a.w` and beside it a value: a pickle of SIZE bytes, most of them the same again and again."""
+    head = p.EMPTY_DICT + p.MARK + p.text("a.w") + p.tensor() + p.put(0) + p.text("x") + before
+    return torch_zip(p.pickle(head + unit * (max(0, SIZE - len(head)) // len(unit)) + after, p.SETITEMS), FLOATS)
 
 
-def keyed(before: bytes, unit: bytes, after: bytes) -> bytes:
-    """The same as a dict beside one tensor, so that a conversion has something to do."""
-    return repeated(p.EMPTY_DICT + p.MARK + p.text("a.w") + p.tensor() + p.text("x") + before, unit, after + p.SETITEMS)
+def beside(value: bytes) -> bytes:
+    """A torch-zip with a tensor and this value."""
+    return torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor(), "x": value})), FLOATS)
 
 
-@bomb
-def row_62_empty_dicts() -> bytes:
-    """Nothing but EMPTY_DICT."""
-    return repeated(b"", p.EMPTY_DICT, b"")
+def laughs(unit: int) -> bytes:
+    """A tuple of sixty levels, each holding the one below so many times; memo 100 is the last."""
+    levels = b"".join(p.MARK + p.get(level + 1) * unit + p.TUPLE + p.put(level + 2) for level in range(60))
+    return p.EMPTY_TUPLE + p.put(1) + levels + p.put(100)
 
 
-@bomb
-def row_62_empty_lists_in_a_list() -> bytes:
-    """As many empty lists as the budget lets pass."""
-    return keyed(p.EMPTY_LIST + p.MARK, p.EMPTY_LIST + b"\x8a\x04\x00\x00\x00\x01", p.APPENDS)
+# --- pickles
 
 
-@bomb
-def row_62_nones_in_a_list() -> bytes:
-    """A list of ten million times None."""
-    return keyed(p.EMPTY_LIST + p.MARK, p.NONE, p.APPENDS)
+@bomb("inspect IN")
+def empty_dicts() -> bytes:
+    """Millions of containers."""
+    return repeated(p.EMPTY_LIST + p.MARK, p.EMPTY_DICT, p.APPENDS)
 
 
-@bomb
-def row_62_nones_in_a_tuple() -> bytes:
-    """A tuple of ten million times None."""
-    return keyed(p.MARK, p.NONE, p.TUPLE)
+@bomb("convert IN out.pth --objects plain", 0)
+def short_texts_and_numbers() -> bytes:
+    """Millions of values that Python does not share."""
+    return repeated(p.EMPTY_LIST + p.MARK, b"\x8c\x02abM\x01\x77", p.APPENDS)
 
 
-@bomb
-def row_62_pairs() -> bytes:
-    """A dict with one key, set five million times."""
-    return keyed(p.EMPTY_DICT + p.MARK, p.NONE + p.NONE, p.SETITEMS)
-
-
-@bomb
-def row_62_numbers_of_three_bytes() -> bytes:
-    """Three million ints that Python does not share."""
-    return keyed(p.EMPTY_LIST + p.MARK, b"M\x01\x77", p.APPENDS)
-
-
-@bomb
-def row_62_globals() -> bytes:
-    """A million different globals."""
-    names = b"".join(b"c%x\nx\n0" % index for index in range(SIZE // 9))
-    return torch_zip(p.pickle(names + p.dict_of(w=p.tensor())), FLOATS)
-
-
-@bomb
-def row_58_marks() -> bytes:
-    """Nothing but MARK."""
-    return repeated(b"", p.MARK, b"")
-
-
-@bomb
-def row_58_nested_lists() -> bytes:
-    """A million lists, each in the next."""
-    return torch_zip(p.pickle(p.EMPTY_LIST * 1_000_000 + p.APPEND * 999_999))
-
-
-@bomb
-def row_58_deep_by_one_path_only() -> bytes:
-    """Every list is near the root by one path and very deep by another, the first that a walk takes."""
-    count = SIZE // 25
-    chain = b"".join(p.EMPTY_LIST + p.get(index - 1) + p.APPEND + p.put(index) + b"0" for index in range(1, count))
-    refs = b"".join(p.get(index) for index in range(count - 1, 0, -1))
-    return torch_zip(p.pickle(p.EMPTY_LIST, p.put(0), b"0", chain, p.list_of(refs)))
-
-
-@bomb
-def row_58_leaves_far_down() -> bytes:
-    """Five million values below a thousand lists: every path is a thousand long."""
-    return repeated(p.EMPTY_LIST * 900 + p.MARK, b"K\x01", p.APPENDS + p.APPEND * 899)
-
-
-@bomb
-def row_58_tensors_far_down() -> bytes:
-    """The same with one tensor, five million times."""
-    before = p.tensor() + p.put(0) + b"0" + p.EMPTY_LIST * 900 + p.MARK
-    return repeated(before, p.get(0), p.APPENDS + p.APPEND * 899)
-
-
-@bomb
-def row_58_state_dicts_in_state_dicts() -> bytes:
-    """A chain of dicts, each with the next one first and a tensor last."""
-    before = p.tensor() + p.put(0) + b"0" + p.text("c") + p.put(1) + b"0" + p.text("t") + p.put(2) + b"0"
+@bomb("convert IN out.safetensors --objects plain")
+def state_dicts_in_state_dicts() -> bytes:
+    """A chain of dicts, each with the next one first and a tensor last, again and again."""
+    names = p.text("c") + p.put(1) + b"0" + p.text("t") + p.put(2) + b"0"
     chain = (p.EMPTY_DICT + p.MARK + p.get(1)) * 900 + p.EMPTY_DICT + (p.get(2) + p.get(0) + p.SETITEMS) * 900
-    return repeated(before + p.EMPTY_LIST + p.MARK, chain, p.APPENDS)
+    return repeated(names + p.EMPTY_LIST + p.MARK, chain, p.APPENDS)
 
 
-@bomb
-def row_60_one_tensor_in_a_list() -> bytes:
-    """Five million references to one tensor."""
-    return repeated(p.tensor() + p.put(0) + b"0" + p.EMPTY_LIST + p.MARK, p.get(0), p.APPENDS)
+@bomb("convert IN out.safetensors --objects plain")
+def billion_laughs() -> bytes:
+    """10**60 values in a kilobyte."""
+    return beside(laughs(10))
 
 
-@bomb
-def row_60_one_list_in_a_list() -> bytes:
-    """Five million references to one empty list."""
-    return repeated(p.EMPTY_LIST + p.put(0) + b"0" + p.EMPTY_LIST + p.MARK, p.get(0), p.APPENDS)
-
-
-@bomb
-def row_60_wide_list_shared() -> bytes:
-    """A long list, a million times in another."""
-    wide = p.list_of(p.NONE * (SIZE // 10)) + p.put(0) + b"0"
-    return repeated(wide + p.EMPTY_LIST + p.MARK, p.get(0), p.APPENDS)
-
-
-@bomb
-def row_60_laughs() -> bytes:
-    """Sixty levels, each holding the one below ten times: 10**60 values, a kilobyte."""
-    levels = b"".join(p.list_of(p.get(level) * 10) + p.put(level + 1) for level in range(60))
-    return torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=p.EMPTY_LIST + p.put(0) + levels + p.TUPLE2 * 60)), FLOATS)
-
-
+@bomb("scan IN", 1)
 def calls_of_laughs() -> bytes:
-    """What Python looks at by its class, as a call of a tuple of sixty levels, each holding the one below twice."""
-    levels = b"".join(p.get(level) * 2 + p.TUPLE2 + p.put(level + 1) for level in range(60))
-    made = p.EMPTY_TUPLE + p.put(0) + levels + p.EMPTY_TUPLE + p.REDUCE + p.put(100)
-    eight, again = b"C\x08" + bytes(8), p.get(100)
-    array = p.call("numpy.core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), p.sizes(0), b"C\x01b")
-    return p.list_of(
-        made,
-        p.call("numpy.core.multiarray", "scalar", again, eight),
-        array + p.tuple_of(b"K\x01", p.sizes(1), again, p.FALSE, eight) + p.BUILD,
-        p.call("numpy.core.numeric", "_frombuffer", again, again, p.sizes(1), p.text("C")),
-        p.call("torch.nn.parameter", "Parameter", again),
-        p.call("datetime", "datetime", b"C\x0a\x07\xe8" + b"\1" * 8, again),
-    )
+    """Objects that are made by a call of a tuple which would take 2**60 parts to write or to hash."""
+    again, eight = p.get(101), b"C\x08" + bytes(8)
+    made = p.glob("m", "f") + laughs(2) + p.TUPLE1 + p.REDUCE + p.put(101)
+    scalar = p.call("numpy.core.multiarray", "scalar", again, eight)
+    return beside(p.list_of(made, scalar, p.call("torch.nn.parameter", "Parameter", again), b"}" + p.get(100) + b"Ns"))
 
 
-@bomb
-def row_60_calls_of_laughs() -> bytes:
-    """Objects whose class is looked at, made by a call of a tuple that would take 2**60 parts to write or to hash."""
-    return torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=calls_of_laughs())), FLOATS)
-
-
-@bomb
-def row_60_calls_of_laughs_in_a_pickle() -> bytes:
-    """The same without torch around it, where arrays are tensors."""
-    return p.pickle(p.dict_of(x=calls_of_laughs()))
-
-
-@bomb
-def row_60_bytes_made_again_and_again() -> bytes:
-    """A long text, encoded a million times by calls that share their arguments."""
-    before = p.glob("_codecs", "encode") + p.put(0) + p.text("x" * (SIZE // 10)) + p.text("latin1") + p.TUPLE2 + p.put(1)
-    return repeated(before + b"00" + p.EMPTY_LIST + p.MARK, p.get(0) + p.get(1) + p.REDUCE, p.APPENDS)
-
-
-@bomb
-def row_60_ordered_dicts_made_again_and_again() -> bytes:
-    """A list of pairs, made into an OrderedDict a million times."""
-    items = p.list_of(p.list_of(b"K\x01K\x02") + p.put(9), p.get(9) * (SIZE // 20))
-    before = p.glob("collections", "OrderedDict") + p.put(0) + items + p.TUPLE1 + p.put(1) + b"00"
-    return repeated(before + p.EMPTY_LIST + p.MARK, p.get(0) + p.get(1) + p.REDUCE, p.APPENDS)
-
-
-@bomb
-def row_60_attributes_set_again_and_again() -> bytes:
-    """One state, set a million times as the attributes of an OrderedDict."""
-    state = p.EMPTY_DICT + p.MARK + p.NONE * (SIZE // 10) + p.SETITEMS + p.put(0) + b"0"
-    return repeated(state + p.ORDERED_DICT, p.get(0) + p.BUILD, b"")
-
-
-@bomb
-def row_60_tensor_of_many_dimensions() -> bytes:
-    """A tensor of a thousand dimensions, rebuilt a million times from one tuple of arguments."""
-    ones = p.sizes(*[1] * 1000)
-    args = p.tuple_of(p.storage(), b"K\x00", ones, ones, p.FALSE, p.ORDERED_DICT)
-    before = p.glob("torch._utils", "_rebuild_tensor_v2") + p.put(0) + args + p.put(1) + b"00"
-    return repeated(before + p.EMPTY_LIST + p.MARK, p.get(0) + p.get(1) + p.REDUCE, p.APPENDS)
-
-
-@bomb
-def row_60_parameters_in_parameters() -> bytes:
-    """An unusual tensor in a parameter in a parameter, thousands deep, a million times."""
-    inner = p.call(
-        "torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.sizes(1), p.sizes(1), p.FALSE
-    )
-    head = p.glob("torch._utils", "_rebuild_parameter")
-    chain = inner + (b"1" + p.FALSE + p.NONE + p.TUPLE3 + p.REDUCE).replace(b"1", b"") * 9000
-    return repeated(head * 9000 + chain + p.put(0) + b"0" + p.EMPTY_LIST + p.MARK, p.get(0), p.APPENDS)
-
-
-@bomb
-def row_61_colliding_keys() -> bytes:
-    """Keys that all have Python's hash 0."""
+@bomb("inspect IN", 0)
+def keys_that_collide() -> bytes:
+    """Numbers that all have Python's hash 0."""
     step = 2**61 - 1
     keys = b"".join(b"\x8a\x0b" + (step * index).to_bytes(11, "little") + p.NONE for index in range(1, SIZE // 14))
-    return torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=p.EMPTY_DICT + p.MARK + keys + p.SETITEMS)), FLOATS)
+    return beside(p.EMPTY_DICT + p.MARK + keys + p.SETITEMS)
 
 
-@bomb
-def row_61_colliding_paths() -> bytes:
-    """State dicts under such keys."""
-    step = 2**61 - 1
-    value = p.EMPTY_DICT + p.get(1) + p.get(0) + p.SETITEM
-    keys = b"".join(b"\x8a\x0b" + (step * index).to_bytes(11, "little") + value for index in range(1, SIZE // 100))
-    before = p.tensor() + p.put(0) + b"0" + p.text("a.w") + p.put(1) + b"0"
-    return torch_zip(p.pickle(before, p.EMPTY_DICT, p.MARK, keys, p.SETITEMS), FLOATS)
+@bomb("inspect IN")
+def one_list_in_many_calls() -> bytes:
+    """A long list of pairs, made into an OrderedDict a million times."""
+    pairs = p.list_of(p.list_of(b"K\x01K\x02") + p.put(9), p.get(9) * (SIZE // 20)) + p.TUPLE1 + p.put(2) + b"0"
+    before = p.glob("collections", "OrderedDict") + p.put(1) + b"0" + pairs + p.EMPTY_LIST + p.MARK
+    return repeated(before, p.get(1) + p.get(2) + p.REDUCE, p.APPENDS)
 
 
-@bomb
-def row_59_wide_tuple_as_every_key() -> bytes:
-    """A long tuple, as the key of a million dicts."""
-    before = p.MARK + p.NONE * (SIZE // 10) + p.TUPLE + p.put(0) + b"0"
-    return repeated(before + p.EMPTY_LIST + p.MARK, p.EMPTY_DICT + p.get(0) + p.NONE + p.SETITEM, p.APPENDS)
+@bomb("scan IN", 1)
+def one_instance_changed_again_and_again() -> bytes:
+    """An instance with four hundred attributes, to which things are appended."""
+    state = b"}(" + b"".join(p.text(f"a{number}") + b"]" for number in range(400)) + b"ub"
+    return beside(p.glob("models", "Thing") + b")\x81" + state + b"K\x01a" * 8_000)
 
 
-@bomb
-def row_59_wide_tuple_in_a_key() -> bytes:
-    """A long tuple, a million times in a tuple that is a key."""
-    before = p.EMPTY_DICT + p.MARK + p.NONE * (SIZE // 10) + p.TUPLE + p.put(0) + b"0" + p.MARK
-    return repeated(before, p.get(0), p.TUPLE + p.NONE + p.SETITEM)
+@bomb("scan IN", 1)
+def names_of_classes() -> bytes:
+    """Hundreds of thousands of different globals."""
+    return p.pickle(b"".join(b"cq%x\nx\n0" % index for index in range(SIZE // 10)), b"}")
 
 
-@bomb
-def row_63_long_number() -> bytes:
-    """A whole number of megabytes, as a value and as a key."""
-    number = b"\x8b" + struct.pack("<i", 3_000_000) + b"\x7f" * 3_000_000
-    return torch_zip(
-        p.pickle(p.EMPTY_DICT + p.MARK + p.text("w") + p.tensor() + p.text("n") + number + number + p.NONE + b"u"), FLOATS
-    )
+@bomb("inspect IN")
+def long_key_in_many_dicts() -> bytes:
+    """One long text, the key of many dicts."""
+    before = p.text("k" * (SIZE // 2)) + p.put(1) + b"0" + p.EMPTY_LIST + p.MARK
+    return repeated(before, p.EMPTY_DICT + p.get(1) + b"K\x01s", p.APPENDS)
 
 
-@bomb
-def row_65_long_key_above_many() -> bytes:
-    """A key of megabytes above many values."""
-    before = p.EMPTY_DICT + p.MARK + p.text("w") + p.tensor() + p.put(0) + p.text("k" * (SIZE // 2)) + p.EMPTY_LIST + p.MARK
-    return repeated(before, p.get(0) + p.list_of(), p.APPENDS + p.SETITEMS)
+@bomb("repair IN out.pth")
+def name_of_many_parts() -> bytes:
+    """A name with a million dots, and metadata of modules."""
+    state = p.ORDERED_DICT + p.MARK + p.text("a." * (SIZE // 4)) + p.put(0) + p.tensor() + p.SETITEMS
+    metadata = p.ORDERED_DICT + p.MARK + p.text("") + p.dict_of(version=b"K\x01") + p.get(0) + b"}" + p.SETITEMS
+    return torch_zip(p.pickle(state, p.dict_of(_metadata=metadata), p.BUILD), FLOATS)
 
 
-@bomb
-def row_34_pickle_that_inflates() -> bytes:
-    """A pickle of fifty megabytes that was deflated to fifty kilobytes."""
+@bomb("inspect IN", 0)
+def memo_far_apart() -> bytes:
+    """As many memo entries as fit, far from each other."""
+    return torch_zip(p.pickle(b"N", *(p.put(1000 * index + 7) for index in range(SIZE // 5))), FLOATS)
+
+
+# --- zips, tars, other files of torch
+
+
+@bomb("inspect IN")
+def pickle_that_inflates() -> bytes:
+    """A pickle of fifty megabytes, deflated to fifty kilobytes."""
     records = torch_records(b"", FLOATS)
-    data = p.pickle(p.NONE * 50_000_000)
-    records[0] = deflated(b"archive/data.pkl", data)
+    records[0] = deflated(b"archive/data.pkl", p.pickle(p.list_of(p.NONE * 50_000_000)))
     return build(records)
 
 
-@bomb
-def row_39_records() -> bytes:
-    """Many empty records."""
-    more = [Rec(b"archive/%x" % index) for index in range(SIZE // 100)]
-    rows = [*torch_records(p.pickle(p.dict_of(w=p.tensor())), FLOATS), *more]
+@bomb("stats IN", 0)
+def storage_that_inflates() -> bytes:
+    """A storage of 96 MB, deflated to 100 KB."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = (packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)) * 6 + packer.flush()
+    numel = 3 << 23
+    wide = p.tensor(p.sizes(numel), p.sizes(1), on=p.storage("0", numel))
+    records = torch_records(p.pickle(p.dict_of(**{"a.w": wide})), {"0": b""})
+    records[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(bytes(6 << 24)), size=6 << 24, compressed=len(packed))
+    return build(records)
+
+
+@bomb("check IN", 0)
+def records() -> bytes:
+    """A directory of many empty records."""
+    rows = [*torch_records(p.pickle(p.dict_of(w=p.tensor())), FLOATS), *(Rec(b"archive/%x" % i) for i in range(SIZE // 100))]
     return build(rows, count=min(0xFFFF, len(rows)), wide_count=len(rows))
 
 
-@bomb
-def row_82_header_of_many_tensors() -> bytes:
-    """Many empty tensors."""
-    rows = {f"{index:x}": info("U8", [0], [0, 0]) for index in range(SIZE // 66)}
-    return safetensors(json.dumps(rows, separators=(",", ":")))
+@bomb("scan IN", 1)
+def archives_in_an_archive() -> bytes:
+    """Checkpoints, each with a deflated pickle of a megabyte, in an archive."""
+    inner = torch_records(b"", FLOATS)
+    inner[0] = deflated(b"archive/data.pkl", p.pickle(p.list_of(p.NONE * 1_000_000)))
+    one = Rec(b"", build(inner))
+    return build([replace(one, name=b"%d.pth" % index) for index in range(100)])
 
 
-@bomb
-def row_82_header_of_digits() -> bytes:
-    """A shape of millions of sizes."""
-    return safetensors('{"a":{"dtype":"F32","shape":[' + "1," * (SIZE // 2) + '1],"data_offsets":[0,4]}}', bytes(4))
+@bomb("inspect IN", 0)
+def torch_legacy_storages() -> bytes:
+    """A legacy stream of many storages."""
+    count = SIZE // 110
+    head = p.glob("torch._utils", "_rebuild_tensor_v2") + p.put(0) + b"0" + p.ORDERED_DICT + p.put(1) + b"0"
+    tensor = b"K\x00K\x01\x85K\x01\x85" + p.FALSE + p.get(1) + b"tR"
+    rows = b"".join(p.get(0) + p.MARK + persistent(str(index), 1) + tensor for index in range(count))
+    return stream(head + p.list_of(rows), *((str(index), floats(1)) for index in range(count)))
 
 
-@bomb
-def row_82_nested_brackets() -> bytes:
-    """Brackets in brackets."""
-    return safetensors('{"a":' + "[" * (SIZE // 2) + "]" * (SIZE // 2) + "}")
+def member(name: bytes, data: bytes = b"", kind: bytes = b"0") -> bytes:
+    """A member of a tar: its header, and what is behind it."""
+    head = bytearray(512)
+    head[: len(name)], head[124:136], head[156:157], head[257:265] = name, b"%011o\0" % len(data), kind, b"ustar\x0000"
+    head[148:156] = b"%06o\0 " % (sum(head) + 8 * 32)
+    return bytes(head) + data + bytes(-len(data) % 512)
 
 
-@bomb
-def row_75_aliases() -> bytes:
-    """Many tied names, each to be put in front."""
-    aliases = json.dumps({f"{index:x}": {"of": "w", "index": 0} for index in range(SIZE // 66)}, separators=(",", ":"))
-    return safetensors({"__metadata__": {"ckpt_tools.aliases": aliases}, "w": info("U8", [1], [0, 1])}, b"\0")
+@bomb("inspect IN")
+def tar_of_idle_records() -> bytes:
+    """Pax headers with thousands of records each that say nothing, and a checkpoint."""
+    idle = member(b"x", b"7 uid=\n" * 9300, b"x") * 150
+    return gzip.compress(idle + member(b"a.pth", beside(p.NONE)) + bytes(1024))
+
+
+@bomb("inspect IN")
+def code_of_a_program() -> bytes:
+    """TorchScript: a list of names that begin and never end."""
+    module = p.glob("__torch__", "A") + b")\x81" + p.dict_of(a=p.tensor()) + p.BUILD
+    code = b'class A(Module):\n  __parameters__ = ["' + b'\\"' * 4_000_000 + b"]\n"
+    more = [Rec(b"archive/constants.pkl", p.pickle(b")")), deflated(b"archive/code/__torch__.py", code)]
+    return build([*torch_records(p.pickle(module), FLOATS), *more])
+
+
+# --- headers, JSON, other frameworks
+
+
+@bomb("inspect IN")
+def header_of_dicts() -> bytes:
+    """A safetensors header with a field full of dicts."""
+    field = '{"":0},' * (SIZE // 7)
+    return safetensors('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":[' + field + "0]}}")
+
+
+@bomb("inspect IN")
+def json_that_inflates() -> bytes:
+    """A model.json of dozens of megabytes of dicts, deflated."""
+    text = b'{"mainModule":{"name":"a"},"x":[' + b'{"":0},' * 2_000_000 + b"0]}"
+    return build([deflated(b"a/model.json", text), Rec(b"a/version", b"1")])
+
+
+@bomb("inspect IN")
+def arrays_of_objects() -> bytes:
+    """NumPy arrays of lists, deflated."""
+    kind = p.call("numpy", "dtype", p.text("O8"), p.FALSE, p.TRUE)
+    empty = p.call("numpy.core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), p.sizes(0), b"C\x01b")
+    many = p.tuple_of(b"K\x01", p.sizes(300_000), kind, p.FALSE, p.list_of(p.EMPTY_LIST * 300_000)) + p.BUILD
+    body = b"{'descr': '|O', 'fortran_order': False, 'shape': (300000,), }\n"
+    one = deflated(b"", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(body)) + body + p.pickle(empty + many))
+    return build([replace(one, name=b"%d.npy" % index) for index in range(20)])
+
+
+@bomb("inspect IN", 0)
+def onnx_of_metadata() -> bytes:
+    """Protobuf: a model of one number and hundreds of thousands of pairs of text."""
+
+    def field(number: int, value: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    tensor = b"\x08\x02\x10\x01\x42\x03a.w\x4a\x08" + bytes(8)
+    return b"\x08\x07" + field(7, field(5, tensor)) + b"".join(field(14, field(1, b"%x" % index)) for index in range(100_000))
+
+
+@bomb("check --values IN", 0)
+def gguf_of_keys() -> bytes:
+    """A model of one number and hundreds of thousands of keys, each with a number of one byte."""
+    names = [b"%x" % index for index in range(50_000)]
+    keys = b"".join(struct.pack("<Q", len(name)) + name + struct.pack("<IB", 0, 1) for name in names)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(names)) + keys + struct.pack("<Q", 3) + b"a.w"
+    head += struct.pack("<IQIQ", 1, 1, 0, 0)
+    return head + bytes(-len(head) % 32) + bytes(4)
+
+
+@bomb("inspect IN")
+def msgpack_of_maps() -> bytes:
+    """Flax: an array of maps."""
+    return b"\x81\xa6params\xdd" + struct.pack(">I", SIZE // 3) + b"\x81\xa0\x00" * (SIZE // 3)
+
+
+@bomb("inspect IN")
+def hdf5_of_arrays_in_chunks() -> bytes:
+    """Keras: thousands of arrays that lie in chunks."""
+    import h5py
+
+    made = io.BytesIO()
+    with h5py.File(made, "w", libver="latest") as file:
+        for number in range(5000):
+            file.create_dataset(f"{number}", shape=(1,), dtype="i1", chunks=(1,), maxshape=(1,))
+    return made.getvalue()
+
+
+@bomb(f"convert {FIXTURES}/single.pth out.pth --plan IN")
+def plan_of_arrays() -> bytes:
+    """TOML: arrays in arrays."""
+    return b'format = "ckpt-plan-1"\nx = ' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2)
+
+
+def main() -> None:
+    """Print a line for each bomb of nearly ten megabytes, or for those that are named; `!` marks what is over the bound."""
+    globals()["SIZE"] = int(os.environ.get("CKPT_BOMB_BYTES", "9900000"))
+    for name, row in BOMBS.items():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            found = cost(row)
+            over = found.code not in (0, 1, 3) or found.seconds > SECONDS or found.megabytes > MEGABYTES
+            command = row.command.replace(f"{FIXTURES}/", "")
+            line = f"{found.seconds:5.1f} s {found.megabytes:5} MB {found.code} {found.told}"
+            print(f"{'!' if over else ' '} {name:38} {command:45} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Pickles as opcodes, by hand."""
+"""Pickles as opcodes, by hand, and what they can call."""
 
 from __future__ import annotations
 
@@ -88,3 +88,42 @@ def tensor(
     """`_rebuild_tensor_v2` of, unless told otherwise, a 2 x 3 tensor on storage "0" of six floats."""
     shape, stride = shape or sizes(2, 3), stride or sizes(3, 1)
     return call("torch._utils", "_rebuild_tensor_v2", on or storage(), offset, shape, stride, grad, ORDERED_DICT)
+
+
+SYSTEM = glob("os", "system")
+COMMAND = tuple_of(text("touch /tmp/evil"))
+
+# Ways to name and call something: name of the case -> (opcodes, the global that must be listed).
+CALLS = {
+    "46_reduce": (SYSTEM + COMMAND + REDUCE, "os.system"),
+    "46_eval": (call("builtins", "eval", text("1")), "builtins.eval"),
+    "46_python2_name": (call("__builtin__", "eval", text("1")), "builtins.eval"),
+    "46_torch_load": (call("torch.serialization", "load", text("x")), "torch.serialization.load"),
+    "46_only_named": (SYSTEM, "os.system"),
+    "46_newobj": (glob("subprocess", "Popen") + COMMAND + b"\x81", "subprocess.Popen"),
+    "46_newobj_ex": (glob("subprocess", "Popen") + COMMAND + EMPTY_DICT + b"\x92", "subprocess.Popen"),
+    "46_in_a_key": (EMPTY_DICT + MARK + SYSTEM + b"K\x01" + SETITEMS, "os.system"),
+    "46_in_a_tuple": (tuple_of(SYSTEM + COMMAND + REDUCE), "os.system"),
+    "46_in_the_state_of_a_known_class": (
+        glob("argparse", "Namespace") + b")\x81" + dict_of(x=SYSTEM) + BUILD, "os.system"),
+    "46_called_with_a_call": (call("builtins", "getattr", glob("os", "sys"), text("x")), "builtins.getattr"),
+    "47_stack_global": (text("os") + text("system") + b"\x93" + COMMAND + REDUCE, "os.system"),
+    "47_stack_global_from_the_memo": (
+        text("system") + put(7) + text("os") + put(8) + b"00" + get(8) + get(7) + b"\x93" + COMMAND + REDUCE,
+        "os.system"),
+    "47_stack_global_from_two_strings": (b"U\x02os" + b"S'system'\n" + b"\x93" + COMMAND + REDUCE, "os.system"),
+    "50_inst": (MARK + text("touch /tmp/evil") + b"ios\nsystem\n", "os.system"),
+    "50_inst_without_arguments": (MARK + b"icollections\nUserDict\n", "collections.UserDict"),
+    "50_obj": (MARK + SYSTEM + text("touch /tmp/evil") + b"o", "os.system"),
+    "50_call_hidden_by_pop": (SYSTEM + COMMAND + REDUCE + b"0" + NONE, "os.system"),
+    "50_call_hidden_by_pop_mark": (MARK + SYSTEM + COMMAND + REDUCE + b"1" + NONE, "os.system"),
+    "50_call_hidden_by_a_later_value": (
+        EMPTY_DICT + text("k") + SYSTEM + COMMAND + REDUCE + SETITEM + text("k") + NONE + SETITEM, "os.system"),
+    "50_call_hidden_in_the_memo": (SYSTEM + COMMAND + REDUCE + put(300) + b"0" + NONE, "os.system"),
+    "52_build_on_a_global": (glob("os", "environ") + dict_of(x=NONE) + BUILD, "os.environ"),
+    "52_build_on_a_call": (SYSTEM + COMMAND + REDUCE + dict_of(x=NONE) + BUILD, "os.system"),
+    "52_build_with_slots": (
+        glob("os", "system") + EMPTY_TUPLE + b"\x81" + tuple_of(NONE, dict_of(a=NONE)) + BUILD, "os.system"),
+    "46_append_to_an_object": (SYSTEM + COMMAND + REDUCE + NONE + APPEND, "os.system"),
+    "46_setitem_on_an_object": (SYSTEM + COMMAND + REDUCE + NONE + NONE + SETITEM, "os.system"),
+}  # fmt: skip

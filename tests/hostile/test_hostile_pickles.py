@@ -18,19 +18,15 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import (
     ContainerLimitError,
-    LimitError,
     ObjectsError,
-    PickleError,
-    TensorError,
 )
-from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
-from tests.hostile.calls import CALLS, COMMAND, SYSTEM
-from tests.hostile.headers import info, safetensors
+from tests.hostile.pickles import CALLS, COMMAND, SYSTEM
 from tests.hostile.refusals import (
     expect_convert_refused,
-    expect_refused,
     expect_warned,
+    info,
+    safetensors,
     write,
 )
 from tests.hostile.zips import torch_zip
@@ -80,14 +76,6 @@ def test_46_a_call_of_a_call(tmp_path: Path) -> None:
     expect_convert_refused(path, ObjectsError, "a computed function", "builtins.getattr")
 
 
-@pytest.mark.parametrize("function", [p.tuple_of(p.NONE), p.EMPTY_TUPLE + p.TUPLE1 * 2000, p.integer(1 << 100_000), p.NONE])
-def test_46_a_call_of_something_else(function: bytes, tmp_path: Path) -> None:
-    """A value in the place of a function, also one that Python could not print: no unpickler goes on, and nothing has run."""
-    path = write(tmp_path, beside(function + p.EMPTY_TUPLE + p.REDUCE))
-    expect_refused(path, PickleError, "calls a value, which cannot be called", "offset")
-    assert ckpt_tools.scan(path)[0].safety.calls == []
-
-
 @pytest.mark.parametrize("known", ["collections.OrderedDict", "builtins.set", "argparse.Namespace", "pathlib.PosixPath"])
 def test_46_known_data_needs_no_word(known: str, tmp_path: Path) -> None:
     """The table of known data: these are kept without being asked about."""
@@ -95,12 +83,6 @@ def test_46_known_data_needs_no_word(known: str, tmp_path: Path) -> None:
     path = write(tmp_path, beside(p.glob(module, name) + p.EMPTY_TUPLE + p.REDUCE))
     ckpt_tools.convert(path, tmp_path / "out.pth")
     assert known in ckpt_tools.inspect(tmp_path / "out.pth").globals
-
-
-@pytest.mark.parametrize("name", [p.NONE + p.NONE, b"K\x01" + p.text("x"), p.text("os") + p.EMPTY_LIST, b"C\x02os" * 2])
-def test_47_stack_global_of_no_text(name: bytes, tmp_path: Path) -> None:
-    """Names that are not text."""
-    expect_refused(write(tmp_path, raw(name + b"\x93")), PickleError, "names a global by something that is not text", "offset")
 
 
 @pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
@@ -112,101 +94,7 @@ def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
     assert after not in (tmp_path / "out.pth").read_bytes() or after == b"\0"
 
 
-@pytest.mark.parametrize("code", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"])
-def test_51_extension_codes(code: bytes, tmp_path: Path) -> None:
-    """EXT1, EXT2, EXT4 name a global of whoever reads."""
-    expect_refused(write(tmp_path, raw(code)), PickleError, "which no checkpoint uses", "offset 3 is EXT")
-
-
-@pytest.mark.parametrize("code", [b"\x97", b"N\x98"])
-def test_67_buffers(code: bytes, tmp_path: Path) -> None:
-    """NEXT_BUFFER and READONLY_BUFFER refer to bytes outside the file."""
-    expect_refused(write(tmp_path, raw(code)), PickleError, "_BUFFER", "outside the file", "offset")
-
-
-PERSISTENT = {
-    "none": p.NONE,
-    "text": p.text("storage"),
-    "empty": p.EMPTY_TUPLE,
-    "four_parts": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu")),
-    "six_parts": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"K\x06", p.NONE),
-    "module": p.tuple_of(p.text("module"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"K\x06"),
-    "key_is_int": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), b"K\x00", p.text("cpu"), b"K\x06"),
-    "device_is_none": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.NONE, b"K\x06"),
-    "size_is_bool": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), p.TRUE),
-    "size_is_none": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), p.NONE),
-    "list": p.EMPTY_LIST,
-}
-
-
-@pytest.mark.parametrize("case", PERSISTENT)
-def test_53_persistent_id(case: str, tmp_path: Path) -> None:
-    """A persistent id that is not a storage, or one with parts of the wrong type."""
-    opcodes = PERSISTENT[case]
-    offset = 2 + len(opcodes) + 1
-    expect_refused(write(tmp_path, raw(opcodes + p.PERSID)), PickleError, "The pickle refers to", f"offset {offset} ")
-
-
-def test_53_text_persistent_id(tmp_path: Path) -> None:
-    """PERSID, the form of protocol 0."""
-    expect_refused(write(tmp_path, raw(b"Pstorage\n")), PickleError, "not a storage", "offset")
-
-
-def test_53_storage_where_a_tensor_should_be(tmp_path: Path) -> None:
-    """A tensor that is built on something else than a storage."""
-    expect_refused(write(tmp_path, raw(p.tensor(on=p.NONE))), TensorError, "where a storage is expected", "offset")
-
-
 # --- 54 to 57: the stream
-
-
-def frame(length: int, body: bytes) -> bytes:
-    """A FRAME with this length."""
-    return b"\x95" + struct.pack("<Q", length) + body
-
-
-@pytest.mark.parametrize(
-    ("opcodes", "said"),
-    [
-        (frame(2, b"K\x01.") + b"", "ends beyond its frame"),
-        (frame(1, b"K\x01"), "ends beyond its frame"),
-        (frame(3, p.text("abc")), "claims 3 bytes where"),
-        (frame(10, frame(1, p.NONE)), "frame inside a frame"),
-        (frame(2**63, p.NONE), "opens a frame of 9223372036854775808 bytes where"),
-        (frame(2**64 - 1, p.NONE), "bytes where 2 are left"),
-        (b"\x95\x01", "cut off"),
-    ],
-)
-def test_54_frames(opcodes: bytes, said: str, tmp_path: Path) -> None:
-    """A frame that an opcode crosses, one in another, one longer than the stream."""
-    path = write(tmp_path, torch_zip(p.PROTO4 + opcodes + p.STOP if said != "cut off" else p.PROTO4 + opcodes, FLOATS))
-    if said == "ends beyond its frame" and opcodes[1] == 2:
-        assert ckpt_tools.inspect(path).values == {}  # K and STOP fill the frame, what follows is a trailing byte
-    else:
-        expect_refused(path, PickleError, said, "offset")
-
-
-LENGTHS = {
-    "BINUNICODE": b"X\xff\xff\xff\xff",
-    "BINUNICODE8": b"\x8d" + b"\xff" * 8,
-    "SHORT_BINUNICODE": b"\x8c\xff",
-    "BINSTRING": b"T\xff\xff\xff\x7f",
-    "BINSTRING_negative": b"T\xff\xff\xff\xff",
-    "SHORT_BINSTRING": b"U\xff",
-    "BINBYTES": b"B\xff\xff\xff\xff",
-    "BINBYTES8": b"\x8e" + b"\xff" * 8,
-    "SHORT_BINBYTES": b"C\xff",
-    "BYTEARRAY8": b"\x96" + b"\xff" * 8,
-    "LONG1": b"\x8a\xff",
-    "LONG4": b"\x8b\xff\xff\xff\x7f",
-    "LONG4_negative": b"\x8b\xff\xff\xff\xff",
-}
-
-
-@pytest.mark.parametrize("case", LENGTHS)
-def test_55_lengths(case: str, tmp_path: Path) -> None:
-    """A length beyond the bytes that are left, or a negative one."""
-    expect_refused(write(tmp_path, raw(LENGTHS[case])), PickleError, "claims", "bytes where 1 are left", "offset")
 
 
 @pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"p99999999999999999999\n"])
@@ -217,92 +105,12 @@ def test_56_huge_memo_index(opcode: bytes, tmp_path: Path) -> None:
     assert ckpt_tools.inspect(path).values["x"] == "v"
 
 
-def test_56_memo_written_out_of_order(tmp_path: Path) -> None:
-    """Memo entries written ahead, then reached by counting: MEMOIZE goes on where Python's does."""
-    body = p.text("a") + b"\x94" + p.text("ahead") + p.put(2) + p.text("b") + p.put(1) + p.text("c") + p.put(2)
-    body += p.text("d") + b"\x94" + p.text("e") + b"\x94"
-    body = p.MARK + body + p.get(0) + p.get(1) + p.get(2) + p.get(3) + p.get(4) + p.TUPLE
-    expected = pickle.loads(p.PROTO4 + body + p.STOP)
-    found = ckpt_tools.inspect(write(tmp_path, raw(p.dict_of(x=body), protocol=p.PROTO4)))
-    assert found.values["x"] == list(expected)
-
-
 def test_56_memoize_counts_what_was_written_ahead(tmp_path: Path) -> None:
     """MEMOIZE writes to the number of entries that there are, wherever they are."""
     body = p.MARK + p.text("ahead") + p.put(5) + p.text("b") + b"\x94" + p.get(1) + p.get(5) + p.TUPLE
     expected = pickle.loads(p.PROTO4 + body + p.STOP)
     found = ckpt_tools.inspect(write(tmp_path, raw(p.dict_of(x=body), protocol=p.PROTO4)))
     assert found.values["x"] == list(expected) == ["ahead", "b", "b", "ahead"]
-
-
-STREAMS = {
-    "underflow_TUPLE2": b"N\x86",
-    "underflow_TUPLE3": b"NN\x87",
-    "underflow_REDUCE": b")R",
-    "underflow_BUILD": b"b",
-    "underflow_POP": b"0",
-    "underflow_DUP": b"2",
-    "underflow_APPEND": b"Na",
-    "underflow_below_a_mark": b"N(\x85",
-    "underflow_PERSID": b"Q",
-    "no_MARK_TUPLE": b"NNt",
-    "no_MARK_SETITEMS": b"}NNu",
-    "no_MARK_APPENDS": b"]Ne",
-    "no_MARK_POP_MARK": b"N1",
-    "no_MARK_OBJ": b"No",
-    "empty_OBJ": b"(o",
-    "memo_miss_BINGET": b"h\x07",
-    "memo_miss_LONG_BINGET": b"j\xff\xff\xff\xff",
-    "memo_miss_GET": b"g123\n",
-    "memo_miss_GET_negative": b"g-1\n",
-    "memo_PUT_negative": b"Np-1\n",
-    "memo_PUT_no_number": b"Npx\n",
-    "memo_PUT_of_nothing": b"q\x00",
-    "odd_SETITEMS": b"}(NNNu",
-    "odd_DICT": b"(Nd",
-    "append_to_None": b"NNa",
-    "append_to_a_dict": b"}Na",
-    "append_to_a_tensor": p.tensor() + b"Na",
-    "set_in_a_list": b"]NNs",
-    "set_in_None": b"NNNs",
-    "additems_to_a_list": b"](N\x90",
-    "additems_to_a_call": p.glob("builtins", "set") + b"(K\x05tR(N\x90",
-    "reduce_with_a_list": SYSTEM + b"]R",
-    "newobj_with_None": SYSTEM + b"N\x81",
-    "newobj_ex_with_None": SYSTEM + b")N\x92",
-    "build_of_a_list": b"]}b",
-    "build_of_a_dict": b"}}b",
-    "build_of_a_tensor": p.tensor() + b"}b",
-    "unknown_opcode_0": b"\x00",
-    "unknown_opcode_FF": b"\xff",
-    "protocol_6": b"\x80\x06",
-    "protocol_255": b"\x80\xff",
-    "no_number_INT": b"Ix\n",
-    "no_number_LONG": b"L--1L\n",
-    "no_number_FLOAT": b"Fx\n",
-    "number_of_5000_digits": b"I" + b"9" * 5000 + b"\n",
-    "no_line_end": b"I12",
-    "no_quotes_STRING": b"Sabc\n",
-    "one_quote_STRING": b"S'\n",
-    "bad_escape_STRING": b"S'\\xz'\n",
-    "escape_at_the_end_STRING": b"S'\\'\n",
-    "no_utf8": p.text(b"\xff\xfe"),
-    "bad_raw_unicode": b"V\\uD8\n",
-}
-
-
-@pytest.mark.parametrize("case", STREAMS)
-def test_57_malformed(case: str, tmp_path: Path) -> None:
-    """Underflow, no MARK, memo misses, odd pairs, wrong targets, unknown opcodes: each with its offset."""
-    expect_refused(write(tmp_path, raw(STREAMS[case])), PickleError, "malformed", "offset")
-
-
-@pytest.mark.parametrize(
-    "stream", [b"", b"\x80", b"\x80\x02", b"\x80\x02N", b"\x80\x02.", b"\x80\x02c", b"\x80\x02X\x01", b"G123"]
-)
-def test_57_no_stop(stream: bytes, tmp_path: Path) -> None:
-    """A stream that ends too early."""
-    expect_refused(write(tmp_path, torch_zip(stream, FLOATS)), PickleError, "malformed", "offset")
 
 
 def test_57_python2_strings(tmp_path: Path) -> None:
@@ -317,96 +125,12 @@ def test_57_python2_strings(tmp_path: Path) -> None:
 # --- 58 to 68: values
 
 
-def test_58_nesting(tmp_path: Path) -> None:
-    """A million containers in each other, of every kind, in the tree and on the way to it."""
-    count = 1_000_000
-    for deep in (p.EMPTY_LIST * count, p.MARK * count, p.NONE + p.TUPLE1 * count):
-        expect_refused(write(tmp_path, raw(deep)), LimitError, "The pickle")
-    nested = p.EMPTY_LIST * 50_000 + p.APPEND * 49_999
-    expect_refused(write(tmp_path, raw(nested)), LimitError, "nested too deep", "`limits.raised(depth=20000)`")
-
-
 def test_58_depth_that_passes(tmp_path: Path) -> None:
     """Two thousand levels are read, converted and read again."""
     deep = p.EMPTY_LIST * 2000 + p.APPEND * 1999
     path = write(tmp_path, beside(deep))
     ckpt_tools.convert(path, tmp_path / "out.pth")
     assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == 1
-
-
-def test_59_deep_tuple_as_a_key(tmp_path: Path) -> None:
-    """Hashing such a key crashes pickle and torch. Built from shallow keys step by step, it is refused all the same."""
-    key = p.NONE + p.TUPLE1 * 5000
-    expect_refused(
-        write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)), LimitError, "tuples nested too deep as a dict key"
-    )
-    steps = p.EMPTY_DICT + p.NONE + p.put(0) + b"0"
-    for _ in range(50):
-        steps += p.get(0) + p.TUPLE1 * 60 + p.put(0) + p.NONE + p.SETITEM
-    expect_refused(write(tmp_path, raw(steps)), LimitError, "tuples nested too deep as a dict key")
-
-
-def test_59_key_of_many_parts(tmp_path: Path) -> None:
-    """Forty levels of pairs of one thing: a key of 2**40 parts, that Python would hash one by one."""
-    key = p.NONE + b"".join(p.put(0) + p.get(0) + p.TUPLE2 for _ in range(40))
-    expect_refused(
-        write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)),
-        LimitError,
-        "dict keys of more parts",
-        "The limit is 4000000",
-    )
-    wide = p.MARK + p.NONE * 100_000 + p.TUPLE + p.put(0) + b"0"
-    many = wide + p.EMPTY_LIST + p.MARK + (p.EMPTY_DICT + p.get(0) + p.NONE + p.SETITEM) * 100 + p.APPENDS
-    expect_refused(write(tmp_path, raw(many)), LimitError, "dict keys of more parts", "The limit is 4000000")
-
-
-@pytest.mark.parametrize("key", [p.EMPTY_LIST, p.EMPTY_DICT, p.ORDERED_DICT, p.tuple_of(p.EMPTY_LIST), b"\x8f"])
-def test_59_unhashable_keys(key: bytes, tmp_path: Path) -> None:
-    """A key that Python would refuse."""
-    expect_refused(write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)), PickleError, "cannot hash")
-
-
-def test_60_laughs(tmp_path: Path) -> None:
-    """A kilobyte that stands for 10**60 values: read, described, converted."""
-    levels = b"".join(p.list_of(p.get(level) * 10) + p.put(level + 1) for level in range(60))
-    path = write(tmp_path, beside(p.EMPTY_LIST + p.put(0) + levels + p.TUPLE2 * 60))
-    assert len(json.dumps(ckpt_tools.inspect(path).to_json())) < 1_000_000
-    for target in ("out.pth", "out.safetensors"):
-        assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
-    assert (tmp_path / "out.pth").stat().st_size < 20_000
-
-
-def test_61_colliding_keys(tmp_path: Path) -> None:
-    """Keys of one hash value: a hundred thousand take the time of others."""
-    step = 2**61 - 1
-    keys = b"".join(p.integer(step * index) + p.NONE for index in range(1, 100_000))
-    path = write(tmp_path, beside(p.EMPTY_DICT + p.MARK + keys + p.SETITEMS))
-    for target in ("out.pth", "out.safetensors"):
-        assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
-
-
-MANY = {
-    "EMPTY_DICT": p.EMPTY_DICT * 2_000_000,
-    "EMPTY_LIST": p.EMPTY_LIST * 2_000_000,
-    "TUPLE1": (p.NONE + p.TUPLE1 + b"0") * 1_000_000,
-    "REDUCE": p.glob("collections", "OrderedDict") + p.put(0) + (p.get(0) + p.EMPTY_TUPLE + p.REDUCE) * 700_000,
-    "NEWOBJ": p.glob("collections", "OrderedDict") + p.put(0) + (p.get(0) + p.EMPTY_TUPLE + b"\x81") * 700_000,
-    "EMPTY_SET": b"\x8f" * 2_000_000,
-    "SETITEM": p.EMPTY_DICT + (p.NONE + p.NONE + p.SETITEM) * 700_000,
-}
-
-
-@pytest.mark.parametrize("case", MANY)
-def test_62_node_budget(case: str, tmp_path: Path) -> None:
-    """Megabytes of one opcode that makes a container: refused by the budget."""
-    with pytest.raises(LimitError, match="more objects than a checkpoint of its size"):
-        ckpt_tools.inspect(write(tmp_path, raw(MANY[case])))
-
-
-def test_62_thirty_megabytes(tmp_path: Path) -> None:
-    """Thirty megabytes of EMPTY_DICT."""
-    with pytest.raises(LimitError, match="more objects than a checkpoint of its size"):
-        ckpt_tools.inspect(write(tmp_path, raw(p.EMPTY_DICT * 30_000_000)))
 
 
 SMALLEST: list[Any] = [
@@ -457,51 +181,6 @@ def test_63_long_numbers_in_objects(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == [name]
 
 
-HUGE = p.integer(-(1 << 100_000))
-HUGE_PLUS = p.integer(1 << 100_000)
-
-
-ONE = b"K\x01"
-META = (p.glob("torch", "float32"), p.FALSE)
-LONG_TENSORS = {
-    "offset": p.tensor(offset=HUGE_PLUS),
-    "negative_offset": p.tensor(offset=HUGE),
-    "size": p.tensor(p.tuple_of(HUGE_PLUS, ONE)),
-    "negative_size": p.tensor(p.tuple_of(HUGE, HUGE)),
-    "stride": p.tensor(stride=p.tuple_of(HUGE_PLUS, ONE)),
-    "negative_stride": p.tensor(stride=p.tuple_of(HUGE, ONE)),
-    "stride_of_nothing": p.tensor(p.sizes(0, 2), p.tuple_of(HUGE_PLUS, ONE)),
-    "offset_of_nothing": p.tensor(p.sizes(0, 2), offset=HUGE_PLUS),
-    "meta_size": p.call("torch._utils", "_rebuild_meta_tensor_no_storage", META[0], p.tuple_of(HUGE_PLUS), p.sizes(1), META[1]),
-    "meta_negative": p.call("torch._utils", "_rebuild_meta_tensor_no_storage", META[0], p.tuple_of(HUGE), p.sizes(1), META[1]),
-}
-
-
-@pytest.mark.parametrize("case", LONG_TENSORS)
-def test_63_long_numbers_in_tensors(case: str, tmp_path: Path) -> None:
-    """The same as size, stride or offset, where the message must not spell it out."""
-    expect_refused(write(tmp_path, raw(p.dict_of(w=LONG_TENSORS[case]))), TensorError, "tensor")
-
-
-def test_63_long_number_in_a_storage(tmp_path: Path) -> None:
-    """And as the size of a storage, or a memo index."""
-    expect_refused(write(tmp_path, raw(p.storage("0", HUGE_PLUS))), PickleError, "malformed id")
-    expect_refused(write(tmp_path, raw(b"g0x" + b"f" * 10_000 + b"\n")), PickleError, "cannot be read")
-
-
-def test_64_cycles(tmp_path: Path) -> None:
-    """A list and a dict that hold themselves: shown once, kept by a conversion, no obstacle to another."""
-    inner = p.EMPTY_DICT + p.put(1) + p.text("up") + p.get(0) + p.SETITEM
-    body = p.EMPTY_LIST + p.put(0) + inner + p.APPEND + p.get(0) + p.APPEND
-    path = write(tmp_path, beside(body))
-    ckpt_tools.inspect(path)
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    loaded = torch.load(tmp_path / "out.pth", weights_only=True)["x"]
-    assert loaded[1] is loaded
-    assert loaded[0]["up"] is loaded
-    ckpt_tools.convert(path, tmp_path / "out.safetensors")
-
-
 def test_64_root_cycle(tmp_path: Path) -> None:
     """The root in itself."""
     body = p.EMPTY_DICT + p.put(0) + p.text("a.w") + p.tensor() + p.SETITEM + p.text("me") + p.get(0) + p.SETITEM
@@ -512,34 +191,6 @@ def test_64_root_cycle(tmp_path: Path) -> None:
     assert loaded["me"] is loaded
 
 
-def test_64_cycle_through_a_tuple(tmp_path: Path) -> None:
-    """A tuple in a list in that tuple."""
-    body = p.EMPTY_LIST + p.put(0) + p.get(0) + p.TUPLE1 + p.put(1) + p.APPEND + p.get(1)
-    path = write(tmp_path, beside(p.tuple_of(body)))
-    ckpt_tools.inspect(path)
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert torch.load(tmp_path / "out.pth", weights_only=False)["x"][1][0][0] is not None
-
-
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        (p.text("k"), p.text("k")), (b"K\x01", p.TRUE), (b"K\x01", b"G" + struct.pack(">d", 1.0)), (p.NONE, p.NONE),
-        (p.sizes(1, 2), p.tuple_of(p.TRUE, b"G" + struct.pack(">d", 2.0))), (p.integer(2**80), p.integer(2**80)),
-        (b"C\x01k", b"C\x01k"), (p.integer(2**40), b"G" + struct.pack(">d", 2.0**40)), (b"J\xfb\xff\xff\xff", p.integer(-5)),
-    ],
-)  # fmt: skip
-def test_65_duplicate_keys(one: bytes, two: bytes, tmp_path: Path) -> None:
-    """A key that is set twice, also by something equal: the last value wins, at the first place, as in Python."""
-    body = p.EMPTY_DICT + p.MARK + one + p.text("first") + p.text("z") + p.NONE + two + p.text("last") + p.SETITEMS
-    path = write(tmp_path, beside(body))
-    found = expect_warned(path, "repeated-key")
-    assert [value for key, value in found.values.items() if key.startswith("x.")] == ["last", None]
-    loaded = torch.load(path, weights_only=False)["x"]
-    again = torch.load(tmp_path / "out.pth", weights_only=False)["x"]
-    assert list(again.items()) == list(loaded.items())
-
-
 def test_65_duplicate_tensor_names(tmp_path: Path) -> None:
     """Two tensors under one name: what torch would load is listed."""
     body = p.EMPTY_DICT + p.MARK + p.text("a.w") + p.tensor() + p.text("a.w") + p.tensor(p.sizes(3), p.sizes(1)) + p.SETITEMS
@@ -547,17 +198,6 @@ def test_65_duplicate_tensor_names(tmp_path: Path) -> None:
     expect_warned(path, "repeated-key")
     assert [row["shape"] for row in ckpt_tools.inspect(path).tensors] == [[3]]
     assert torch.load(path)["a.w"].shape == (3,)
-
-
-def test_65_nan_and_bytes_keys(tmp_path: Path) -> None:
-    """NaN is a key as often as it is set; bytes and text of the same letters are two keys."""
-    nan = b"G" + struct.pack(">d", float("nan"))
-    body = p.EMPTY_DICT + p.MARK + nan + b"K\x01" + nan + b"K\x02" + b"C\x01k" + b"K\x03" + p.text("k") + b"K\x04" + p.SETITEMS
-    path = write(tmp_path, beside(body))
-    found = ckpt_tools.inspect(path)
-    assert "repeated-key" not in [row.code for row in found.findings]
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert len(torch.load(tmp_path / "out.pth", weights_only=False)["x"]) == 4
 
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202e\u200f\x00\x7f\x9b31m\r\n\u2028\ud800<b>[red]\U000e0041"
@@ -647,26 +287,7 @@ def test_52_items_of_a_class(tmp_path: Path) -> None:
     steps = SYSTEM + COMMAND + p.REDUCE + p.BUILD + p.text("k") + p.integer(1) + p.SETITEM
     path = write(tmp_path, beside(p.glob("collections", "OrderedDict") + steps))
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
-    with ckpt_tools.open_checkpoint(tmp_path / "out.pth") as checkpoint:
-        assert [key for key, _ in as_dict(checkpoint.root).items] == ["a.w"]
-
-
-@pytest.mark.parametrize("inner", [p.NONE, p.integer(5), p.call("my", "f")])
-def test_46_subclass_with_odd_arguments(inner: bytes, tmp_path: Path) -> None:
-    """A tensor subclass whose inner arguments are not a tuple is not a tensor."""
-    args = (p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("my", "Sub"), inner, p.NONE)
-    said = "_rebuild_from_type_v2 is called with malformed arguments"
-    expect_refused(write(tmp_path, beside(p.call("torch._tensor", "_rebuild_from_type_v2", *args))), TensorError, said)
-
-
-@pytest.mark.parametrize("place", ["hooks", "metadata"])
-@pytest.mark.parametrize("part", [p.sizes(1), p.text("x"), p.EMPTY_LIST, p.call("my", "f")])
-def test_46_hooks_and_metadata_are_dicts(place: str, part: bytes, tmp_path: Path) -> None:
-    """What a tensor carries beside its data is a dict, in torch too."""
-    rest = (part,) if place == "hooks" else (p.ORDERED_DICT, part)
-    args = (p.storage(), b"K\x00", p.sizes(2), p.sizes(1), p.FALSE, *rest)
-    path = write(tmp_path, beside(p.call("torch._utils", "_rebuild_tensor_v2", *args)))
-    expect_refused(path, TensorError, "hooks or metadata that are not a dict")
+    assert list(torch.load(tmp_path / "out.pth")) == ["a.w"]
 
 
 def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
@@ -688,11 +309,3 @@ def test_63_array_of_odd_length(tmp_path: Path) -> None:
         path = write(tmp_path, beside(empty + state + p.BUILD))
         ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)
         assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == (2 if size == 8 else 1)
-
-
-@pytest.mark.parametrize("call", [p.EMPTY_TUPLE + p.REDUCE, p.EMPTY_TUPLE + b"\x81"], ids=["reduce", "newobj"])
-def test_a_parameter_without_a_tensor(call: bytes, tmp_path: Path) -> None:
-    """torch makes an empty tensor of it, of the dtype that is set there: no one can list that from the file."""
-    path = write(tmp_path, beside(b"ctorch.nn.parameter\nParameter\n" + call))
-    assert torch.load(path, weights_only=True)["x"].shape == (0,)
-    expect_refused(path, TensorError, "without a tensor")

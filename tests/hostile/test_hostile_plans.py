@@ -9,39 +9,17 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, MatchPlanError
-from ckpt_tools.fit.patterns import names
-from ckpt_tools.fit.patterns.expand import expand
-from ckpt_tools.fit.patterns.rows import read_pattern_plan
-from ckpt_tools.fit.patterns.values import Config, Values
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
 
 
-def test_a_name_is_compared_with_the_patterns_like_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand patterns each of ten thousand names meets one."""
-    met = 0
-    bound = names._bound
-
-    def counted(wanted: list[str], numbers: list[str]) -> names.Binding | None:
-        nonlocal met
-        met += 1
-        return bound(wanted, numbers)
-
-    monkeypatch.setattr(names, "_bound", counted)
-    rows = [{"old": f"layers.{{i}}.part{k}.weight", "new": f"x.{{i}}.{k}"} for k in range(1000)]
-    plan = read_pattern_plan({"patterns": True, "tensor": rows}, "p")
-    shapes = {f"layers.{number // 1000}.part{number % 1000}.weight": (2,) for number in range(10_000)}
-    assert len(expand(plan, shapes, Values({}, Config(None))).plan.steps) == met == 10_000
-
-
-def test_patterns_that_differ_in_what_they_leave_open_are_bounded() -> None:
+def test_patterns_that_differ_in_what_they_leave_open_are_bounded(tmp_path: Path) -> None:
     """A thousand ways to write down some of ten numbers would each have to be tried for every name."""
-    rows = [
-        {"old": ".".join(f"{{n{bit}}}" if way >> bit & 1 else "7" for bit in range(10)), "step": "drop"} for way in range(1000)
-    ]
-    plan = read_pattern_plan({"patterns": True, "tensor": rows}, "p")
+    ways = (".".join(f"{{n{bit}}}" if way >> bit & 1 else "7" for bit in range(10)) for way in range(1000))
+    (tmp_path / "p.toml").write_text(HEAD + "".join(f'[[tensor]]\nold = "{way}"\nstep = "drop"\n' for way in ways))
+    empty_tensor(tmp_path / "in.safetensors", [0])
     with pytest.raises(MatchPlanError, match="More than 16 patterns like"):
-        expand(plan, {}, Values({}, Config(None)))
+        ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pth", plan=tmp_path / "p.toml")
 
 
 def empty_tensor(path: Path, shape: list[int]) -> None:

@@ -13,7 +13,6 @@ import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,7 @@ from ckpt_tools.errors import (
     OutputFolderError,
     OutputIsFolderError,
 )
-from ckpt_tools.formats import safetensors
-from ckpt_tools.io import cloning, content, temporaries
-from ckpt_tools.io import output as files
-from ckpt_tools.io.in_place.marks import MARK, journal_path
-from ckpt_tools.io.in_place.rollback import Record, Region, unpack
 from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
-from tests.support.trees import entry_at
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
 
@@ -68,26 +61,12 @@ def test_89_two_tensors_under_one_name(tmp_path: Path) -> None:
     expect_convert_refused(path, CollisionError, "module.a.w", "module.b.w", rename=["[ab]=x"])
 
 
-def test_89_strip_onto_an_existing_name(tmp_path: Path) -> None:
-    """So for a prefix that is taken away."""
-    path = save(tmp_path / "in.pth", **{"a.w": torch.zeros(2)})  # type: ignore[arg-type]
-    expect_convert_refused(path, CollisionError, "a.w", strip_module=True)
-
-
 def test_89_metadata_as_a_name(tmp_path: Path) -> None:
     """The one name that safetensors reserves."""
     path = tmp_path / "in.pth"
     torch.save({"__metadata__": torch.zeros(2), "a.w": torch.zeros(1)}, path)
     expect_convert_refused(path, ContainerLimitError, "'__metadata__'", target="out.safetensors")
     ckpt_tools.convert(path, tmp_path / "out.pth")
-
-
-def test_89_header_over_the_limit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header that no reader would take is refused before anything is written."""
-    monkeypatch.setattr(safetensors, "MAX_HEADER", 60)
-    expect_convert_refused(
-        source, ContainerLimitError, "safetensors header would take", "60 is the limit", target="out.safetensors"
-    )
 
 
 def test_89_name_with_a_lone_surrogate(tmp_path: Path) -> None:
@@ -231,7 +210,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 @pytest.mark.parametrize(
     ("function", "size", "options"),
     [
@@ -257,24 +236,6 @@ def test_92_disk_full(
     assert " bytes left" in str(caught.value)
     assert listing(tmp_path) == before
     assert not replaced or target.read_bytes() == b"old"
-
-
-def test_92_full_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up in the middle."""
-    source = save(tmp_path / "in.pth", 20 << 20)
-    before = listing(tmp_path)
-    failing(monkeypatch, "write", errno.ENOSPC, after=3)
-    with pytest.raises(OutputError, match="no space"):
-        ckpt_tools.convert(source, tmp_path / "out.pth", dtype="fp64")
-    assert listing(tmp_path) == before
-
-
-def test_92_write_that_takes_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write of no bytes is no endless loop."""
-    monkeypatch.setattr(os, "write", lambda *_: 0)
-    with pytest.raises(OutputError, match="no space"):
-        ckpt_tools.convert(source, tmp_path / "out.pth")
-    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_92_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,29 +294,6 @@ def test_92_small_disk(known: bool, size: int, small_disk: Path, tmp_path: Path,
     assert (small_disk / "out.pth").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("function", ["write", "fsync", "close", "replace", "copy_file_range"])
-def test_93_disk_fails(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EIO at any step: refused, not tried again, the old file as it was."""
-    source, target = save(tmp_path / "in.pth", KERNEL), tmp_path / "out.pth"
-    target.write_bytes(b"old")
-    before = listing(tmp_path)
-    failed = failing(monkeypatch, function, errno.EIO)
-    work = partial(write_one, target) if function == "close" else partial(ckpt_tools.convert, source, target, overwrite=True)
-    with pytest.raises(OutputError, match="cannot be written") as caught:
-        work()
-    monkeypatch.undo()
-    assert "Input/output error" in str(caught.value)
-    assert set(failed) == {function}
-    assert listing(tmp_path) == before
-    assert target.read_bytes() == b"old"
-
-
-def write_one(target: Path) -> None:
-    """A replaced file of three bytes, without any other file that is closed."""
-    with files.replacing(target, overwrite=True) as output:
-        os.write(output.fd, b"new")
-
-
 def test_93_folder_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step of all fails: the new file is in place and whole, and the failure is told."""
     source, target = save(tmp_path / "in.pth"), tmp_path / "out.pth"
@@ -374,74 +312,13 @@ def test_93_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     failing(monkeypatch, "link", errno.EPERM)
     ckpt_tools.convert(source, tmp_path / "out.pth")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
-    with pytest.raises(OutputExistsError), files.replacing(tmp_path / "late.pth"):
+
+    def progress(*_: int) -> None:
         (tmp_path / "late.pth").write_bytes(b"theirs")
+
+    with pytest.raises(OutputExistsError):
+        ckpt_tools.convert(source, tmp_path / "late.pth", progress=progress)
     assert (tmp_path / "late.pth").read_bytes() == b"theirs"
-
-
-def test_93_nobody_takes_an_output_on_its_way_for_an_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its last byte and its name a temporary is locked still: another writer of the same target leaves it alone."""
-    commit = files._commit
-
-    def watched(temporary: Path, target: Path, *, overwrite: bool) -> None:
-        temporaries.remove_orphans(target)
-        commit(temporary, target, overwrite=overwrite)
-
-    monkeypatch.setattr(files, "_commit", watched)
-    with files.replacing(tmp_path / "out.pth") as output:
-        os.write(output.fd, b"whole")
-    assert (tmp_path / "out.pth").read_bytes() == b"whole"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="locks")
-def test_93_a_temporary_that_was_taken_for_an_orphan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the moment before its lock another writer may remove a temporary: the output is written all the same."""
-    lock, taken = temporaries._lock, list[int]()
-
-    def late(fd: int, *, wait: bool) -> bool:
-        if not taken:
-            (temporary,) = tmp_path.iterdir()
-            temporary.unlink()
-        taken.append(fd)
-        return lock(fd, wait=wait)
-
-    monkeypatch.setattr(temporaries, "_lock", late)
-    with files.replacing(tmp_path / "out.pth") as output:
-        os.write(output.fd, b"whole")
-    assert (tmp_path / "out.pth").read_bytes() == b"whole"
-
-
-def test_92_what_a_clone_has_written_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that is partly there only the rest has to fit."""
-    monkeypatch.setattr(files, "free_bytes", lambda folder: 100)
-    files.check_space(tmp_path, tmp_path / "out.pth", 1000, written=900)
-    with pytest.raises(OutputError, match="needs 1001 bytes"):
-        files.check_space(tmp_path, tmp_path / "out.pth", 1001, written=900)
-
-
-def test_92_what_is_reserved_for_the_output_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that a clone has reserved are no longer free, and are the output's own: they are not asked for again."""
-    source = tmp_path / "in.pth"
-    torch.save({"module.a.weight": torch.randn(1 << 18)}, source)
-    size, disk = source.stat().st_size, 3 << 20
-
-    def free(folder: Path) -> int:
-        return disk - sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path != source)
-
-    def reserve(fd: int, size: int) -> None:
-        os.posix_fallocate(fd, 0, 2 << 20)
-
-    monkeypatch.setattr(files, "free_bytes", free)
-    monkeypatch.setattr(cloning, "free_bytes", free)
-    monkeypatch.setattr(cloning, "reserve", reserve)
-    monkeypatch.setattr(cloning, "_FROM", 0)
-    monkeypatch.setattr(cloning.Clone, "_copy", lambda self, source: None)  # as slow as can be
-    monkeypatch.setattr(cloning, "_share", lambda source, output: False)
-    ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True)
-    assert list(torch.load(tmp_path / "out.pth")) == ["a.weight"]
-    disk = size // 2
-    with pytest.raises(OutputError, match="no space"):
-        ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True, overwrite=True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, ValueError, CkptError])
@@ -552,15 +429,6 @@ def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_95_input_shrinks_after_it_was_opened(tmp_path: Path) -> None:
-    """Bytes that are asked for and no longer there; a memory map would have killed the process."""
-    source = save(tmp_path / "in.pth", 1 << 20)
-    with ckpt_tools.open_checkpoint(source) as checkpoint:
-        os.truncate(source, 1000)
-        with pytest.raises(ChangedFileError, match="changed while it was read"):
-            content.read(entry_at(checkpoint.root, "module.a.w").storage.content)
-
-
 def test_95_input_is_replaced(tmp_path: Path) -> None:
     """Another file that takes the input's name is another file: what was opened is read to its end."""
     source, other = save(tmp_path / "in.pth", KERNEL), save(tmp_path / "other.pth")
@@ -591,18 +459,6 @@ def test_94_journals_of_strangers(body: bytes, own: bool, source: Path) -> None:
     assert (source.read_bytes(), place.read_bytes()) == (before, whole)
     ckpt_tools.edit_in_place(source, strip_module=True)
     assert "a.w" in torch.load(source, weights_only=True)
-
-
-@pytest.mark.parametrize("regions", [[], [(0, b"", b"")], [(1, b"12345678", b"12345678")], [(0, b"PK", b"PK")]])
-def test_94_a_journal_with_other_first_regions(regions: list[tuple[int, bytes, bytes]], source: Path) -> None:
-    """A journal of this inode, whose regions are none that an edit writes: the file begins as a whole one and is one."""
-    status, before = source.stat(), source.read_bytes()
-    made = tuple(Region(*region) for region in regions)
-    record = Record(status.st_dev, status.st_ino, status.st_size, status.st_size, MARK + b"1234", made)
-    assert unpack(record.pack()) is None
-    journal_path(source).write_bytes(record.pack())
-    ckpt_tools.inspect(source)
-    assert source.read_bytes() == before
 
 
 def test_94_journal_of_a_terabyte(source: Path) -> None:

@@ -16,15 +16,12 @@ import ckpt_tools.torch
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
-    LimitError,
     TensorError,
-    UnsupportedContainerError,
     ZipError,
 )
 from tests.hostile import pickles as p
 from tests.hostile.refusals import (
     expect_convert_refused,
-    expect_refused,
     expect_warned,
     listing,
     write,
@@ -33,10 +30,8 @@ from tests.hostile.zips import (
     Rec,
     build,
     deflated,
-    end_record,
     torch_records,
     torch_zip,
-    wide_end,
 )
 from tests.support.zips import rewrite
 
@@ -64,38 +59,30 @@ def names(path: Path) -> list[str]:
     return [row["name"] for row in ckpt_tools.inspect(path).tensors]
 
 
-def test_bytes_before_the_first_record_are_dead(tmp_path: Path) -> None:
-    """A record that the directory does not list, in front of all: an edit in place leaves such."""
-    good = build(records())
-    path = write(tmp_path, build([Rec(b"archive/old", bytes(5000), listed=False), *records()]))
-    with ckpt_tools.open_checkpoint(path) as checkpoint:
-        assert checkpoint.decoded.dead_bytes() == path.stat().st_size - len(good)
+BIG = [Rec(b"archive/byteorder", b"big"), Rec(b"archive/data/0", struct.pack(">6f", *range(6)))]
+GOOD = {
+    "as torch writes it": torch_zip(PICKLE, FLOATS),
+    "19 a comment": torch_zip(PICKLE, FLOATS, comment=b"made by PK and me"),
+    "31 empty folders": build([Rec(b"archive/"), *records(), Rec(b"archive/data/")]),
+    "34 deflated": build([deflated(rec.name, rec.data) for rec in records()]),
+    "44 no byteorder, as before torch 2.1": build([rec for rec in records() if rec.name != b"archive/byteorder"]),
+    "44 big-endian": build([records()[0], *BIG, records()[3]]),
+    "45 a zip64 end record": torch_zip(PICKLE, FLOATS, wide_disks=1),
+}
 
 
-def test_00_the_builder_makes_what_torch_reads(tmp_path: Path) -> None:
-    """The good file, of which all bad ones are variations, is good: torch loads it and we list the same."""
-    path = write(tmp_path, torch_zip(PICKLE, FLOATS))
-    assert torch.equal(torch.load(path)["a.w"], torch.arange(6.0).reshape(2, 3))
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_no_reason_to_refuse(name: str, tmp_path: Path) -> None:
+    """The good files, of which all bad ones are variations: torch loads them, and so what we list and write of them."""
+    path = write(tmp_path, GOOD[name])
     assert names(path) == ["a.w"]
+    assert ("big-endian" in [row.code for row in ckpt_tools.inspect(path).findings]) == name.endswith("big-endian")
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    for file in (path, tmp_path / "out.pth"):
+        assert torch.equal(torch.load(file)["a.w"], torch.arange(6.0).reshape(2, 3))
 
 
 # --- 14 to 16: what is missing
-
-
-def storage_ends(data: bytes) -> list[int]:
-    """Where the bytes of each storage end, told from the descriptors behind them."""
-    return [at for at in range(len(data)) if data[at : at + 4] == b"PK\x07\x08" and data[at + 8 : at + 12] == b"\xc8\0\0\0"]
-
-
-def test_14_truncated(tmp_path: Path) -> None:
-    """Wherever a file was cut, the message counts the tensors whose bytes are all there."""
-    data = saved()
-    ends = storage_ends(data)
-    assert len(ends) == 4
-    for whole, end in enumerate(ends):
-        expect_refused(write(tmp_path, data[: end - 1]), ZipError, f"{whole} of 4 tensors complete", f"data/{whole}'")
-        expect_refused(write(tmp_path, data[:end]), ZipError, f"{whole + 1} of 4 tensors complete")
-        expect_refused(write(tmp_path, data[: end + 9]), ZipError, f"{whole + 1} of 4 tensors complete")
 
 
 def test_14_truncated_anywhere(tmp_path: Path) -> None:
@@ -110,124 +97,7 @@ def test_14_truncated_anywhere(tmp_path: Path) -> None:
     assert set(counts) == {0, 1, 2, 3}
 
 
-def test_14_truncated_in_the_pickle(tmp_path: Path) -> None:
-    """Before the pickle ends, there is nothing to count."""
-    expect_refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "pickle that lists them is cut off")
-
-
-def test_14_tied_and_empty_tensors_count(tmp_path: Path) -> None:
-    """Two names for one storage are two tensors; an empty one is whole as soon as its record began."""
-    buffer, shared = io.BytesIO(), torch.ones(50)
-    torch.save({"a": shared, "b": shared.view(5, 10), "c": torch.zeros(0), "d": torch.ones(50)}, buffer)
-    data = buffer.getvalue()
-    expect_refused(write(tmp_path, data[: storage_ends(data)[1]]), ZipError, "4 of 4 tensors complete")
-    expect_refused(write(tmp_path, data[: storage_ends(data)[1] - 1]), ZipError, "3 of 4 tensors complete")
-
-
-def test_14_descriptor_of_24_bytes(tmp_path: Path) -> None:
-    """Records of 4 GiB and more have wider descriptors; so may others."""
-    wide = {"crc": 0, "size": 0, "compressed": 0, "flags": 0x808}
-    rows = torch_records(PICKLE, FLOATS)
-    for rec in rows:
-        rec.local = dict(wide)
-        rec.data += struct.pack("<4sI2Q", b"PK\x07\x08", zlib.crc32(rec.data), len(rec.data), len(rec.data))
-    whole = build(rows)
-    end = whole.index(b"PK\x01\x02")
-    expect_refused(write(tmp_path, whole[:end]), ZipError, "1 of 1 tensors complete")
-    expect_refused(write(tmp_path, whole[: whole.index(FLOATS["0"]) + 23]), ZipError, "0 of 1 tensors complete")
-
-
-def test_15_directory_lost(tmp_path: Path) -> None:
-    """All records, and no directory: everything is complete, and it is said so."""
-    data = saved()
-    expect_refused(write(tmp_path, data[: data.index(b"PK\x01\x02")]), ZipError, "directory", "4 of 4 tensors complete")
-
-
-def test_16_storages_missing(tmp_path: Path) -> None:
-    """Records that the pickle refers to and the directory does not have are listed."""
-    many = p.pickle(p.dict_of(**{f"w{key}": p.tensor(on=p.storage(str(key))) for key in range(8)}))
-    path = write(tmp_path, torch_zip(many, FLOATS))
-    expect_refused(path, ZipError, "7 of 8 storages are not in the file", "'1', '2', '3', '4', '5' and 2 more")
-
-
 # --- 17 to 23: the end record
-
-
-@pytest.mark.parametrize(("lie", "said"), [({"count": 3}, "more than the 3 records"), ({"count": 5}, "damaged at offset")])
-def test_17_wrong_count(lie: dict[str, int], said: str, tmp_path: Path) -> None:
-    """The end record counts other entries than there are."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
-
-
-@pytest.mark.parametrize(
-    ("lie", "said"),
-    [
-        ({"start": 0}, "not where the file says"),
-        ({"start": 2**31}, "not where the file says"),
-        ({"size": 1}, "not where the file says"),
-        ({"size": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_start": 2**63, "start": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_size": 2**64 - 1, "size": 0xFFFFFFFF}, "not where the file says"),
-        ({"wide_at": 2**64 - 1}, "zip64 end record is said to be at"),
-        ({"wide_at": 0}, "no zip64 end record at 0"),
-    ],
-)
-def test_18_bad_end_record(lie: dict[str, int], said: str, tmp_path: Path) -> None:
-    """Offset or size of the directory, or of the zip64 end record, point somewhere else."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
-
-
-def test_18_bad_signature(tmp_path: Path) -> None:
-    """The directory does not begin with an entry."""
-    data = torch_zip(PICKLE, FLOATS)
-    expect_refused(write(tmp_path, data.replace(b"PK\x01\x02", b"PK\x01\x03", 1)), ZipError, "directory is damaged at offset")
-
-
-def test_18_entry_past_the_directory(tmp_path: Path) -> None:
-    """The last entry says that it is longer than the directory."""
-    data = bytearray(torch_zip(PICKLE, FLOATS))
-    last = data.rindex(b"PK\x01\x02")
-    data[last + 32 : last + 34] = b"\xff\xff"  # the length of its comment
-    expect_refused(write(tmp_path, bytes(data)), ZipError, "An entry runs past its end")
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_19_end_record_in_a_comment(wide: bool, tmp_path: Path) -> None:
-    """A second end record inside the comment of the first: which archive is it?"""
-    rows = records()
-    inner = build(rows)
-    start, size = inner.index(b"PK\x01\x02"), inner.rindex(b"PK\x05\x06") - inner.index(b"PK\x01\x02")
-    comment = end_record(4, size, start)
-    data = torch_zip(PICKLE, FLOATS, comment=comment, **({"wide_disks": 1} if wide else {}))
-    expect_refused(write(tmp_path, data), ZipError, "end record inside the comment of another")
-
-
-def test_19_comment_longer_than_the_file(tmp_path: Path) -> None:
-    """A comment that goes past the end."""
-    data = torch_zip(PICKLE, FLOATS)
-    expect_refused(write(tmp_path, data[:-2] + b"\x05\x00"), ZipError, "comment longer than the file")
-
-
-def test_19_innocent_comment(tmp_path: Path) -> None:
-    """A comment with other bytes is no reason to refuse."""
-    assert names(write(tmp_path, torch_zip(PICKLE, FLOATS, comment=b"made by PK and me"))) == ["a.w"]
-
-
-@pytest.mark.parametrize("lie", [{"wide_count": 5}, {"wide_size": 1}, {"wide_start": 7}])
-def test_20_end_records_disagree(lie: dict[str, int], tmp_path: Path) -> None:
-    """The zip64 end record says something else than the plain one."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "two end records disagree")
-
-
-@pytest.mark.parametrize("lie", [{"disk": 1}, {"wide_disks": 2}])
-def test_21_several_disks(lie: dict[str, int], tmp_path: Path) -> None:
-    """One part of several."""
-    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "one part of several")
-
-
-def test_21_record_on_another_disk(tmp_path: Path) -> None:
-    """An entry whose bytes are in another part."""
-    expect_refused(write(tmp_path, build(records(disk=3))), ZipError, "one part of several")
 
 
 @pytest.mark.parametrize("after", [b"\0", b"\n" * 5, b"PK\x05\x06", b"x" * 60_000])
@@ -238,148 +108,10 @@ def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
     assert f"{len(after)} bytes after the archive" in [row.found for row in found.findings]
 
 
-@pytest.mark.parametrize("before", [b"junk", b"#!/bin/sh\n", bytes(100)])
-def test_23_bytes_before(before: bytes, tmp_path: Path) -> None:
-    """An archive that begins later than the file, offsets as they were."""
-    expect_refused(
-        write(tmp_path, before + torch_zip(PICKLE, FLOATS)), ckpt_tools.errors.NotACheckpointError, "in front of a zip"
-    )
-
-
-def test_23_a_zip_before(tmp_path: Path) -> None:
-    """Bytes before the archive that look like the start of one."""
-    expect_refused(write(tmp_path, b"PK\x03\x04" + bytes(60) + torch_zip(PICKLE, FLOATS)), ZipError, "not where the file says")
-
-
 # --- 25 to 32: entries and names
 
 
-def test_25_duplicate_names(tmp_path: Path) -> None:
-    """Two records of one name: Python takes the last, torch the first."""
-    twice = [*records(), Rec(b"archive/data/0", bytes(24))]
-    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named 'archive/data/0'")
-
-
-def test_25_entry_listed_twice(tmp_path: Path) -> None:
-    """One record with two entries."""
-    twice = [*records(), Rec(b"archive/data/0", FLOATS["0"], header=records()[2].header)]
-    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named")
-
-
-@pytest.mark.parametrize(("one", "two"), [(b"archive/data/a", b"archive/data/A"), ("archive/ß".encode(), b"archive/SS")])
-def test_26_names_equal_but_for_case(one: bytes, two: bytes, tmp_path: Path) -> None:
-    """torch looks names up without regard to case."""
-    expect_refused(write(tmp_path, build([*records(), Rec(one), Rec(two)])), ZipError, "differ only in case", "torch would mix")
-
-
-@pytest.mark.parametrize("local", [b"archive/data/1", b"archive/data/00", b"archive/data/"])
-def test_27_local_name_differs(local: bytes, tmp_path: Path) -> None:
-    """The directory calls a record one thing, its own header another."""
-    expect_refused(write(tmp_path, build(records(local={"name": local}))), ZipError, "another name in its local header")
-
-
-@pytest.mark.parametrize("lie", [{"crc": 1}, {"size": 25}, {"compressed": 23}])
-def test_27_local_sums_differ(lie: dict[str, int], tmp_path: Path) -> None:
-    """So with sizes and checksums, where the local header has them."""
-    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "another size or CRC-32 in its local header")
-
-
-@pytest.mark.parametrize("lie", [{"method": 8}, {"flags": 1}])
-def test_27_local_method_differs(lie: dict[str, int], tmp_path: Path) -> None:
-    """And with the method."""
-    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "packed in another way")
-
-
-def test_28_overlap(tmp_path: Path) -> None:
-    """A record that claims the bytes of the next one too."""
-    inner = Rec(b"archive/data/1", bytes(8))
-    outer = Rec(b"archive/data/0", b"head", local={}, size=0, compressed=0)
-    rows = torch_records(PICKLE)
-    both = build([*rows[:2], outer, inner, rows[2]])
-    length = both.index(b"PK\x03\x04", both.index(b"head") + 4) - both.index(b"head") + 20
-    outer.size = outer.compressed = length
-    expect_refused(
-        write(tmp_path, build([*rows[:2], outer, inner, rows[2]])), ZipError, "'archive/data/0' overlaps 'archive/data/1'"
-    )
-
-
-def test_28_two_entries_on_one_record(tmp_path: Path) -> None:
-    """Two names for the same bytes: a zip bomb without packing."""
-    first = build(records()).index(b"PK\x03\x04", 10)
-    shared = Rec(b"archive/byteorder", b"little", header=first)
-    expect_refused(write(tmp_path, build([*records(), shared])), ZipError, "archive/byteorder")
-
-
-@pytest.mark.parametrize("header", [1, 30, 10_000_000, 0xFFFFFFFE])
-def test_29_entry_points_nowhere(header: int, tmp_path: Path) -> None:
-    """An offset past the end, or where no local header is."""
-    expect_refused(write(tmp_path, build(records(header=header))), ZipError, "not where the directory says", str(header))
-
-
-def test_29_entry_points_into_the_directory(tmp_path: Path) -> None:
-    """A record whose bytes would be the directory's."""
-    lie = {"size": 10_000, "compressed": 10_000}
-    expect_refused(write(tmp_path, build(records(**lie, local=lie))), ZipError, "reaches into the zip directory")
-
-
-@pytest.mark.parametrize("flag", [1, 1 << 5, 1 << 6, 1 << 13])
-def test_30_encrypted(flag: int, tmp_path: Path) -> None:
-    """Encryption, patch data, strong encryption, masked headers."""
-    expect_refused(write(tmp_path, build(records(flags=flag))), ZipError, "encrypted or a patch")
-
-
-@pytest.mark.parametrize("changes", [{"name": b"archive/data/0/"}, {"attributes": 0x10}])
-def test_31_folder_with_data(changes: dict[str, Any], tmp_path: Path) -> None:
-    """A folder entry that has bytes."""
-    expect_refused(write(tmp_path, build(records(**changes))), ZipError, "marked as a folder and has data")
-
-
-def test_31_empty_folders_are_skipped(tmp_path: Path) -> None:
-    """Folder entries without data, as zip tools write them."""
-    path = write(tmp_path, build([Rec(b"archive/"), *records(), Rec(b"archive/data/")]))
-    assert names(path) == ["a.w"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [b"archive/../evil", b"../evil", b"..", b"/etc/passwd", b"archive\\data\\0", b"archive/a\0b", b"", b"archive//0"],
-)
-def test_32_bad_names(name: bytes, tmp_path: Path) -> None:
-    """Names that mean something to a file system; none is ever used as a path."""
-    expect_refused(write(tmp_path, build([*records(), Rec(name, b"x")])), ZipError, "is not one that torch writes")
-
-
-def test_32_name_not_utf8(tmp_path: Path) -> None:
-    """A name in some code page."""
-    expect_refused(write(tmp_path, build([*records(), Rec(b"archive/\xff\xfe")])), ZipError, "is not UTF-8")
-
-
-def test_32_second_root(tmp_path: Path) -> None:
-    """A second folder beside the first."""
-    expect_refused(write(tmp_path, build([*records(), Rec(b"other/data.pkl", PICKLE)])), ZipError, "2 root folders", "'other'")
-
-
-def test_32_no_root(tmp_path: Path) -> None:
-    """A zip of something else."""
-    data = build([Rec(b"word/document.xml", b"<x/>")])
-    expect_refused(write(tmp_path, data), UnsupportedContainerError, "not one that torch.save wrote", "word/document.xml")
-
-
-def test_32_empty_zip(tmp_path: Path) -> None:
-    """A zip of nothing."""
-    expect_refused(write(tmp_path, build([])), UnsupportedContainerError, "It holds nothing")
-
-
 # --- 34 to 42: packing, sizes, checksums
-
-
-def test_34_deflated(tmp_path: Path) -> None:
-    """Records that a zip tool deflated: read, and written out as they were meant."""
-    rows = [deflated(rec.name, rec.data) for rec in records()]
-    path = write(tmp_path, build(rows))
-    assert torch.equal(torch.load(path)["a.w"], torch.arange(6.0).reshape(2, 3))
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(6.0).reshape(2, 3))
 
 
 @pytest.mark.parametrize(("size", "said"), [(23, "more bytes"), (25, "fewer bytes")])
@@ -389,13 +121,6 @@ def test_35_size_lie(size: int, said: str, tmp_path: Path) -> None:
     rows = torch_records(lie, FLOATS)
     rows[2] = deflated(b"archive/data/0", FLOATS["0"], size=size)
     expect_convert_refused(write(tmp_path, build(rows)), ZipError, f"holds {said} than the zip directory says")
-
-
-def test_35_size_lie_of_the_pickle(tmp_path: Path) -> None:
-    """The same with the pickle's own record."""
-    rows = records()
-    rows[0] = deflated(b"archive/data.pkl", PICKLE, size=len(PICKLE) - 1)
-    expect_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes than the zip directory says")
 
 
 def test_35_bomb_stops_at_the_declared_size(tmp_path: Path) -> None:
@@ -419,51 +144,6 @@ def test_35_broken_deflate_stream(tmp_path: Path) -> None:
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = Rec(b"archive/data/0", b"\xff" * 24, method=8, size=24)
     expect_convert_refused(write(tmp_path, build(rows)), ZipError, "cannot be inflated")
-
-
-@pytest.mark.parametrize(("method", "name"), [(12, "bzip2"), (14, "lzma"), (93, "zstd"), (9, "deflate64"), (77, "method 77")])
-def test_36_other_methods(method: int, name: str, tmp_path: Path) -> None:
-    """What torch does not read."""
-    expect_refused(write(tmp_path, build(records(method=method))), ZipError, f"compressed with {name}")
-
-
-def test_37_stored_with_two_sizes(tmp_path: Path) -> None:
-    """A stored record whose sizes differ."""
-    expect_refused(write(tmp_path, build(records(size=25))), ZipError, "stored with two sizes, 24 and 25")
-
-
-@pytest.mark.parametrize("extra", [b"\x01", b"\x01\x00\xff\xff", b"\x01\x00\x10\x00" + bytes(15), b"FB\x02\x00Z"])
-def test_38_malformed_extra(extra: bytes, tmp_path: Path) -> None:
-    """An extra field longer than what is there."""
-    expect_refused(write(tmp_path, build(records(extra=extra))), ZipError, "extra field", "malformed")
-
-
-@pytest.mark.parametrize("body", [b"", bytes(7), bytes(8)])
-def test_38_short_zip64_field(body: bytes, tmp_path: Path) -> None:
-    """A zip64 field without the numbers that the entry leaves to it."""
-    extra = struct.pack("<2H", 1, len(body)) + body
-    lie = {"size": 0xFFFFFFFF, "compressed": 0xFFFFFFFF}
-    expect_refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "zip64 field", "too short")
-
-
-def test_38_zip64_field_lies(tmp_path: Path) -> None:
-    """A zip64 field with a size that nothing could have."""
-    extra = struct.pack("<2H2Q", 1, 16, 2**64 - 1, 2**64 - 1)
-    lie = {"size": 0xFFFFFFFF, "compressed": 0xFFFFFFFF}
-    expect_refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "reaches into the zip directory")
-
-
-def test_39_a_million_records(tmp_path: Path) -> None:
-    """More records than any checkpoint has, in a file that has none of them."""
-    data = torch_zip(PICKLE, FLOATS, count=0xFFFF, wide_count=1_000_001)
-    expect_refused(write(tmp_path, data), LimitError, "1000001 records")
-
-
-def test_40_crc_of_the_pickle(tmp_path: Path) -> None:
-    """A pickle that changed after it was saved."""
-    rows = records()
-    rows[0].crc = 1
-    expect_refused(write(tmp_path, build(rows)), ChecksumError, "archive/data.pkl", "CRC-32")
 
 
 def test_41_crc_of_a_storage(tmp_path: Path) -> None:
@@ -521,34 +201,6 @@ def loads_as_said(path: Path) -> bool:
     return loads
 
 
-@pytest.mark.parametrize("text", [b"", b"Little", b"middle", b"little\n", b"x" * 100])
-def test_44_odd_byteorder(text: bytes, tmp_path: Path) -> None:
-    """A byte order that is none."""
-    rows = records()
-    rows[1].data = text
-    expect_refused(write(tmp_path, build(rows)), ZipError, "'byteorder' says", "'little' or 'big'")
-
-
-def test_44_no_byteorder(tmp_path: Path) -> None:
-    """Files before torch 2.1 have no such record: little."""
-    rows = records()
-    del rows[1]
-    path = write(tmp_path, build(rows))
-    assert "big-endian" not in [row.code for row in ckpt_tools.inspect(path).findings]
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(6.0).reshape(2, 3))
-
-
-def test_44_big_endian(tmp_path: Path) -> None:
-    """A big-endian file is swapped on the way out."""
-    rows = torch_records(PICKLE, {"0": struct.pack(">6f", *range(6))})
-    rows[1].data = b"big"
-    path = write(tmp_path, build(rows))
-    assert "big-endian" in [row.code for row in ckpt_tools.inspect(path).findings]
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(6.0).reshape(2, 3))
-
-
 def test_44_big_endian_viewed_twice(tmp_path: Path) -> None:
     """Which bytes to swap is not guessed."""
     as_bytes = p.call(
@@ -581,12 +233,6 @@ def test_45_odd_small_records(name: str, text: bytes, tmp_path: Path) -> None:
     """Junk in what describes the file only."""
     record = Rec(f"archive/.{name.replace('-', '_')}".encode(), text)
     expect_warned(write(tmp_path, build([*records(), record])), f"odd-{name}")
-
-
-def test_45_wide_end_is_accepted(tmp_path: Path) -> None:
-    """The zip64 end record that torch always writes, by hand."""
-    assert names(write(tmp_path, torch_zip(PICKLE, FLOATS, wide_disks=1))) == ["a.w"]
-    assert wide_end(1, 2, 3, 4)[:4] == b"PK\x06\x06"
 
 
 def test_deflated_zeros_come_out_whole(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""Broken and ambiguous files that are refused by name; the rows are in tests/net/payloads/refused.txt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from tests.hostile.refusals import expect_refused, write
+from tests.net.payloads import Refused, refused
+
+GROUPS: dict[str, list[Refused]] = {}
+for row in refused():
+    GROUPS.setdefault(row.name.partition(",")[0], []).append(row)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_refused(group: str, tmp_path: Path) -> None:
+    """`inspect` and `convert` refuse each with the same error, which says why; nothing is written. So does safetensors."""
+    for row in GROUPS[group]:
+        path = write(tmp_path, row.data, row.file)
+        expect_refused(path, row.error, *row.words)
+        if row.reference:
+            with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
+                opened.keys()
+        path.unlink()
