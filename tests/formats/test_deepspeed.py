@@ -11,12 +11,8 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.formats.parts.zero.patterns import Patterns
-from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_state_dict
 from tests.support.commands import main
-from tests.support.trees import entry_at
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
@@ -156,16 +152,6 @@ def test_every_command_takes_the_folder(tmp_path: Path) -> None:
     for command in ("inspect", "check"):
         shown = CliRunner().invoke(main, [command, str(tmp_path / "in")])
         assert shown.exit_code == 0, shown.output
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranges_stay_ranges(stage: int, tmp_path: Path) -> None:
-    """A weight is copied out of the ranks' files as it lies there; nothing is put together in memory."""
-    save_zero(tmp_path, trained(), stage, 3)
-    with open_checkpoint(tmp_path) as checkpoint:
-        content = entry_at(checkpoint.root, "emb.weight").storage.content
-        assert isinstance(content, Joined)
-        assert len(content.parts) == 3
 
 
 def test_one_file_names_the_command(tmp_path: Path) -> None:
@@ -421,17 +407,6 @@ def test_tensor_parallel_ranks_that_disagree(tmp_path: Path) -> None:
         with pytest.raises(PartError, match=r"mp_rank_00, mp_rank_01 hold different values for 'scale'"):
             ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select=select)
     assert "parts-disagree" in [row.code for row in ckpt_tools.check(tmp_path / "in").findings]
-
-
-@pytest.mark.parametrize(("pattern", "name", "fits"), [
-    (r"^a\.b$", "a.b", True), (r"^a\.b$", "a.bc", False), (r"a\.b", "a.bc", True), (r"a.b", "axb", True),
-    (r"\d+.norm", "12.norm.weight", True), (r"\d+.norm", "x.norm", False), (r".*norm$", "a.norm", True),
-    (r".*norm$", "a.norm.b", False), ("a*b", "b", True), ("a+b", "b", False), ("", "anything", True),
-    ("a" * 500 + "$", "a" * 500, True), (".*" * 100 + "x$", "a" * 5000, False),
-])  # fmt: skip
-def test_patterns(pattern: str, name: str, fits: bool) -> None:
-    """Fit as `re.match` says, also where that would take forever."""
-    assert Patterns([pattern]).fit(name) is fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

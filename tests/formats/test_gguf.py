@@ -8,7 +8,6 @@ import shutil
 import struct
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -307,11 +306,3 @@ def test_flipped_bits_are_our_errors(tmp_path: Path) -> None:
         with contextlib.suppress(CkptError):
             ckpt_tools.inspect(write(tmp_path, bytes(data), "x.gguf"))
         data[at] ^= bit
-
-
-def test_blocks_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are worked out some at a time, in any order of ranges."""
-    monkeypatch.setattr("ckpt_tools.values.ggml.blocks.ELEMENTS", 256)
-    wanted = MEANT["iq2_s.weight"]
-    values: Any = ckpt_tools.show(TYPES, "iq2_s.weight", whole=True).values
-    assert values == wanted.tolist()

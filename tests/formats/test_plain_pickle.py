@@ -24,9 +24,6 @@ from ckpt_tools.errors import (
     PickleError,
     TensorError,
 )
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.io.content import Literal, Range
-from ckpt_tools.tree.nodes import Entry
 from tests.conftest import small_model
 from tests.formats.test_oracle import described
 from tests.hostile.pickles import (
@@ -41,7 +38,6 @@ from tests.hostile.pickles import pickle as opcodes
 from tests.hostile.refusals import expect_refused, expect_warned, write
 from tests.support.graphs import assert_same, live_tensors
 from tests.support.legacy import legacy, stream
-from tests.support.trees import entry_at
 from tests.test_properties import quick, tensors
 
 PROTOCOLS = range(6)
@@ -87,16 +83,6 @@ def test_plain_values(protocol: int, tmp_path: Path) -> None:
     found = described(path)
     assert found["container"] == "pickle"
     assert found["values"] == {"epoch": 3, "lr": 0.1, "names": ["a", "b"], "none": None}
-
-
-def test_bytes_are_ranges_of_the_file(tmp_path: Path) -> None:
-    """From protocol 3 on storages are copied from where they lie; before, they are text that has to be decoded."""
-    for protocol, kind in ((2, Literal), (4, Range), (5, Range)):
-        path = write(tmp_path, pickle.dumps({"w": torch.arange(1000.0)}, protocol))
-        with open_checkpoint(path) as checkpoint:
-            entry = entry_at(checkpoint.root, "w")
-            assert type(entry) is Entry
-            assert type(entry.storage.content) is kind
 
 
 def test_any_tensors(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
 from ckpt_tools.errors import FolderError, PartError, TensorError
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_into, load_state_dict
 from tests.support.commands import main
 from tests.support.rank_files import (
@@ -30,7 +28,6 @@ from tests.support.rank_files import (
     sharded,
     tp,
 )
-from tests.support.trees import entry_at
 
 Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
 CASES = [
@@ -113,14 +110,6 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     assert "not-verified" in [note.code for note in notes]  # what --verify does not do is said
     damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
     assert "rank_1.pt" in damaged[0].found
-
-
-def test_rows_stay_ranges(folder: Path) -> None:
-    """What FSDP cut by rows is copied out of the files as it lies there; nothing is put together in memory."""
-    with open_checkpoint(folder) as checkpoint:
-        content = entry_at(checkpoint.root, "emb.weight").storage.content
-        assert isinstance(content, Joined)
-        assert len(content.parts) == 3
 
 
 def test_one_file_names_the_command(folder: Path) -> None:

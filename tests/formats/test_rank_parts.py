@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import ckpt_tools
-from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.parts.rank_parts import Placement, box_at, cut_order
+from ckpt_tools.errors import PartError
 from ckpt_tools.torch import (
     load,
     load_into,
@@ -236,17 +235,6 @@ def test_a_rank_that_lies_about_its_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert "A DTensor of shape [13, 7] holds [6, 7] on rank 0" in found.found
     with pytest.raises(PartError, match="cannot be placed"):
         load_state_dict(path)
-
-
-def test_the_order_of_cuts() -> None:
-    """A strided dimension cuts what those to its right have cut; one whose factor fits none of them is refused."""
-    rows = [Placement("strided", 0, 2), Placement("shard", 0)]
-    assert cut_order((2, 2), rows) == [1, 0]
-    boxes = [box_at((13,), (2, 2), rows, (fsdp, tp)) for fsdp in range(2) for tp in range(2)]
-    assert boxes == [((0,), (4,)), ((7,), (3,)), ((4,), (3,)), ((10,), (3,))]
-    assert cut_order((2, 2, 3), [Placement("shard", 0), Placement("replicate"), Placement("shard", 1)]) == [2, 0]
-    with pytest.raises(TensorError, match="cut in a way"):
-        cut_order((2, 2), [Placement("strided", 0, 3), Placement("shard", 0)])
 
 
 def test_a_job_saves_and_loads(tmp_path: Path) -> None:

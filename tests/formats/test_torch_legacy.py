@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle as python_pickle
 import struct
 import subprocess
 import sys
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,6 @@ from hypothesis import assume, given
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.stream import FilePart, Pickles
 from tests.formats.test_oracle import assert_lists, described, loads_weights_only
 from tests.hostile.pickles import (
     BUILD,
@@ -131,28 +126,6 @@ def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: P
         assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
 
 
-def test_only_the_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect` of a legacy file of 2 GB reads less than a megabyte of it."""
-    path = tmp_path / "large.pth"
-    numel = 1 << 27
-    root = dict_of(
-        **{f"layer{index}.weight": tensor(sizes(numel), sizes(1), on=persistent(str(index), numel)) for index in range(4)}
-    )
-    head = stream(root, *((str(index), b"") for index in range(4)))
-    with path.open("wb") as file:
-        file.write(head)
-        for _ in range(4):
-            file.write(struct.pack("<q", numel))
-            file.seek(4 * numel, os.SEEK_CUR)
-        file.truncate()
-    read: list[int] = []
-    pread = Source._pread
-    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
-    found = ckpt_tools.inspect(path)
-    assert (found.file_bytes > 2**31, found.totals["bytes"]) == (True, 2**31)
-    assert sum(read) < 1 << 20
-
-
 def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
     """A pickle longer than what is read at first."""
     path = tmp_path / "many.pth"
@@ -160,22 +133,6 @@ def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
     path.write_bytes(legacy(state))
     assert path.stat().st_size > 1 << 18
     assert_lists(path, *load_with_tags(path))
-
-
-def test_a_long_pickle_is_not_read_many_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is read of a pickle before its length is known is read again: a small part of it, and not of the file either."""
-    size, tried = 5_000_000, []
-    data = python_pickle.dumps("x" * size, 2)
-    source = tmp_path / "in.pkl"
-    source.write_bytes(data + bytes(4 * size))
-
-    def make(seen: bytes, offset: int) -> Machine:
-        tried.append(len(seen))
-        return Machine(seen, {}, lambda pid: pid, offset)
-
-    with closing(Source(source)) as opened:
-        Pickles(FilePart(opened, 0, source.stat().st_size)).load(make)
-    assert (tried[-1] >= len(data), sum(tried[:-1]) < len(data) / 4, tried[-1] < 4 * len(data)) == (True, True, True), tried
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
