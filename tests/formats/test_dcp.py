@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import pickletools
+import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -28,7 +34,6 @@ from ckpt_tools import (
     convert,
     inspect,
     limits,
-    open_checkpoint,
     scan,
 )
 from ckpt_tools.errors import (
@@ -38,10 +43,6 @@ from ckpt_tools.errors import (
     LimitError,
     OutputError,
 )
-from ckpt_tools.io.content import (
-    Joined,
-)
-from tests.support.trees import entry_at
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -94,9 +95,6 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
     job = [*command, "tests/support/distributed_job.py", str(tmp_path / "ours"), str(tmp_path / "theirs")]
     done = subprocess.run(job, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    with open_checkpoint(tmp_path / "theirs") as checkpoint:
-        weight = entry_at(checkpoint.locate(), "model", "0.weight")
-        assert isinstance(weight.storage.content, Joined)  # row-sharded: ranges of the files of two ranks
     convert(tmp_path / "theirs", tmp_path / "out.pth")
     back = torch.load(tmp_path / "out.pth", weights_only=True)
     assert list(back["model"]) == list(model)
@@ -118,6 +116,38 @@ def test_safetensors_variants(tmp_path: Path) -> None:
         convert(tmp_path / name, tmp_path / f"{name}.pth")
         back = torch.load(tmp_path / f"{name}.pth", weights_only=True)
         assert {key: tensor.tolist() for key, tensor in back.items()} == {key: tensor.tolist() for key, tensor in state.items()}
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A shape and a grid of boxes that covers it."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for size in shape:
+        cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        spans = [(at, end - at) for at, end in pairwise(cuts)]
+        boxes = [((*at, start), (*sizes, length)) for at, sizes in boxes for start, length in spans]
+    return shape, draw(st.permutations(boxes))
+
+
+@settings(max_examples=25, deadline=None)
+@given(tiling=tilings(), data=st.data())
+def test_any_grid_of_parts_in_safetensors(tiling: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Files of several ranks that say where their parts lie: whatever the grid, the tensor comes out; not with a part twice."""
+    shape, boxes = tiling
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
+    folder = tmp_path_factory.mktemp("grid")
+    for rank, (at, sizes) in enumerate(boxes, 1):
+        part = whole[tuple(slice(a, a + b) for a, b in zip(at, sizes, strict=True))].contiguous()
+        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": at}}), "DCP_VERSION": "1.0"}
+        save_file({"w": part}, folder / f"shard-{rank:05}-model-00001-of-00001.safetensors", info)
+    convert(folder, folder / "one.pth")
+    assert torch.equal(torch.load(folder / "one.pth", weights_only=True)["w"], whole)
+    if part.numel():
+        name = f"shard-{data.draw(st.integers(1, len(boxes))):05}-model-00001-of-00001.safetensors"
+        shutil.copy(folder / name, folder / f"shard-{len(boxes) + 1:05}-model-00001-of-00001.safetensors")
+        with pytest.raises(CkptError):
+            convert(folder, folder / "two.pth")
 
 
 def test_one_file_alone(folder: Path, tmp_path: Path) -> None:

@@ -27,13 +27,15 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     UsageError,
 )
-from ckpt_tools.formats.safetensors import GGUF_TYPES
 from tests.hostile.refusals import expect_refused, write
 from tests.support.samples import FIXTURES
 
 HERE = FIXTURES / "frameworks"
 TYPES = HERE / "types.gguf"
 MEANT = load_file(HERE / "types.safetensors")
+
+
+GGUF_TYPES = "ckpt_tools.gguf_types"
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -64,7 +66,7 @@ def test_the_header_is_kept(tmp_path: Path) -> None:
     assert (found["general.architecture"], found["general.name"], found["some.flag"]) == ("llama", "every type", "true")
     assert json.loads(found["tokenizer.ggml.tokens"]) == ["<s>", "é", "a"]
     assert json.loads(found["tokenizer.ggml.scores"]) == [0.0, -1.5, 2.25]
-    types = json.loads(found["ckpt_tools.gguf_types"])
+    types = json.loads(found[GGUF_TYPES])
     assert (types["llama.block_count"], types["tokenizer.ggml.scores"], types["some.sizes"]) == ("u32", "[f32]", "[i32]")
     report = ckpt_tools.convert(TYPES, tmp_path / "out.pth")
     assert "general.name" in [path for path, _ in report.dropped]

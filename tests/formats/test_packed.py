@@ -213,11 +213,6 @@ def test_ranks_of_a_nemo_are_parts(tmp_path: Path) -> None:
         load_state_dict(f"{path}!mp_rank_01/model_weights.ckpt")
 
 
-def test_a_file_with_that_name_comes_first(tmp_path: Path) -> None:
-    """A `!` in the name of a file that is there means nothing."""
-    assert ckpt_tools.inspect(write(tmp_path, saved(), "a!b.pth")).totals["tensors"] == 3
-
-
 def test_what_holds_no_tensors_is_not_chosen_between(tmp_path: Path) -> None:
     """`training_args.bin` of a trainer beside the model is no second checkpoint."""
     path = write(tmp_path, tar({"training_args.bin": saved({"lr": 0.1}), "model.pth": saved()}), "run.tar")
@@ -312,17 +307,6 @@ def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
         ckpt_tools.inspect(path)
     assert "limits.raised(inflated=" in caught.value.fix
     assert ckpt_tools.inspect(path).totals["tensors"] == 3
-
-
-def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is an error that names the way out."""
-    path = write(tmp_path, gzip.compress(saved()), "m.gz")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("ckpt_tools.io.in_place.journal.write_all", full)
-    expect_refused(path, LimitError, "No space left", "set TMPDIR")
 
 
 def test_repair_and_edits_in_place_say_the_way_out(tmp_path: Path) -> None:
