@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,6 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import (
-    ChangedFileError,
     CkptError,
     ConvertError,
     DamagedFileError,
@@ -28,13 +24,6 @@ from ckpt_tools.errors import (
     TargetError,
     UsageError,
 )
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.io.output import Source
-from ckpt_tools.operations.options import LoadOptions
-from ckpt_tools.torch import copying
-from ckpt_tools.torch.load_plan import Planner
-from ckpt_tools.torch.loading import choose
-from ckpt_tools.torch.slots import find_slots
 from fixtures.make import Network, TiedNetwork, Wrapped, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
@@ -95,41 +84,6 @@ def test_ddp_and_the_reverse(tmp_path: Path) -> None:
     plain = blank_network()
     assert ckpt.load_into(plain, tmp_path / "ddp.pth")
     assert bits(plain) == LENET
-
-
-RANK = """
-import os, sys, torch, torch.distributed as dist
-from torch import nn
-from ckpt_tools.torch import load_into
-from fixtures.make import Network
-rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(rank)
-model = nn.parallel.DistributedDataParallel(Network())
-assert load_into(model, path)
-total = torch.stack([value.double().sum() for value in model.state_dict().values()]).sum()
-other = total.clone()
-dist.all_reduce(other)
-assert other == 2 * total
-print(float(total), flush=True)
-dist.destroy_process_group()
-os._exit(0)  # threads of gloo that still run abort an interpreter that winds down
-"""
-
-
-def test_two_ranks_at_once(tmp_path: Path) -> None:
-    """Every rank of a DDP job reads the file by itself, and they agree."""
-    import subprocess
-
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(FIXTURES / "ddp.pth")], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    sums = {float(rank.communicate(timeout=120)[0]) for rank in ranks}
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    expected = torch.stack([value.double().sum() for value in network().state_dict().values()]).sum()
-    assert sums == {float(expected)}
 
 
 # --- meta, assign
@@ -210,17 +164,6 @@ def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
     for name, parameter in model.m.named_parameters():
         assert torch.equal(parameter, values[name].to(parameter.dtype)), name
     assert [parameter.stride() for parameter in model.parameters()] == strides
-
-
-def test_views_in_the_file(tmp_path: Path) -> None:
-    """Transposed, expanded and conjugate tensors of a file have the values that torch.load gives."""
-    base, wave = torch.arange(12.0).reshape(3, 4), torch.tensor([1 + 2j])
-    data = {"m.a": base.t(), "m.b": base[1:, ::2], "m.c": wave.conj(), "m.d": torch.ones(1).expand(5)}
-    torch.save(data, tmp_path / "m.pth")
-    model = nn.Module()
-    model.m = nn.ParameterDict({name[2:]: torch.zeros_like(value.resolve_conj().contiguous()) for name, value in data.items()})
-    assert ckpt.load_into(model, tmp_path / "m.pth")
-    assert all(torch.equal(model.m[name[2:]], value) for name, value in data.items())
 
 
 def test_autograd_sees_the_change() -> None:
@@ -451,30 +394,6 @@ def test_missing_and_unexpected_by_choice() -> None:
     assert report.reinitialised == {"extra.weight": "the model's own value", "extra.bias": "uniform:0.707107 (seed 0)"}
 
 
-def test_rename() -> None:
-    """The user's rules come first, and the reason says so."""
-    model = nn.Module()
-    model.net = blank_network()
-    report = ckpt.load_into(model, FIXTURES / "single.pth", rename="^=net.")
-    assert report
-    assert report.renamed["fc1.weight"] == ("net.fc1.weight", "rule")
-    assert bits(model.net) == LENET
-
-
-def test_the_report_is_a_page() -> None:
-    """Short: many renames are summed up."""
-    report = ckpt.load_into(blank_network(), FIXTURES / "ddp.pth")
-    assert str(report).splitlines() == [
-        f"11 tensors loaded from {FIXTURES / 'ddp.pth'}",
-        "  renamed (wrapper)  module.features.0.weight -> features.0.weight",
-        "                     module.features.0.bias -> features.0.bias",
-        "                     module.features.1.weight -> features.1.weight",
-        "                     ... 8 more",
-    ]
-    report.raise_if_incomplete()
-    assert report.to_json()["loaded"] == report.loaded
-
-
 class Counting(nn.Linear):
     """A layer with extra state."""
 
@@ -544,19 +463,6 @@ def test_files_from_before_batch_counters(tmp_path: Path) -> None:
     assert "num_batches_tracked" in str(report)
 
 
-def test_adapt(tmp_path: Path) -> None:
-    """A first convolution for one and for five channels, by timm's rule."""
-    weight = torch.randn(4, 3, 3, 3)
-    torch.save({"0.weight": weight, "0.bias": torch.zeros(4)}, tmp_path / "m.pth")
-    grey: Any
-    more: Any
-    grey, more = nn.Sequential(nn.Conv2d(1, 4, 3)), nn.Sequential(nn.Conv2d(5, 4, 3))
-    assert "sum over the 3 channels" in ckpt.load_into(grey, tmp_path / "m.pth", adapt=True).adapted["0.weight"]
-    assert torch.allclose(grey[0].weight, weight.sum(1, keepdim=True))
-    ckpt.load_into(more, tmp_path / "m.pth", adapt=True)
-    assert torch.allclose(more[0].weight, weight[:, [0, 1, 2, 0, 1]] * 3 / 5)
-
-
 # --- load_state_dict maps files
 
 
@@ -596,35 +502,6 @@ def test_select_is_text() -> None:
     """A number is no path."""
     with pytest.raises(UsageError, match="`select` is 0"):
         ckpt.load_state_dict(FIXTURES / "single.pth", select=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_reads(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors longer than a step are read in steps, by as many threads as torch has; a damaged file's error comes through."""
-    monkeypatch.setattr(copying, "_STEP", 64)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    readers: set[int] = set()
-    read_into = Source.read_into
-
-    def noting(source: Source, offset: int, buffer: memoryview) -> None:
-        readers.add(threading.get_ident())
-        time.sleep(0.001)
-        read_into(source, offset, buffer)
-
-    monkeypatch.setattr(Source, "read_into", noting)
-    path = tmp_path / "in.pth"
-    state = {"a": torch.randn(40, 5), "b": torch.randn(3), "c": torch.arange(999)}
-    torch.save(state, path)
-    model = nn.Module()
-    for name, value in state.items():
-        model.register_buffer(name, torch.zeros_like(value))
-    ckpt.load_into(model, path)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert len(readers) == threads
-
-    monkeypatch.setattr(Source, "read_into", lambda source, offset, buffer: (_ for _ in ()).throw(source.changed()))
-    with pytest.raises(ChangedFileError):
-        ckpt.load_into(model, path)
 
 
 def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
@@ -704,19 +581,6 @@ def test_extra_state_that_is_refused(tmp_path: Path) -> None:
     error = expect_refused(model, path, TargetError, "does not take its extra state")
     assert "ValueError: not this one" in error.why
     assert [layer.state for layer in model] == [0, 0]
-
-
-def test_a_plan_changes_nothing(tmp_path: Path) -> None:
-    """Planning tells the whole report, and leaves every tensor of the model as it is."""
-    torch.save({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}, tmp_path / "in.pth")
-    model = nn.Linear(3, 2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with open_checkpoint(tmp_path / "in.pth") as checkpoint:
-        plan = Planner(checkpoint, choose(checkpoint, None), find_slots(model), model, LoadOptions()).plan()
-    assert plan.report.loaded == ["weight", "bias"]
-    assert [copy.slot.name for copy in plan.copies] == ["weight", "bias"]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert str(ckpt.load_into(model, tmp_path / "in.pth")) == str(plan.report)
 
 
 def test_by_position_with_a_new_head(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import ckpt_tools
+from ckpt_tools import Proved
 from ckpt_tools.errors import TargetError
-from ckpt_tools.operations.proved import Proved
 from tests.cli.test_cli import ROOT, ckpt
 
 
