@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = [
 ]  # fmt: skip
 
 
+@functools.cache
 def quantised() -> nn.Module:
     """Two layers of int8, as torch.ao makes them: a convolution with a state of its own, a linear layer with packed weights."""
     from torch.ao import quantization
