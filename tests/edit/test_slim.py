@@ -116,15 +116,6 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     assert not [row for row in ckpt_tools.inspect(path.with_name("out.pth")).findings if row.code == "oversized-storage"]
 
 
-def test_a_column_is_gathered(tmp_path: Path) -> None:
-    """One strided view with gaps keeps its elements only; a transposed one has none and stays as it is."""
-    matrix = torch.arange(600.0).reshape(20, 30)
-    loaded, report = converted(saved(tmp_path, {"a.column": matrix[:, 3], "b.t": torch.ones(3, 4).t()}), slim=True)
-    assert loaded["a.column"].tolist() == matrix[:, 3].tolist()
-    assert (loaded["a.column"].stride(), loaded["b.t"].stride()) == ((1,), (1, 4))
-    assert report.saved == (600 - 20) * 4
-
-
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5),
        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16]))  # fmt: skip

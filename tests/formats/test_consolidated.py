@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.torch import load_into, load_state_dict
-from tests.support.commands import main
+from ckpt_tools.torch import load_state_dict
 
 State = dict[str, torch.Tensor]
 DIM, HIDDEN, WORDS = 12, 24, 36
@@ -83,28 +81,6 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     written = torch.load(tmp_path / "out.pth", weights_only=True)
     assert written["output.weight"].data_ptr() == written["tok_embeddings.weight"].data_ptr()
-
-
-def test_every_command_takes_the_folder(tmp_path: Path) -> None:
-    """inspect, check, diff, stats, average and load code see whole tensors; one file names the command, which works."""
-    expected = save(tmp_path / "in", 2)
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(tmp_path / "in")
-    assert described.container == "consolidated"
-    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
-        name: tuple(value.shape) for name, value in expected.items()
-    }
-    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
-    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.average([tmp_path / "in", tmp_path / "model.pth"], tmp_path / "mean.pth")
-    shown = CliRunner().invoke(main, ["check", str(tmp_path / "in")])
-    assert shown.exit_code == 0, shown.output
-    part = next(row for row in ckpt_tools.inspect(tmp_path / "in" / "consolidated.01.pth").findings if row.code == "partition")
-    assert part.found == "rank 1 of 2 of Meta's model parallelism"
-    assert f"ckpt convert {tmp_path}/in/consolidated.01.pth OUT.safetensors" in part.fix
-    model = torch.nn.ParameterDict({"norm": torch.nn.Parameter(torch.zeros(DIM))})
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "norm.pth", keep=["norm.weight"], rename=["norm.weight=norm"])
-    assert load_into(model, tmp_path / "norm.pth")
 
 
 def drop(name: str) -> Callable[[Path], None]:

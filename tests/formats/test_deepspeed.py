@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
-from ckpt_tools.torch import load, load_state_dict
-from tests.support.commands import main
+from ckpt_tools.torch import load_state_dict
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
@@ -131,40 +129,6 @@ def test_training_moves_on(tmp_path: Path) -> None:
     assert {*found["optimizer"]} == {"state", "param_groups"}
 
 
-def test_every_command_takes_the_folder(tmp_path: Path) -> None:
-    """inspect, check, diff, stats and load code see whole tensors; convert writes every container; the rest is named."""
-    save_zero(tmp_path / "in", trained(), 3, 3)
-    torch.save(trained().whole, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(tmp_path / "in")
-    assert (described.container, described.part) == ("deepspeed", None)
-    assert [(row["name"], tuple(row["shape"])) for row in described.tensors] == [
-        (name, tuple(value.shape)) for name, value in trained().whole.items()
-    ]
-    assert "`select` takes optimizer" in next(row for row in described.findings if row.code == "beside-the-weights").found
-    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
-    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
-    digests, whole = (ckpt_tools.check(tmp_path / name, digest=True).digests for name in ("in", "model.pth"))
-    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
-    assert equal(load(tmp_path / "in"), trained().whole)
-    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
-        ckpt_tools.convert(tmp_path / "in", tmp_path / name, **options)  # type: ignore[arg-type]
-        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
-    for command in ("inspect", "check"):
-        shown = CliRunner().invoke(main, [command, str(tmp_path / "in")])
-        assert shown.exit_code == 0, shown.output
-
-
-def test_one_file_names_the_command(tmp_path: Path) -> None:
-    """`inspect` of one file says what part it is, and the command that is shown works."""
-    tag = save_zero(tmp_path / "in", trained(torch.bfloat16), 2, 2)
-    for name, text in ((MODEL, "the 16-bit weights"), (f"bf16_{OPTIMIZER.format(1)}", "one process's part")):
-        finding = next(row for row in ckpt_tools.inspect(tag / name).findings if row.code == "partition")
-        assert text in finding.found
-        assert finding.fix.endswith(f"All 2 parts are here; they become one: ckpt convert {tag / name} OUT.safetensors")
-        ckpt_tools.convert(tag / name, tmp_path / "out.safetensors", overwrite=True)
-        assert equal(load_state_dict(tmp_path / "out.safetensors"), trained(torch.bfloat16).whole)
-
-
 # --- which folder
 
 
@@ -228,21 +192,6 @@ def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
     tag = save_zero(tmp_path / "in", trained(), stage, 3)
     (tag / OPTIMIZER.format(1)).unlink()
     expect_refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
-
-
-def test_a_number_of_ranks_that_nobody_has(tmp_path: Path) -> None:
-    """A file that claims any number of ranks costs no time."""
-    tag = save_zero(tmp_path / "in", trained(), 1, 1)
-    edit(tag / OPTIMIZER.format(0), lambda saved: saved["optimizer_state_dict"].update(partition_count=10**15))
-    expect_refused(tmp_path / "in", "1000000000000000 files .* missing: 999999999999999")
-
-
-def test_a_model_file_is_missing(tmp_path: Path) -> None:
-    """Under stage 3 that of a rank, under the others the one that says the names."""
-    (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    expect_refused(tmp_path / "three", r"model_states.pt, one a rank; missing: rank 2")
-    (save_zero(tmp_path / "two", trained(), 2, 3) / MODEL).unlink()
-    expect_refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
 
 
 def test_a_rank_is_there_twice(tmp_path: Path) -> None:

@@ -35,26 +35,6 @@ def equal(found: State, expected: State) -> bool:
     return list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_every_command_takes_the_folder(suffix: str, tmp_path: Path) -> None:
-    """All shards together are the checkpoint, with a note that names the command for the index."""
-    folder = tmp_path / "in"
-    expected = shards(folder, suffix)
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(folder)
-    assert described.container == "sharded"
-    note = next(row for row in described.findings if row.code == "no-index")
-    assert (note.found, note.fix) == ("the index of the 2 shards is missing; all of them are here", f"ckpt repair {folder}")
-    assert equal(load_state_dict(folder), expected)
-    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
-    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.convert(folder, tmp_path / "out.pth")
-    assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
-    shown = CliRunner().invoke(main, ["check", str(folder)])
-    assert shown.exit_code == 1, shown.output  # other programs do not load it
-    assert "00002-of" not in shown.output
-
-
 @pytest.mark.parametrize(("suffix", "stem"), [(".safetensors", "model"), (".bin", "pytorch_model")])
 def test_repair_writes_the_index(suffix: str, stem: str, tmp_path: Path) -> None:
     """The index has the ecosystem's name and form; the shards stay; a dry run writes nothing; a second time is refused."""

@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import limits
@@ -33,10 +33,10 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     ZipError,
 )
-from ckpt_tools.torch import load_into, load_state_dict
+from ckpt_tools.torch import load_state_dict
 from tests.hostile.refusals import expect_refused, write
 from tests.support.commands import main
-from tests.support.containers import Net, state
+from tests.support.containers import state
 from tests.support.rank_files import fsdp2, save_ranks
 from tests.support.samples import FIXTURES
 
@@ -99,24 +99,6 @@ def test_reads_what_is_packed(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], value) for key, value in state().items())
     assert found.weights_only["loads"] is False
     assert "unpacked" in found.weights_only["reasons"][0]
-
-
-@pytest.mark.parametrize("name", ["model.pth.gz", "model.tar", "model.tar.gz"])
-def test_every_command(name: str, tmp_path: Path) -> None:
-    """convert, diff, stats, average, load_into and report take a packed file as they take the file in it."""
-    path, plain = write(tmp_path, PACKED[name][0], name), write(tmp_path, saved(), "plain.pth")
-    ckpt_tools.convert(path, tmp_path / "out.safetensors", add_prefix="m.")
-    assert {key.removeprefix("m.") for key in load_file(tmp_path / "out.safetensors")} == set(state())
-    assert ckpt_tools.diff(path, plain, values=True).same
-    assert [row.where for row in ckpt_tools.stats(path).tensors] == [row.where for row in ckpt_tools.stats(plain).tensors]
-    ckpt_tools.average([path, plain], tmp_path / "mean.pth")
-    assert torch.load(tmp_path / "mean.pth")["fc.bias"].tolist() == [-1.0, 0.5]
-    model = Net()
-    model.fc.weight.data.zero_()
-    assert load_into(model, path)
-    assert torch.equal(model.fc.weight, state()["fc.weight"])
-    shown = CliRunner().invoke(main, ["inspect", str(path)])
-    assert f"torch-zip inside {PACKED[name][1]}, model.pth" in shown.output
 
 
 def test_a_large_one_is_copied_whole(tmp_path: Path) -> None:
@@ -203,14 +185,6 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     expect_refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
     expect_refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
     expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
-
-
-def test_ranks_of_a_nemo_are_parts(tmp_path: Path) -> None:
-    """A .nemo with a folder for each rank holds parts: one that is named is refused as the model."""
-    path = write(tmp_path, tar({f"mp_rank_0{rank}/model_weights.ckpt": saved() for rank in range(2)}), "gpt.nemo")
-    expect_refused(path, NotACheckpointError, "holds 2 checkpoints")
-    with pytest.raises(PartError, match="one rank's part of a model of NeMo"):
-        load_state_dict(f"{path}!mp_rank_01/model_weights.ckpt")
 
 
 def test_what_holds_no_tensors_is_not_chosen_between(tmp_path: Path) -> None:

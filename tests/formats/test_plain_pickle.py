@@ -16,12 +16,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import (
-    AmbiguousFileError,
     CkptError,
     DamagedFileError,
     LimitError,
-    ObjectsError,
-    PickleError,
     TensorError,
 )
 from tests.conftest import small_model
@@ -35,7 +32,7 @@ from tests.hostile.pickles import (
     tuple_of,
 )
 from tests.hostile.pickles import pickle as opcodes
-from tests.hostile.refusals import expect_refused, expect_warned, write
+from tests.hostile.refusals import expect_refused, write
 from tests.support.graphs import assert_same, live_tensors
 from tests.support.legacy import legacy, stream
 from tests.test_properties import quick, tensors
@@ -73,16 +70,6 @@ def test_state_dict(protocol: int, tmp_path: Path) -> None:
     assert found["totals"]["bytes"] == found["totals"]["storage_bytes"]
     ckpt_tools.convert(path, target)
     assert_same(pickle.loads(path.read_bytes()), torch.load(target, weights_only=True))
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_plain_values(protocol: int, tmp_path: Path) -> None:
-    """Every protocol, the two old ones without a header too."""
-    path, value = tmp_path / "in.pkl", {"epoch": 3, "lr": 0.1, "names": ["a", "b"], "none": None}
-    path.write_bytes(pickle.dumps(value, protocol))
-    found = described(path)
-    assert found["container"] == "pickle"
-    assert found["values"] == {"epoch": 3, "lr": 0.1, "names": ["a", "b"], "none": None}
 
 
 def test_any_tensors(tmp_path: Path) -> None:
@@ -179,45 +166,7 @@ def test_a_dtype_that_changes_after_its_array(tmp_path: Path) -> None:
             assert ckpt_tools.show(path, "a").values == [1.0]
 
 
-def test_whole_model(tmp_path: Path) -> None:
-    """A pickled module becomes its state dict."""
-    model = small_model()
-    path = write(tmp_path, pickle.dumps(model), "in.pkl")
-    with pytest.raises(ObjectsError):
-        ckpt_tools.convert(path, tmp_path / "out.pth")
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
-    after = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert {key: value.tolist() for key, value in model.state_dict().items()} == {
-        key: value.tolist() for key, value in after.items()
-    }
-
-
-def test_edits(tmp_path: Path) -> None:
-    """Names and dtypes change, and safetensors and legacy come out too."""
-    path = write(tmp_path, pickle.dumps({"model": nn.DataParallel(small_model()).state_dict(), "epoch": 3}), "in.pkl")
-    ckpt_tools.convert(path, tmp_path / "out.safetensors", select="model", strip_module=True, dtype="bf16")
-    assert {row["name"] for row in described(tmp_path / "out.safetensors")["tensors"]} == set(STATE)
-    ckpt_tools.convert(path, tmp_path / "old.pth", format="pth-legacy", map_location="cuda:1")
-    assert described(tmp_path / "old.pth")["totals"]["devices"] == {"cuda:1": len(STATE)}
-
-
 # --- refusals
-
-
-def test_48_bytes_behind(tmp_path: Path) -> None:
-    """A second pickle is said, and not kept."""
-    expect_warned(write(tmp_path, pickle.dumps({"w": torch.ones(1)}) + b"\x80\x02}."), "trailing-bytes")
-
-
-def test_49_computed_magic(tmp_path: Path) -> None:
-    """A legacy stream whose magic number a call computes is named."""
-    head = opcodes(call("builtins", "int", text("1"))) + opcodes(integer(1001)) + opcodes(b"}")
-    expect_refused(write(tmp_path, stream(dict_of(), head=head)), AmbiguousFileError, "magic number is computed by a call")
-
-
-def test_53_persistent_ids(tmp_path: Path) -> None:
-    """The data.pkl of a torch-zip by itself has its storages elsewhere."""
-    expect_refused(write(tmp_path, opcodes(text("0") + b"Q")), PickleError, "part of another file")
 
 
 def test_cut_anywhere(tmp_path: Path) -> None:
@@ -255,14 +204,6 @@ def test_one_blob_many_times(tmp_path: Path) -> None:
     path = write(tmp_path, b"\x80\x03" + body + b".")
     with pytest.raises(LimitError):
         ckpt_tools.inspect(path)
-
-
-def test_no_stream_in_the_bytes(tmp_path: Path) -> None:
-    """Bytes that are no torch-legacy stream stay an object, which nothing keeps unasked."""
-    path = write(tmp_path, opcodes(dict_of(x=call("torch.storage", "_load_from_bytes", b"C\x02ab"), y=b"K\x01")))
-    assert [row["global"] for row in described(path)["objects"]] == ["torch.storage._load_from_bytes"]
-    with pytest.raises(ObjectsError):
-        ckpt_tools.convert(path, tmp_path / "out.pth")
 
 
 def test_nothing_runs(tmp_path: Path) -> None:

@@ -224,13 +224,6 @@ def test_setstate_alone_computes_nothing(tmp_path: Path) -> None:
     assert_programs_state_dict(path, jit_state_dict(path), tmp_path)
 
 
-def test_a_program_under_data_parallel_is_stripped(tmp_path: Path) -> None:
-    """`module.` in front of a program's names goes with --strip-module, into safetensors too."""
-    path = program(tmp_path / "net.pt", Wrapper())
-    ckpt_tools.convert(path, tmp_path / "w.safetensors", objects="plain", strip_module=True)
-    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "w.safetensors").tensors] == ["weight", "bias"]
-
-
 class Wrapper(nn.Module):
     """What nn.DataParallel leaves in names."""
 
@@ -240,16 +233,6 @@ class Wrapper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x)
-
-
-@pytest.mark.parametrize("objects", [None, "keep", "drop"])
-def test_a_program_is_not_converted_unasked(tmp_path: Path, objects: Any) -> None:
-    """convert keeps no program: it says so, and what to ask for."""
-    path = program(tmp_path / "net.pt", Wrapper())
-    with pytest.raises(ObjectsError, match="TorchScript program") as caught:
-        ckpt_tools.convert(path, tmp_path / "out.pth", objects=objects)
-    assert "objects='plain'" in caught.value.fix
-    assert not (tmp_path / "out.pth").exists()
 
 
 # --- the layout of 1.0

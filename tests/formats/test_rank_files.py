@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
 from ckpt_tools.errors import FolderError, PartError, TensorError
-from ckpt_tools.torch import load, load_into, load_state_dict
+from ckpt_tools.torch import load_into, load_state_dict
 from tests.support.commands import main
 from tests.support.rank_files import (
     Net,
@@ -70,32 +70,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_every_command_takes_the_folder(folder: Path, tmp_path: Path) -> None:
-    """inspect, check, diff, stats, average, match and load code see the whole tensors; convert writes every container."""
-    expected = net().state_dict()
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(folder)
-    assert described.container == "rank-files"
-    assert described.part is None
-    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
-        name: tuple(value.shape) for name, value in expected.items()
-    }
-    assert described.tied == [["emb.weight", "head.weight"]]
-    digests, whole = (ckpt_tools.check(path, digest=True).digests for path in (folder, tmp_path / "model.pth"))
-    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
-    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
-    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.average([folder, tmp_path / "model.pth"], tmp_path / "mean.pth")
-    assert ckpt_tools.diff(tmp_path / "mean.pth", tmp_path / "model.pth").same
-    assert load_into(Net(), folder)
-    assert equal(load(folder), expected)
-    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
-        ckpt_tools.convert(folder, tmp_path / name, **options)  # type: ignore[arg-type]
-        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
-    shown = CliRunner().invoke(main, ["check", str(folder)])
-    assert shown.exit_code == 0, shown.output
-
-
 def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     """A flipped bit in one rank's part is found, and the file named."""
     assert ckpt_tools.check(folder).records == sum(ckpt_tools.check(path).records for path in folder.iterdir())
@@ -110,14 +84,6 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     assert "not-verified" in [note.code for note in notes]  # what --verify does not do is said
     damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
     assert "rank_1.pt" in damaged[0].found
-
-
-def test_one_file_names_the_command(folder: Path) -> None:
-    """`inspect` of one file says that it is a part, and the command that is shown works."""
-    findings = ckpt_tools.inspect(folder / "model_world_size_3_rank_1.pt").findings
-    finding = next(row for row in findings if row.code == "partition")
-    assert finding.found == "rank 1 of 3, FSDP2: 1/3 of 8 tensors, 3 are whole"
-    assert f"ckpt convert {folder}/model_world_size_3_rank_1.pt OUT.safetensors" in finding.fix
 
 
 def cut_optimizer(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
@@ -162,13 +128,6 @@ def test_a_rank_is_there_twice(folder: Path) -> None:
     """Two names for one rank are no guess."""
     (folder / "model_world_size_3_rank_01.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
     with pytest.raises(PartError, match=r"rank_1\.pt' are parts of ranks that have a file already"):
-        ckpt_tools.inspect(folder)
-
-
-def test_a_rank_under_another_name(folder: Path) -> None:
-    """A file that says by its content that it is another rank's."""
-    (folder / "model_world_size_3_rank_2.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
-    with pytest.raises(PartError, match="it is rank 2's, and holds the part of rank 1"):
         ckpt_tools.inspect(folder)
 
 

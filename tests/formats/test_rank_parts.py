@@ -1,6 +1,5 @@
 """One rank's part of a model is named as such and never passes for the model; what is whole on a rank is read."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -22,7 +20,6 @@ from ckpt_tools.torch import (
     load_state_dict,
     save,
 )
-from tests.support.commands import main
 from tests.support.rank_files import (
     Net,
     fsdp1,
@@ -123,20 +120,6 @@ def test_inspect_and_check_name_the_part(family: str, found: str, parts: dict[st
     assert row["shape"] == [5, 7]
     sizes = [box["shape"] for box in row["part"]["held"]]
     assert row["bytes"] == sum(4 * rows * columns for rows, columns in sizes)
-
-
-def test_the_page_shows_local_and_whole_shapes(parts: dict[str, Path]) -> None:
-    """`ckpt inspect` shows both shapes, and an exit code of 3 stands for every refusal on the command line."""
-    page = CliRunner().invoke(main, ["inspect", "--flat", str(parts["FSDP2"])])
-    assert page.exit_code == 0
-    assert "1x7 of 13x7" in page.output
-    assert "rank 3 of 4, FSDP2: not a model by itself" in page.output
-    told = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(parts["TP"])]).output)
-    placed = next(row["part"] for row in told["tensors"] if row["name"] == "b.weight")
-    assert placed["placements"] == ["Shard(1)"]
-    assert placed["mesh"] == {"shape": [4], "names": ["tp"]}
-    refused = CliRunner().invoke(main, ["convert", str(parts["FSDP2"]), "out.pth", "--objects", "plain"])
-    assert refused.exit_code == 3
 
 
 def test_names_of_a_part_change_in_place(parts: dict[str, Path], tmp_path: Path) -> None:

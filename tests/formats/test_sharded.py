@@ -30,7 +30,6 @@ from ckpt_tools.errors import (
     OutputExistsError,
     UsageError,
 )
-from tests.support.commands import ckpt
 
 Tensors = dict[str, torch.Tensor]
 
@@ -72,24 +71,6 @@ def same(path: Path, expected: Tensors) -> Tensors:
 
 
 # --- reading
-
-
-def test_a_folder_and_its_index_are_one_checkpoint(folder: Path) -> None:
-    """A folder with one index, and the index itself, are read as one checkpoint with entries in many files."""
-    for path in (folder, folder / "model.safetensors.index.json"):
-        found = inspect(path)
-        assert found.container == "sharded"
-        assert {row["name"]: row["shape"] for row in found.tensors} == {"a.w": [4, 3], "b.b": [1], "b.w": [2]}
-        assert found.file_bytes == sum(file.stat().st_size for file in folder.iterdir())
-
-
-def test_merging(folder: Path, tmp_path: Path) -> None:
-    """convert FOLDER OUT makes one file of the shards, in either container."""
-    convert(folder, tmp_path / "one.pth", add_prefix="net.")
-    got = torch.load(tmp_path / "one.pth", weights_only=True)
-    assert torch.equal(got["net.a.w"], torch.ones(4, 3))
-    convert(folder, tmp_path / "one.safetensors")
-    assert load_file(tmp_path / "one.safetensors").keys() == {"a.w", "b.w", "b.b"}
 
 
 def test_checkpoints_beside_the_shards_are_told(folder: Path, tmp_path: Path) -> None:
@@ -175,13 +156,6 @@ def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
         open_checkpoint(index)
 
 
-def test_inspect_over_folders(folder: Path) -> None:
-    """A folder of folders shows each sharded checkpoint once, and not its shards."""
-    torch.save({"x.y": torch.ones(1)}, folder / "training_args.bin")
-    result = ckpt("inspect", "--json", folder.parent)
-    assert [json.loads(line)["container"] for line in result.stdout.splitlines()] == ["sharded", "torch-zip"]
-
-
 def test_many_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     """All are read; a shard that is exchanged meanwhile is seen."""
     files = {f"s{i:03}.safetensors": {f"t{i}": torch.full((2,), float(i))} for i in range(150)}
@@ -231,15 +205,6 @@ def test_shards_as_the_ecosystem_writes_them(tmp_path: Path, format_: Any) -> No
     convert(tmp_path / "out", tmp_path / "back.pth")
     back = same(tmp_path / "back.pth", source)
     assert back["z.w"].data_ptr() == back["b.tied"].data_ptr()
-
-
-def test_one_shard_alone_is_a_file_like_any_other(tmp_path: Path) -> None:
-    """Each shard opens by itself, ties in it included."""
-    torch.save(weights(), tmp_path / "in.pth")
-    convert(tmp_path / "in.pth", tmp_path / "out", shard_size="1MB")
-    found = inspect(tmp_path / "out" / "model-00001-of-00001.safetensors")
-    assert [row["name"] for row in found.tensors] == list(weights())
-    assert found.tied == [["z.w", "b.tied"]]
 
 
 def test_values_and_module_versions_go_into_the_index(tmp_path: Path) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import pickle as python_pickle
 import struct
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +88,6 @@ def test_comes_out_as_it_went_in(path: Path, tmp_path: Path) -> None:
 
 
 @legacy_corpus
-def test_catalogue_agrees(row: dict[str, Any]) -> None:
-    """Real files: counts, dtypes, device tags, globals and oddities are those that the catalogue found by disassembling."""
-    found = described(row["path"])
-    rows = found["tensors"]
-    assert (found["container"], found["file_bytes"], len(rows)) == ("torch-legacy", row["bytes"], row["n_tensors"])
-    assert Counter(tensor["dtype"] for tensor in rows) == row["dtypes"]
-    assert Counter(tensor["device"] for tensor in rows) == row["locations"]
-    assert {name.replace("__builtin__", "builtins") for name in row["globals"]} == set(found["globals"])
-    assert len({tensor["storage"] for tensor in rows}) == row["n_storages"]
-    assert sum(not tensor["shape"] for tensor in rows) == row["oddities"].get("scalars", 0)
-    assert sum(tensor["offset"] > 0 for tensor in rows) == row["oddities"].get("nonzero_offset", 0)
-    assert found["weights_only"]["loads"] is (row["loads_weights_only"] is True)
-
-
-@legacy_corpus
 def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: Path) -> None:
     """Real files are listed as torch loads them, and come out unchanged; made plain, weights_only takes every one."""
     target, plain = tmp_path / "out.pth", tmp_path / "plain.pth"
@@ -124,15 +104,6 @@ def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: P
         before, tags = load_with_tags(row["path"], weights_only=True)
         assert_lists(row["path"], before, tags)
         assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
-
-
-def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
-    """A pickle longer than what is read at first."""
-    path = tmp_path / "many.pth"
-    state = {f"layer{index}.weight": torch.full((2,), float(index)) for index in range(3000)}
-    path.write_bytes(legacy(state))
-    assert path.stat().st_size > 1 << 18
-    assert_lists(path, *load_with_tags(path))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -262,37 +233,6 @@ def test_an_empty_storage_of_two_types(tmp_path: Path) -> None:
     assert [one.dtype for one in torch.load(target)] == [one.dtype for one in torch.load(path)]
 
 
-# --- editing
-
-
-def test_every_edit_works(training_file: Path, tmp_path: Path) -> None:
-    """Names, devices, dtypes and a selection of a legacy file come out as those of the same data in a torch-zip."""
-    source = tmp_path / "old.pth"
-    source.write_bytes(legacy(torch.load(training_file)))
-    edits: list[dict[str, Any]] = [
-        {"strip_module": True}, {"map_location": "cuda:1"}, {"dtype": "bf16"}, {"select": "model", "rename": "weight=w"},
-        {"drop": "optimizer.*"}, {"dtype": "fp16", "unwrap": True, "select": "model", "format": "safetensors"},
-    ]  # fmt: skip
-    for number, options in enumerate(edits):
-        outs = [tmp_path / f"{number}.{name}.pth" for name in ("zip", "legacy")]
-        for path, out in zip((training_file, source), outs, strict=True):
-            ckpt_tools.convert(path, out, **options)
-        if options.get("format") == "safetensors":
-            assert outs[0].read_bytes() == outs[1].read_bytes()
-        else:
-            (one, tags), (two, other) = map(load_with_tags, outs)
-            assert_same(one, two)
-            assert sorted(tags.values()) == sorted(other.values())
-
-
-def test_verify_says_that_there_is_nothing_to_check(tmp_path: Path) -> None:
-    """A legacy file carries no checksums."""
-    source = tmp_path / "in.pth"
-    source.write_bytes(legacy({"w": torch.ones(2)}))
-    report = ckpt_tools.convert(source, tmp_path / "out.pth", verify=True)
-    assert [note.code for note in report.notes] == ["no-checksums"]
-
-
 # --- writing
 
 
@@ -306,16 +246,6 @@ def test_written_files_load(path: Path, tmp_path: Path) -> None:
     assert_same(before, after)
     for (_, one), (_, two) in zip(live_tensors(before), live_tensors(after), strict=True):
         assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
-
-
-def test_frame_is_torchs(tmp_path: Path) -> None:
-    """Magic number, protocol and sys_info are the values that torch writes."""
-    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    torch.save({"w": torch.ones(2)}, source)
-    ckpt_tools.convert(source, target, format="pth-legacy")
-    ours, theirs = io.BytesIO(target.read_bytes()), io.BytesIO(legacy({"w": torch.ones(2)}))
-    for _ in range(3):
-        assert python_pickle.load(ours) == python_pickle.load(theirs)
 
 
 def test_through_legacy_and_safetensors(tmp_path: Path) -> None:
@@ -360,16 +290,3 @@ def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
             assert_same(loaded, torch.load(target, weights_only=True))
 
     check()
-
-
-def test_command_line(wrapped_file: Path, tmp_path: Path) -> None:
-    """`--format pth-legacy` and back through the command line."""
-    run = [sys.executable, "-m", "ckpt_tools"]
-    old, new = tmp_path / "old.pth", tmp_path / "new.pth"
-    subprocess.run(
-        [*run, "convert", wrapped_file, old, "--format", "pth-legacy", "--strip-module"], check=True, capture_output=True
-    )
-    subprocess.run([*run, "convert", old, new, "--add-module"], check=True, capture_output=True)
-    shown = subprocess.run([*run, "inspect", old], check=True, capture_output=True, text=True).stdout
-    assert "torch-legacy" in shown
-    assert_same(torch.load(wrapped_file), torch.load(new))

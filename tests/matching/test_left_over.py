@@ -180,6 +180,7 @@ def test_asking_goes_on_until_nothing_is_open(tmp_path: Path) -> None:
     os.write(ours, b"2\n")
     done = subprocess.run(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=tmp_path, check=False, timeout=60)
     told = os.read(ours, 1 << 16).decode()
-    os.close(ours), os.close(theirs)
+    for end in (ours, theirs):
+        os.close(end)
     assert (done.returncode, "--pair 'layers.{i}.two=blocks.{i}.red'" in told) == (0, True), told
     assert b"every tensor has its partner" in done.stdout

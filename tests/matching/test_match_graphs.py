@@ -15,9 +15,15 @@ from tests.support import opaque
 from tests.support.matching import assert_same_function, fates, matched
 
 
-def compared(old: nn.Module, new: nn.Module, *inputs: str, state: dict[str, Tensor] | None = None) -> Any:
+def compared(old: nn.Module, new: nn.Module, inputs: Sequence[str], state: dict[str, Tensor] | None = None) -> Any:
     """Match two models by structure and by what they compute."""
     return matched(state or old, new, from_=old, input=list(inputs))
+
+
+def samples(inputs: Sequence[str]) -> list[Tensor]:
+    """Numbers of the shapes of inputs."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn([int(size) for size in spec.split("x")], generator=generator) for spec in inputs]
 
 
 def modules(found: Any) -> dict[str, str]:
@@ -51,13 +57,11 @@ def test_what_names_leave_open_is_decided(name: str) -> None:
     make_old, make_new, inputs = PAIRS[name]
     old, new = make_old(), make_new()
     assert not matched(old, new.state_dict()).complete_with_offers
-    generator = torch.Generator().manual_seed(5)
-    samples = [torch.randn([int(size) for size in spec.split("x")], generator=generator) for spec in inputs]
-    found = assert_same_function(old, new, samples, from_=old, input=inputs)
+    found = assert_same_function(old, new, samples(inputs), from_=old, input=inputs)
     assert "graph" in {row.reason for row in (*found.matched, *found.offers)}
     state = list(old.state_dict().items())
-    mixed = compared(old, new, *inputs, state=dict(random.Random(1).sample(state, len(state))))
-    assert fates(mixed) == fates(compared(old, new, *inputs))  # the order in the file means nothing
+    mixed = compared(old, new, inputs, state=dict(random.Random(1).sample(state, len(state))))
+    assert fates(mixed) == fates(compared(old, new, inputs))  # the order in the file means nothing
 
 
 # --- refused
@@ -67,7 +71,7 @@ def test_layers_that_are_alike_stay_open() -> None:
     """Two layers whose sum is the output: nothing tells them apart, and nothing is chosen."""
     old = opaque.Layers(opaque.linear("a b"), lambda net, x: net.a(x) + net.b(x))
     new = opaque.Layers(opaque.linear("p q"), lambda net, x: net.q(x) + net.p(x))
-    found = compared(old, new, "2x8")
+    found = compared(old, new, ["2x8"])
     assert not found.matched
     assert len(found.ambiguous) == 4
 
@@ -76,7 +80,7 @@ def test_another_network_is_not_laid_on_this_one() -> None:
     """Three layers in a row against two in a row beside one: what has no partner for certain stays open."""
     old = opaque.Layers(opaque.linear("a b c"), lambda net, x: net.c(net.b(net.a(x))))
     new = opaque.Layers(opaque.linear("p q r"), lambda net, x: net.r(x) + net.q(net.p(x)))
-    assert not compared(old, new, "2x8").matched
+    assert not compared(old, new, ["2x8"]).matched
 
 
 def test_equal_names_that_are_called_the_other_way_round_are_doubted() -> None:
@@ -84,7 +88,7 @@ def test_equal_names_that_are_called_the_other_way_round_are_doubted() -> None:
     old = opaque.Layers(opaque.linear("first second"), lambda net, x: net.second(net.first(x).relu()))
     new = opaque.Layers(opaque.linear("first second"), lambda net, x: net.first(net.second(x).relu()))
     assert matched(old, new, None).complete
-    found = compared(old, new, "2x8")
+    found = compared(old, new, ["2x8"])
     assert not found.matched
     assert {row.why for row in found.ambiguous} == {"its name, and what feeds it when the models run, say different things"}
 
@@ -94,7 +98,7 @@ def test_crossed_layers_of_different_networks_are_doubted() -> None:
     sides = [opaque.linear("first second") | {"more": nn.Linear(8, size)} for size in (4, 5)]
     old = opaque.Layers(sides[0], lambda net, x: net.more(net.second(net.first(x))))
     new = opaque.Layers(sides[1], lambda net, x: net.more(net.first(net.second(x))))
-    assert {row.new for row in compared(old, new, "2x8").ambiguous} == {
+    assert {row.new for row in compared(old, new, ["2x8"]).ambiguous} == {
         f"{name}.{role}" for name in ("first", "second") for role in ("weight", "bias")
     }
 
@@ -110,14 +114,14 @@ def test_names_that_speak_against_it_are_not_overruled() -> None:
         return opaque.Layers(opaque.linear(" ".join(sorted(names))), computed)
 
     sides = attention(["l_key", "l_query", "l_value", "l_out"]), attention(["to_q", "to_k", "to_v", "to_out"])
-    assert not {*modules(compared(*sides, "2x5x8")).values()} & {"to_q", "to_k"}
+    assert not {*modules(compared(*sides, ["2x5x8"])).values()} & {"to_q", "to_k"}
 
 
 def test_a_layer_that_is_not_called_is_not_decided() -> None:
     """Layers that do not run here, as of a head for training, have no place among those that do."""
     old = opaque.Layers(opaque.linear("a b unused"), lambda net, x: net.a(net.b(x)))
     new = opaque.Layers(opaque.linear("spare p q"), lambda net, x: net.p(net.q(x)))
-    assert modules(compared(old, new, "2x8")) == {"a": "p", "b": "q"}
+    assert modules(compared(old, new, ["2x8"])) == {"a": "p", "b": "q"}
 
 
 def test_a_layer_that_the_checkpoint_lacks_is_a_layer_all_the_same() -> None:
@@ -125,7 +129,7 @@ def test_a_layer_that_the_checkpoint_lacks_is_a_layer_all_the_same() -> None:
     old = opaque.Layers(opaque.linear("a b c"), lambda net, x: net.c(net.b(net.a(x))))
     new = opaque.Layers(opaque.linear("p q"), lambda net, x: net.q(net.p(x)))
     state = {name: value for name, value in old.state_dict().items() if not name.startswith("b")}
-    assert modules(compared(old, new, "2x8", state=state)).items() <= {("a", "p"), ("c", "q")}
+    assert modules(compared(old, new, ["2x8"], state=state)).items() <= {("a", "p"), ("c", "q")}
 
 
 # --- chains, streams, random networks
@@ -145,13 +149,13 @@ def chain(names: list[str]) -> nn.Module:
 def test_a_chain_of_equal_layers_is_decided_from_its_ends() -> None:
     """A hundred layers of one shape: each is as far from an end as its partner."""
     olds, news = named(100, 0, "x"), named(100, 1, "z")
-    assert modules(compared(chain(olds), chain(news), "2x4")) == dict(zip(olds, news, strict=True))
+    assert modules(compared(chain(olds), chain(news), ["2x4"])) == dict(zip(olds, news, strict=True))
 
 
 def test_every_layer_along_a_residual_stream_is_decided() -> None:
     """What is added to a stream feeds everything behind it: each layer gets the partner at its depth, none another."""
     old, new = opaque.stream_a(12), opaque.stream_b(12)
-    found = compared(old, new, "2x5x8")
+    found = compared(old, new, ["2x5x8"])
     assert found.complete, (found.left_over, found.ambiguous)
     names = ([name for name, _ in model.named_children()] for model in (old, new))
     assert modules(found) == dict(zip(next(names), next(names)[::-1], strict=True))
@@ -189,6 +193,6 @@ def test_random_networks_are_never_paired_wrongly(seed: int) -> None:
     random.Random(seed).shuffle(olds)
     random.Random(seed + 100).shuffle(news)
     truth = dict(zip(olds, news, strict=True))
-    found = modules(compared(network(seed, olds, other=False), network(seed, news, other=True), "3x6"))
+    found = modules(compared(network(seed, olds, other=False), network(seed, news, other=True), ["3x6"]))
     assert found.items() <= truth.items()
     assert len(found) >= 6

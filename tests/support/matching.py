@@ -31,7 +31,7 @@ def reported(old: Side, new: Side, match: str | None = "structure", **options: A
         return ckpt_tools.match(Path(folder, "old.pth"), like=like, match=match, **options)  # type: ignore[arg-type]
 
 
-def matched(old: Side, new: Side, match: str | None = "structure", **options: Any) -> Any:
+def matched(old: Any, new: Any, match: Any = "structure", **options: Any) -> Any:
     """The matching of it."""
     return reported(old, new, match, **options).matching
 
@@ -68,7 +68,8 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 def assert_same_function(old: nn.Module, new: nn.Module, samples: Sequence[torch.Tensor], **options: Any) -> Any:
     """All is matched; what the plan makes of `old` gives in `new` the outputs of `old`. Returns the matching."""
-    randomise(old, 1), randomise(new, 2)
+    randomise(old, 1)
+    randomise(new, 2)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         source, plan, out = Path(folder, "old.pth"), Path(folder, "plan.toml"), Path(folder, "out.pth")
         torch.save(old.state_dict(), source)
