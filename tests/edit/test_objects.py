@@ -27,13 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.errors import (
-    CkptError,
-    ContainerLimitError,
-    LimitError,
-    NothingMatchedError,
-    ObjectsError,
-)
+from ckpt_tools.errors import CkptError, ContainerLimitError, LimitError, NothingMatchedError, ObjectsError
 from tests.support import classes
 from tests.support.graphs import assert_same, element_bytes
 from tests.support.samples import shown

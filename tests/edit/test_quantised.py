@@ -220,12 +220,6 @@ def test_strided_and_big_endian(tmp_path: Path) -> None:
         assert torch.equal(torch.load(tmp_path / "out.pth")["a.weight"], base[1:7:2].float() * scale)
 
 
-def test_steps(tmp_path: Path) -> None:
-    """`ckpt_tools.open(...).dequantize()` makes bf16 tensors."""
-    save_file({"a.weight": codes(2, 2), "a.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
-    assert ckpt_tools.open(tmp_path / "in.safetensors").dequantize().state_dict()["a.weight"].dtype is torch.bfloat16
-
-
 def test_inspect(tmp_path: Path) -> None:
     """The schemes with their sizes, and what is not whole; a parameter that is called scale is none."""
     tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2), "b.weight": codes(2, 2)}
@@ -264,12 +258,6 @@ def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, tensors, "layout 'marlin'", {"checkpoint_format": "marlin"})
     refused(tmp_path, tensors, "4 bits by the shapes, and 8", {"bits": 8})
-
-
-def test_fp4_in_int8_is_asked_about(tmp_path: Path) -> None:
-    """int8 with exponents may be two values of 4 bits, or one of 8: refused."""
-    scale = torch.ones(4, 2, dtype=torch.uint8)
-    refused(tmp_path, {"a.weight": torch.ones(4, 64, dtype=torch.int8), "a.weight_scale": scale}, "no scale|not whole")
 
 
 # --- folders

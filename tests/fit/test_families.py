@@ -165,16 +165,6 @@ def test_names_may_lack_their_prefix(prefix: str, tmp_path: Path) -> None:
     assert (f"{prefix}h.0.attn.bias", "the causal mask, which nanoGPT makes itself") in report.dropped
 
 
-def test_what_an_encoder_has_no_place_for_is_told(tmp_path: Path) -> None:
-    """BERT's embeddings and pooler are in the report, each by name."""
-    extra = {"bert.embeddings.word_embeddings.weight": torch.ones(3, WIDTH), "bert.pooler.dense.bias": torch.ones(WIDTH)}
-    state = {f"bert.{name}": tensor for name, tensor in make.bert().items()} | extra
-    torch.save(state, tmp_path / "in.pth")
-    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan="bert-hf-to-torch")
-    assert [name for name, _ in report.dropped] == list(extra)
-    assert len(torch.load(tmp_path / "out.pth", weights_only=True)) == len(make.torch_encoder())
-
-
 def test_norms_of_tensorflows_time(tmp_path: Path) -> None:
     """`gamma` and `beta`, as BERT's first files have them: renamed first for the plan, known to --like by structure."""
     state = {
@@ -305,14 +295,6 @@ def test_ranks_are_merged_and_fitted_at_once(tmp_path: Path) -> None:
         for number, name in enumerate("qkv"):
             assert torch.equal(made[f"{layer}.{name}"], fused[:, number].reshape(-1, 6))
         assert torch.equal(made[f"{layer}.down"], whole[f"decoder.layers.{layer}.mlp.linear_fc2.weight"].T)
-
-
-def test_wrappers_go_before_the_plan(tmp_path: Path) -> None:
-    """nanoGPT compiles its model, and saves it beside the optimizer: names are unwrapped first."""
-    state = {f"_orig_mod.{name}": tensor for name, tensor in make.gpt2(transformers=False).items()}
-    saved = {"model": state, "model_args": {"n_layer": 2}, "iter_num": 5}
-    made = converted(saved, tmp_path, "gpt2-nanogpt-to-hf", select="model", unwrap=True)
-    assert made.keys() == make.gpt2(transformers=True).keys()
 
 
 @pytest.mark.parametrize("plan", [name for name in SIDES if not name.startswith("vit")])

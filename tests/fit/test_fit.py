@@ -11,15 +11,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    ConvertError,
-    MatchError,
-    MatchPlanError,
-    NothingMatchedError,
-    TargetError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, ConvertError, MatchError, MatchPlanError, NothingMatchedError, TargetError, UsageError
 from ckpt_tools.torch import load_into
 from fixtures.make import network
 from tests.support.graphs import element_bytes
@@ -342,13 +334,6 @@ def test_overlap_needs_as_many_dimensions(tmp_path: Path) -> None:
         convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[1, 2, 3, 4, 5])
 
 
-def test_extra_state_goes_where_its_module_goes(tmp_path: Path) -> None:
-    """What a module keeps beside its tensors is renamed with them."""
-    torch.save({"module.fc.weight": torch.ones(2), "module.fc._extra_state": {"a": 1}, "epoch": 3}, tmp_path / "in.pth")
-    found = convert({"fc.weight": torch.zeros(2)}, tmp_path / "out.pth", tmp_path / "in.pth")
-    assert {**found, "fc.weight": None} == {"fc.weight": None, "fc._extra_state": {"a": 1}, "epoch": 3}
-
-
 def test_a_target_leaves_no_trace(tmp_path: Path) -> None:
     """Neither the path that a target is imported from nor the seed of its own values stays behind."""
     torch.save({"weight": torch.ones(2, 3)}, tmp_path / "part.pth")
@@ -406,13 +391,6 @@ def test_one_scheme_is_for_weights(tmp_path: Path, scheme: str) -> None:
         name: element_bytes(value) for name, value in state.items()
     }
     assert report.reinitialised["fc.bias"] == "zeros (seed 0)"
-
-
-def test_one_scheme_for_a_file(tmp_path: Path) -> None:
-    """Where the target is a file, names tell what a bias and a norm is."""
-    torch.save(Roles().state_dict(), tmp_path / "like.pth")
-    torch.save({"kept.weight": torch.ones(2, 2), "kept.bias": torch.ones(2)}, tmp_path / "kept.pth")
-    assert_roles(convert(tmp_path / "like.pth", tmp_path / "out.pth", tmp_path / "kept.pth", reinit="normal:0.02"))
 
 
 def test_a_scheme_with_a_glob_is_literal(tmp_path: Path) -> None:

@@ -18,12 +18,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import open_checkpoint
-from ckpt_tools.errors import (
-    CkptError,
-    LimitError,
-    UnsupportedContainerError,
-    ZipError,
-)
+from ckpt_tools.errors import CkptError, LimitError, UnsupportedContainerError, ZipError
 from ckpt_tools.limits import raised
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same, element_bytes

@@ -115,19 +115,13 @@ QKV = "layers.0.attention.wqkv.weight"
         (drop("consolidated.03.pth"), r"wo\.weight' is not whole: 9 of its 12 columns are on ranks 0, 1, 2"),
         (change(2, lambda state: state.pop("rope.freqs")), r"Rank 2 does not have 'rope\.freqs'"),
         (change(1, lambda state: state["norm.weight"].add_(1)), r"ranks 0, 1 hold different values for 'norm\.weight'"),
-        (
-            change(1, lambda state: state.update({"norm.weight": torch.ones(3)})),
-            r"have different shapes .* 'norm\.weight'",
-        ),
+        (change(1, lambda state: state.update({"norm.weight": torch.ones(3)})), r"have different shapes .* 'norm\.weight'"),
         (
             change(1, lambda state: state.update({"output.weight": torch.ones(9, 5)})),
             r"'output\.weight' is \[9, 5\] on rank 1, and \[9, 12\] on rank 0",
         ),
         (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on rank 1"),
-        (
-            change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))),
-            "something else than one mapping",
-        ),
+        (change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))), "something else than one mapping"),
         (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
     ],
 )
@@ -158,18 +152,6 @@ def test_a_name_that_is_not_known(tmp_path: Path) -> None:
     for rank in range(2):
         change(rank, lambda state: state.update({"layers.0.extra.weight": torch.ones(5, DIM // 2)}))(tmp_path / "in")
     assert load_state_dict(tmp_path / "in")["layers.0.extra.weight"].shape == (5, DIM)
-
-
-def test_one_part_alone(tmp_path: Path) -> None:
-    """A part without the others is said to be one, and is not a model."""
-    save(tmp_path, 2)
-    (tmp_path / "consolidated.00.pth").unlink()
-    one = tmp_path / "consolidated.01.pth"
-    assert "partition" in [row.code for row in ckpt_tools.inspect(one).findings]
-    with pytest.raises(PartError, match="rank 1 of 2"):
-        load_state_dict(one)
-    with pytest.raises(PartError, match=r"missing: rank 0\."):
-        load_state_dict(tmp_path)
 
 
 def test_one_file_under_two_names(tmp_path: Path) -> None:

@@ -29,20 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_tools import (
-    CkptError,
-    convert,
-    inspect,
-    limits,
-    scan,
-)
-from ckpt_tools.errors import (
-    CollisionError,
-    ContainerLimitError,
-    DamagedFileError,
-    LimitError,
-    OutputError,
-)
+from ckpt_tools import CkptError, convert, inspect, limits, scan
+from ckpt_tools.errors import CollisionError, ContainerLimitError, DamagedFileError, LimitError, OutputError
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

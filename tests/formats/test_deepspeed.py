@@ -238,19 +238,6 @@ def test_sizes_that_do_not_add_up(stage: int, count: int, tmp_path: Path) -> Non
     expect_refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
 
 
-def test_names_of_another_model(tmp_path: Path) -> None:
-    """Shapes that need more than the ranks hold, and a frozen weight whose parts are too short."""
-    tag = save_zero(tmp_path / "two", trained(), 2, 2)
-    edit(tag / MODEL, lambda saved: saved["param_shapes"][0].update({"emb.weight": torch.Size((99, 7))}))
-    expect_refused(tmp_path / "two", "do not add up")
-    tag = save_zero(tmp_path / "three", trained(), 3, 2)
-    edit(tag / "zero_pp_rank_1_mp_rank_00_model_states.pt",
-         lambda saved: saved["frozen_param_fragments"].update({"frozen.weight": torch.zeros(3)}))  # fmt: skip
-    expect_refused(
-        tmp_path / "three", r"frozen weight 'frozen.weight' does not add up: rank 1 holds 3 elements; it should be 11"
-    )
-
-
 @pytest.mark.parametrize(("name", "text"), [
     ("layer_0_expert_1_mp_rank_00_model_states.pt", "something else than an expert's tensors"),
     ("expp_rank_0_mp_rank_00_optim_states.pt", "of a save without ZeRO"),

@@ -11,12 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ckpt_tools import (
-    average,
-    diff,
-    inspect,
-    stats,
-)
+from ckpt_tools import average, diff, inspect, stats
 from tests.hostile.pickles import pickle
 from tests.support.commands import main
 from tests.support.containers import MAKERS, state

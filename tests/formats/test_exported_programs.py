@@ -16,12 +16,7 @@ from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    LimitError,
-    TensorError,
-    ZipError,
-)
+from ckpt_tools.errors import CkptError, LimitError, TensorError, ZipError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import main
 from tests.support.graphs import assert_same

@@ -19,12 +19,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    NotACheckpointError,
-    ObjectsError,
-    PartError,
-)
+from ckpt_tools.errors import ContainerLimitError, NotACheckpointError, ObjectsError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same
 from tests.support.samples import FIXTURES

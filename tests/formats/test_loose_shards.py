@@ -123,9 +123,3 @@ def test_what_is_no_one_checkpoint(spoil: object, kind: type[CkptError], text: s
     spoil(tmp_path)  # type: ignore[operator]
     with pytest.raises(kind, match=text):
         load_state_dict(tmp_path)
-
-
-def test_one_shard_stays_a_file(tmp_path: Path) -> None:
-    """A shard that is named holds whole tensors, and is read alone, as beside an index."""
-    shards(tmp_path)
-    assert [*load_state_dict(tmp_path / "model-00001-of-00002.safetensors")] == ["b.w"]

@@ -12,18 +12,8 @@ import torch
 from safetensors import safe_open
 
 import ckpt_tools
-from tests.support.graphs import (
-    assert_same,
-    element_bytes,
-    live_tensors,
-    load_with_tags,
-)
-from tests.support.samples import (
-    PTH,
-    SAFETENSORS,
-    by_name,
-    corpus,
-)
+from tests.support.graphs import assert_same, element_bytes, live_tensors, load_with_tags
+from tests.support.samples import PTH, SAFETENSORS, by_name, corpus
 
 pth_fixtures = pytest.mark.parametrize("path", PTH, ids=by_name)
 safetensors_fixtures = pytest.mark.parametrize("path", SAFETENSORS, ids=by_name)

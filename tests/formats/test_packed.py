@@ -134,14 +134,6 @@ def test_a_folder_of_shards(mode: str, tmp_path: Path) -> None:
     assert ckpt_tools.diff(path, tmp_path / "out", values=True).same
 
 
-def test_companions_of_one_file(tmp_path: Path) -> None:
-    """What lies beside the one checkpoint in a tar comes along too; folders stay, and that is said."""
-    path = write(tmp_path, gzip.compress(tar(SAGEMAKER)), "model.tar.gz")
-    report = ckpt_tools.convert(path, tmp_path / "out", shard_size="1KB")
-    assert (report.companions, report.stayed) == (["config.json"], [("code", "a folder")])
-    assert not (tmp_path / "out" / "model.pth").exists()
-
-
 def test_rank_files_in_a_tar(tmp_path: Path) -> None:
     """The files of all ranks become one model; one of them alone is refused as a part."""
     folder = tmp_path / "ranks"
@@ -185,12 +177,6 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     expect_refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
     expect_refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
     expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
-
-
-def test_what_holds_no_tensors_is_not_chosen_between(tmp_path: Path) -> None:
-    """`training_args.bin` of a trainer beside the model is no second checkpoint."""
-    path = write(tmp_path, tar({"training_args.bin": saved({"lr": 0.1}), "model.pth": saved()}), "run.tar")
-    assert (ckpt_tools.inspect(path).packed or {})["member"] == "model.pth"
 
 
 # --- safety

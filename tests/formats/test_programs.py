@@ -15,12 +15,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import open_checkpoint
-from ckpt_tools.errors import (
-    CkptError,
-    ObjectsError,
-    TensorError,
-    ZipError,
-)
+from ckpt_tools.errors import CkptError, ObjectsError, TensorError, ZipError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same, element_bytes
 

@@ -15,12 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools import (
-    CkptError,
-    convert,
-    inspect,
-    open_checkpoint,
-)
+from ckpt_tools import CkptError, convert, inspect, open_checkpoint
 from ckpt_tools.errors import (
     ChangedFileError,
     DamagedFileError,

@@ -13,32 +13,10 @@ from torch import nn
 
 import ckpt_tools
 from tests.formats.test_oracle import assert_lists, described, loads_weights_only
-from tests.hostile.pickles import (
-    BUILD,
-    FALSE,
-    ORDERED_DICT,
-    call,
-    dict_of,
-    glob,
-    put,
-    sizes,
-    tensor,
-    tuple_of,
-)
+from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, put, sizes, tensor, tuple_of
 from tests.hostile.pickles import get as recall
-from tests.support.graphs import (
-    assert_same,
-    element_bytes,
-    live_tensors,
-    load_with_tags,
-)
-from tests.support.legacy import (
-    floats,
-    legacy,
-    persistent,
-    stream,
-    view_of,
-)
+from tests.support.graphs import assert_same, element_bytes, live_tensors, load_with_tags
+from tests.support.legacy import floats, legacy, persistent, stream, view_of
 from tests.support.samples import PTH, by_name, corpus
 from tests.test_properties import quick, tensors
 
@@ -104,16 +82,6 @@ def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: P
         before, tags = load_with_tags(row["path"], weights_only=True)
         assert_lists(row["path"], before, tags)
         assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol(protocol: int, tmp_path: Path) -> None:
-    """torch.save takes any pickle protocol."""
-    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    path.write_bytes(legacy({"a.w": torch.ones(2, 3), "epoch": 3}, pickle_protocol=protocol))
-    assert_lists(path, *load_with_tags(path))
-    ckpt_tools.convert(path, target)
-    assert_same(torch.load(path, weights_only=False), torch.load(target))
 
 
 def test_views_of_old_writers(tmp_path: Path) -> None:
@@ -246,32 +214,6 @@ def test_written_files_load(path: Path, tmp_path: Path) -> None:
     assert_same(before, after)
     for (_, one), (_, two) in zip(live_tensors(before), live_tensors(after), strict=True):
         assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
-
-
-def test_through_legacy_and_safetensors(tmp_path: Path) -> None:
-    """pth -> legacy -> safetensors -> pth keeps names, order, bits and ties of any tensors."""
-    source, old, middle, target = (tmp_path / name for name in ("in.pth", "old.pth", "middle.safetensors", "out.pth"))
-
-    @quick
-    @given(tensors())
-    def check(state_dict: dict[str, torch.Tensor]) -> None:
-        torch.save(state_dict, source)
-        ckpt_tools.convert(source, old, overwrite=True, format="pth-legacy")
-        loaded, tags = load_with_tags(old, weights_only=True)
-        assert_lists(old, loaded, tags)
-        assert_same(torch.load(source, weights_only=True), loaded)
-        ckpt_tools.convert(old, middle, overwrite=True)
-        ckpt_tools.convert(middle, target, overwrite=True)
-        after = torch.load(target, weights_only=True)
-        assert [(key, element_bytes(value)) for key, value in loaded.items()] == [
-            (key, element_bytes(value)) for key, value in after.items()
-        ]
-        for name in state_dict:
-            if name.startswith("tied") and loaded[name].numel():
-                original = next(key for key in loaded if loaded[key] is loaded[name])
-                assert after[name].data_ptr() == after[original].data_ptr()
-
-    check()
 
 
 def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:

@@ -97,8 +97,7 @@ def test_the_same_names_under_another_prefix_are_never_ambiguous(before: str, af
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("text.", "vision."), ("m.encoder.", "m.decoder."), ("blocks.0.", "blocks.1."), ("m.aux.", "m.head.")],
+    ("before", "after"), [("text.", "vision."), ("m.encoder.", "m.decoder."), ("blocks.0.", "blocks.1."), ("m.aux.", "m.head.")]
 )
 def test_prefixes_that_say_two_things_are_not_exchanged(before: str, after: str) -> None:
     """One encoder's names are not another's, one block's not the next one's, an auxiliary head's not the head's."""

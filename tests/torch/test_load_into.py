@@ -11,19 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import (
-    CkptError,
-    ConvertError,
-    DamagedFileError,
-    MatchError,
-    NothingMatchedError,
-    TargetError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, MatchError, TargetError, UsageError
 from fixtures.make import Network, TiedNetwork, Wrapped, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
@@ -102,15 +93,6 @@ def test_a_model_on_the_meta_device(wrap: str) -> None:
     assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in parameters)
 
 
-def test_ties_on_the_meta_device() -> None:
-    """One tensor under two names stays one."""
-    with torch.device("meta"):
-        model = TiedNetwork()
-    assert ckpt.load_into(model, FIXTURES / "tied.pth")
-    assert model.decoder.weight is model.embedding.weight
-    assert not model.decoder.weight.is_meta
-
-
 def test_what_stays_on_the_meta_device_is_said() -> None:
     """A buffer that no checkpoint holds cannot be filled; the report names it."""
     with torch.device("meta"):
@@ -164,29 +146,6 @@ def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
     for name, parameter in model.m.named_parameters():
         assert torch.equal(parameter, values[name].to(parameter.dtype)), name
     assert [parameter.stride() for parameter in model.parameters()] == strides
-
-
-def test_autograd_sees_the_change() -> None:
-    """What was read into a parameter's memory counts as a change in place."""
-    model = blank_network()
-    before = model.fc1.weight._version
-    loss = (model.fc1.weight**2).sum()
-    ckpt.load_into(model, FIXTURES / "ddp.pth")
-    assert model.fc1.weight._version > before
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_safetensors_and_select(tmp_path: Path) -> None:
-    """Another container, and one state dict of several."""
-    save_file({f"module.{name}": value for name, value in network().state_dict().items()}, tmp_path / "m.safetensors")
-    torch.save({"ema": blank_network().state_dict(), "model": network().state_dict()}, tmp_path / "m.pth")
-    for path, select in (("m.safetensors", None), ("m.pth", "model")):
-        model = blank_network()
-        assert ckpt.load_into(model, tmp_path / path, select=select)
-        assert bits(model) == LENET
-    with pytest.raises(NothingMatchedError, match="2 state dicts"):
-        ckpt.load_into(blank_network(), tmp_path / "m.pth")
 
 
 # --- refused, and nothing has changed
@@ -335,12 +294,6 @@ def test_unusual_parameters_are_named(kind: str) -> None:
 def test_bad_arguments(options: dict[str, Any]) -> None:
     """What cannot be meant is a usage error, before anything else."""
     expect_refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
-
-
-def test_no_module() -> None:
-    """A state dict is not a model."""
-    with pytest.raises(UsageError, match="OrderedDict"):
-        ckpt.load_into(network().state_dict(), FIXTURES / "ddp.pth")  # type: ignore[arg-type]
 
 
 # --- choices
@@ -496,12 +449,6 @@ def test_map_location_is_a_device_or_a_mapping(location: Any) -> None:
     """A function, which torch.load takes, is refused with a sentence."""
     with pytest.raises(UsageError, match="`map_location` is"):
         ckpt.load(FIXTURES / "single.pth", map_location=location)
-
-
-def test_select_is_text() -> None:
-    """A number is no path."""
-    with pytest.raises(UsageError, match="`select` is 0"):
-        ckpt.load_state_dict(FIXTURES / "single.pth", select=0)  # type: ignore[arg-type]
 
 
 def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:

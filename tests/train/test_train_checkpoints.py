@@ -16,14 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_tools.torch import load_state_dict
-from tests.train.runs import (
-    ROOT,
-    close,
-    environment,
-    last,
-    run,
-    same,
-)
+from tests.train.runs import ROOT, close, environment, last, run, same
 from train import checkpoint
 from train import train as loop
 from train.cli import command
