@@ -14,7 +14,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools.errors import CkptError, ContainerLimitError, NothingMatchedError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
-from tests.edit.test_objects import Wrapped
+from tests.edit.test_objects_of_torch import Wrapped
 from tests.support import classes
 from tests.support.graphs import assert_same
 

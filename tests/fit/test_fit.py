@@ -125,22 +125,6 @@ def test_every_kind_of_target(tmp_path: Path) -> None:
 # --- heads
 
 
-def test_without_a_choice(tmp_path: Path) -> None:
-    """What is left over is listed with the options that settle it; nothing is written."""
-    with pytest.raises(MatchError, match="does not fit") as caught:
-        convert(with_head(20), tmp_path / "m.pth")
-    assert "fc2.weight (10x8, wanted 20x8)" in caught.value.why
-    assert "`on_mismatch=" in caught.value.fix
-    target = with_head(10)
-    target.extra = nn.Linear(2, 2)
-    del target.fc1
-    with pytest.raises(MatchError, match="2 missing") as caught:
-        convert(target, tmp_path / "m.pth")
-    assert "2 unexpected" in caught.value.why
-    assert "`drop='module.fc1.*'`" in caught.value.fix
-    assert not (tmp_path / "m.pth").exists()
-
-
 def test_reinit_without_a_scheme_is_the_default_and_says_so(tmp_path: Path) -> None:
     """A tensor of another shape is as `--reinit default` makes it, and the report says so; a missing one is still an error."""
     fresh = convert(with_head(20), tmp_path / "a.pth", on_mismatch="reinit", reinit="default")
@@ -205,16 +189,6 @@ def test_the_targets_own_values(tmp_path: Path) -> None:
     live.fc2.weight.data[0, 0] = float("nan")
     with pytest.raises(ConvertError, match=r"'fc2\.weight': an initial value is NaN"):
         convert(live, tmp_path / "o.pth", **options)
-
-
-def test_a_target_that_holds_several(tmp_path: Path) -> None:
-    """--like-select chooses among its state dicts, for names and for its own values."""
-    live = with_head(20)
-    torch.save({"model": live.state_dict(), "ema": with_head(3).state_dict()}, tmp_path / "like.pth")
-    with pytest.raises(NothingMatchedError, match="2 state dicts"):
-        convert(tmp_path / "like.pth", tmp_path / "m.pth")
-    state = convert(tmp_path / "like.pth", tmp_path / "m.pth", like_select="model", on_mismatch="reinit", reinit="target")
-    assert torch.equal(state["fc2.weight"], live.state_dict()["fc2.weight"])
 
 
 def test_ties_are_initialised_once(tmp_path: Path) -> None:

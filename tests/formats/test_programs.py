@@ -198,27 +198,6 @@ def test_what_code_computes_is_not_shown_as_saved(tmp_path: Path) -> None:
         ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
 
 
-class SetAlone(nn.Module):
-    """Without `__getstate__` torch saves and loads the attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.arange(6.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-    @torch.jit.export
-    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
-        self.weight = state["weight"] * 2
-
-
-def test_setstate_alone_computes_nothing(tmp_path: Path) -> None:
-    """torch asks for both methods."""
-    path = program(tmp_path / "net.pt", SetAlone())
-    assert_programs_state_dict(path, jit_state_dict(path), tmp_path)
-
-
 class Wrapper(nn.Module):
     """What nn.DataParallel leaves in names."""
 

@@ -87,7 +87,7 @@ def test_a_convolution_that_makes_a_map_smaller_is_no_head(name: str, stages: st
     """As a linear layer over patches it has its numbers in any order: as many numbers are no reason to reshape."""
     linear, convolution = {f"{name}.weight": (64, 4096)}, {f"{name}.weight": (64, 64, 8, 8)}
     for sides in ((linear, convolution), (convolution, linear)):
-        found = matched(*sides, stages, allow_reshape=True)
+        found = matched(*sides, match=stages, allow_reshape=True)
         assert [(row.old, row.new) for row in found.mismatched] == [(f"{name}.weight", f"{name}.weight")]
 
 
@@ -305,7 +305,7 @@ def test_no_matching_depends_on_the_order(data: st.DataObject, tree: Tree, stage
         for side in (ones, dict(ends) | {"extra.weight": (4, 4)})
     ]
     mixed = [dict(data.draw(st.permutations(list(side.items())))) for side in sides]
-    assert fates(matched(*mixed, stages)) == fates(matched(*sides, stages))
+    assert fates(matched(*mixed, match=stages)) == fates(matched(*sides, match=stages))
 
 
 def test_tied_tensors_are_paired_by_name() -> None:
@@ -387,23 +387,7 @@ def test_of_many_candidates_the_first_are_listed() -> None:
 
 def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     """More meanings than any model's names have are not compared each with each; nothing is guessed."""
-    words = [
-        "query",
-        "attention",
-        "mlp",
-        "gate",
-        "se",
-        "cls",
-        "mask",
-        "pos",
-        "head",
-        "stem",
-        "pre",
-        "norm",
-        "conv",
-        "dw",
-        "skip",
-    ]
+    words = ["query", "attn", "mlp", "gate", "se", "cls", "mask", "pos", "head", "stem", "pre", "norm", "conv", "dw", "skip"]
     names = list(combinations(words, 2))
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched

@@ -162,15 +162,6 @@ def test_load_state_dict_with_a_dtype(dtype: torch.dtype) -> None:
     assert ckpt.load_state_dict(FIXTURES / "single.pth", dtype=dtype)["features.1.num_batches_tracked"].dtype is torch.int64
 
 
-def test_load_state_dict_keeps_parameters(tmp_path: Path) -> None:
-    """A cast Parameter is a leaf Parameter of the new dtype, without a history."""
-    torch.save({"a.w": nn.Parameter(torch.ones(2))}, tmp_path / "in.pth")
-    loaded = ckpt.load_state_dict(tmp_path / "in.pth", dtype=torch.float16)["a.w"]
-    assert isinstance(loaded, nn.Parameter)
-    assert loaded.is_leaf
-    assert loaded.dtype is torch.float16
-
-
 # --- names of live state dicts
 
 
@@ -219,12 +210,6 @@ def test_save_a_model(tmp_path: Path, wrap: Any, suffix: str) -> None:
     assert_is_network(ckpt.load_state_dict(path))
 
 
-def test_save_wrapped(tmp_path: Path) -> None:
-    """wrapped=True keeps the wrapper's names."""
-    ckpt.save(nn.DataParallel(network()), tmp_path / "m.pth", wrapped=True)
-    assert_same(nn.DataParallel(network()).state_dict(), torch.load(tmp_path / "m.pth"))
-
-
 def test_save_a_mapping(tmp_path: Path) -> None:
     """A training state is saved as it is: what torch.save would write."""
     ckpt.save(training_state(), tmp_path / "m.pth")
@@ -244,13 +229,6 @@ def test_save_modules_in_a_mapping(tmp_path: Path) -> None:
     assert type(state["model"]) is nn.DataParallel
     ckpt.save(state, tmp_path / "w.pth", wrapped=True)
     assert next(iter(torch.load(tmp_path / "w.pth")["model"])).startswith("module.")
-
-
-def test_save_as_old_torch_did(tmp_path: Path) -> None:
-    """format="pth-legacy" writes the stream of torch before 1.6, not a zip."""
-    ckpt.save(network(), tmp_path / "m.pth", format="pth-legacy")
-    assert not (tmp_path / "m.pth").read_bytes().startswith(b"PK")
-    assert_is_network(torch.load(tmp_path / "m.pth", weights_only=True))
 
 
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
