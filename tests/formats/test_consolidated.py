@@ -11,6 +11,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import equal
 
 State = dict[str, torch.Tensor]
 DIM, HIDDEN, WORDS = 12, 24, 36
@@ -52,13 +53,6 @@ def save(folder: Path, world: int, state: State | None = None, *, embeddings: in
     if params:
         (folder / "params.json").write_text(json.dumps({"dim": DIM, "n_layers": 2, "n_heads": 4, "vocab_size": -1}))
     return state
-
-
-def equal(found: State, expected: State) -> bool:
-    """The same names in order, dtypes and values."""
-    return list(found) == list(expected) and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

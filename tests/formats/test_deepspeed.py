@@ -1,7 +1,7 @@
 """A folder of DeepSpeed ZeRO becomes one checkpoint, equal to what was cut, or an error names what does not fit."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,11 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
 from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import equal
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-
-
-def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two state dicts have the same names in order, dtypes and values."""
-    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-    return list(found) == list(expected) and same
 
 
 @pytest.mark.parametrize("name", ["z1-fp32", "z3-bf16"])

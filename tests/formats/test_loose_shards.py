@@ -13,6 +13,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, PartError, UsageError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import main
+from tests.support.graphs import equal
 
 State = dict[str, torch.Tensor]
 PARTS: list[State] = [{"b.w": torch.arange(6.0).view(2, 3)}, {"a.w": torch.ones(3), "c.w": torch.zeros(2)}]
@@ -28,11 +29,6 @@ def shards(folder: Path, suffix: str = ".safetensors", parts: list[State] = PART
         else:
             torch.save(part, path)
     return {name: value for part in parts for name, value in part.items()}
-
-
-def equal(found: State, expected: State) -> bool:
-    """The same names in order with the same values."""
-    return list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("suffix", "stem"), [(".safetensors", "model"), (".bin", "pytorch_model")])

@@ -11,6 +11,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import equal
 from tests.support.samples import FIXTURES
 
 State = dict[str, torch.Tensor]
@@ -95,13 +96,6 @@ def save(
         edit(name, content)
         torch.save(content, folder / name / "model_optim_rng.pt")
     return state
-
-
-def equal(found: State, expected: State) -> bool:
-    """The same names in order, dtypes and values."""
-    return list(found) == list(expected) and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
 
 
 def merged(folder: Path) -> State:

@@ -15,19 +15,14 @@ import ckpt_tools
 from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.support.commands import main
-from tests.support.rank_files import Net, State, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
+from tests.support.graphs import equal
+from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
 
 Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
 CASES = [
     *((cut, world) for cut in (fsdp1, fsdp2, hsdp, tp, fsdp_tp) for world in (1, 2, 3, 4)),
     (fsdp2, 16), (fsdp_tp, 8),  # more ranks than rows
 ]  # fmt: skip
-
-
-def equal(found: Mapping[str, torch.Tensor], expected: State) -> bool:
-    """Whether two state dicts have the same names in order, dtypes and values."""
-    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-    return list(found) == list(expected) and same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

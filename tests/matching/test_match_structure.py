@@ -86,8 +86,8 @@ def test_a_patch_embedding_is_no_flattened_map(old: str, new: str, channels: int
 def test_a_convolution_that_makes_a_map_smaller_is_no_head(name: str, stages: str) -> None:
     """As a linear layer over patches it has its numbers in any order: as many numbers are no reason to reshape."""
     linear, convolution = {f"{name}.weight": (64, 4096)}, {f"{name}.weight": (64, 64, 8, 8)}
-    for sides in ((linear, convolution), (convolution, linear)):
-        found = matched(*sides, match=stages, allow_reshape=True)
+    for old, new in ((linear, convolution), (convolution, linear)):
+        found = matched(old, new, stages, allow_reshape=True)
         assert [(row.old, row.new) for row in found.mismatched] == [(f"{name}.weight", f"{name}.weight")]
 
 
@@ -304,8 +304,8 @@ def test_no_matching_depends_on_the_order(data: st.DataObject, tree: Tree, stage
         {name: shared if tied and shape == tied else torch.rand(shape) for name, shape in side.items()}
         for side in (ones, dict(ends) | {"extra.weight": (4, 4)})
     ]
-    mixed = [dict(data.draw(st.permutations(list(side.items())))) for side in sides]
-    assert fates(matched(*mixed, match=stages)) == fates(matched(*sides, match=stages))
+    old, new = (dict(data.draw(st.permutations(list(side.items())))) for side in sides)
+    assert fates(matched(old, new, stages)) == fates(matched(sides[0], sides[1], stages))
 
 
 def test_tied_tensors_are_paired_by_name() -> None:
