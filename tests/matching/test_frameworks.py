@@ -96,13 +96,6 @@ def test_flax_is_converted(tmp_path: Path) -> None:
     assert torch.equal(model.state_dict()["0.weight"], target.state_dict()["0.weight"])
 
 
-def test_a_keras_file_is_one_of_keras() -> None:
-    """The weights in a `.keras` are read as Keras's, too."""
-    pytest.importorskip("h5py")
-    report = ckpt_tools.match(HERE / "tiny.keras", like=Tiny(3, 48, 5), match="structure", select="model.weights.h5")
-    assert {row.new: row.step for row in report.matching.matched}["first.weight"] == "permute"
-
-
 def found(framework: str, source: Any, target: Any, match: str = "structure", **options: Any) -> Any:
     """What is matched of a file of Flax's or Keras's; the target is shapes or a module."""
     like = target if isinstance(target, nn.Module) else state_of(target)

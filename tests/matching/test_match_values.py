@@ -1,6 +1,5 @@
 """Two copies of one network under other names: what holds the same numbers, or was trained on from them, is one tensor."""
 
-import json
 from pathlib import Path
 from random import Random
 
@@ -11,7 +10,6 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, UsageError
-from tests.support.commands import ckpt
 from tests.support.matching import matched
 from tests.support.zips import big_endian
 
@@ -51,18 +49,6 @@ def test_copies_are_found_by_their_numbers(tmp_path: Path, noise: float) -> None
     assert {row.reason for row in found.matched if row.new.endswith("0.weight")} == {"values"}
 
 
-def test_convert_and_the_command_do_it(tmp_path: Path) -> None:
-    """Linear layers alone: complete, and the converted file holds the target's own numbers."""
-    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in OLD})
-    torch.save(model.state_dict(), tmp_path / "old.pth")
-    saved(tmp_path / "new.pth", model, NEW, [2, 0, 1, 5, 3, 4])
-    options = ["--like", tmp_path / "new.pth", "--match", "values"]
-    shown = ckpt("match", tmp_path / "old.pth", *options, "--json")
-    assert {row["reason"] for row in json.loads(shown.output)["matched"]} == {"values"}
-    ckpt("convert", tmp_path / "old.pth", tmp_path / "out.pth", *options)
-    torch.testing.assert_close(torch.load(tmp_path / "out.pth"), torch.load(tmp_path / "new.pth"), rtol=0, atol=0)
-
-
 def test_networks_that_were_trained_apart_are_not_paired(tmp_path: Path) -> None:
     """Other seeds: no tensor goes with another by its numbers; a model without values is refused."""
     for name, names, seed in (("old", OLD, 1), ("new", NEW, 2)):
@@ -73,18 +59,6 @@ def test_networks_that_were_trained_apart_are_not_paired(tmp_path: Path) -> None
         empty = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="no values"):
         ckpt_tools.match(tmp_path / "old.pth", like=empty, match="values")
-
-
-def test_numbers_are_from_all_of_a_tensor(tmp_path: Path) -> None:
-    """Tables that begin alike and go on apart are two; tables that begin with zeros, for padding, are found by the rest."""
-    torch.manual_seed(0)
-    begun, words, types = torch.randn(8, 64), torch.randn(40, 64), torch.randn(40, 64)
-    for table in (words, types):
-        table[:8] = 0
-    torch.save({"a": torch.cat([begun, torch.randn(32, 64)]), "w": words, "t": types}, tmp_path / "old.pth")
-    torch.save({"x": torch.cat([begun, torch.randn(32, 64)]), "y": types, "z": words}, tmp_path / "new.pth")
-    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "new.pth", match="values").matching
-    assert {(row.old, row.new) for row in found.matched if row.reason == "values"} == {("w", "z"), ("t", "y")}
 
 
 @pytest.mark.parametrize("spoiled", ["constant", "twice", "short", "nan"])
