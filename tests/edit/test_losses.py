@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools.errors import CkptError, ContainerLimitError, NothingMatchedError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
-from tests.edit.test_objects import Wrapped
+from tests.edit.test_objects_of_torch import Wrapped
 from tests.support import classes
 from tests.support.graphs import assert_same
 
@@ -23,6 +24,7 @@ pytestmark = [
 ]  # fmt: skip
 
 
+@functools.cache
 def quantised() -> nn.Module:
     """Two layers of int8, as torch.ao makes them: a convolution with a state of its own, a linear layer with packed weights."""
     from torch.ao import quantization

@@ -1,7 +1,6 @@
 """Quantised weights made plain, compared with what torch makes of the same codes and scales."""
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.edit.quantised.config import Config
-from ckpt_tools.edit.quantised.dequantising import plain_numbers
-from ckpt_tools.edit.quantised.finding import find
-from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.operations.convert.report import Converted
-from ckpt_tools.values.quantised.kernels import Scaled
+from ckpt_tools.errors import ConvertError
 from tests.support.samples import FIXTURES
 from tests.support.servers import Server
 from tests.support.zips import big_endian
@@ -25,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 QUANTISED = FIXTURES / "quantised"
 
 
-def plain(tmp_path: Path, tensors: Tensors, config: Any = None, **options: Any) -> tuple[Tensors, Converted]:
+def plain(tmp_path: Path, tensors: Tensors, config: Any = None, **options: Any) -> tuple[Tensors, ckpt_tools.Converted]:
     """Save with safetensors, make plain, load; `config` is quantization_config in the config.json beside it."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "in.safetensors")
     if config is not None:
@@ -77,7 +71,7 @@ def test_fp8_in_blocks(tmp_path: Path, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv", "scale_weight", "scale"])
-@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (70,), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (70,)], ids=str)
 def test_a_scale_a_tensor_or_a_row(tmp_path: Path, dtype: torch.dtype, suffix: str, shape: tuple[int, ...]) -> None:
     """One scale of any shape, or one a row, under each name that is in use."""
     weight = (codes(70, 33).float() * 20).to(dtype) if dtype is torch.int8 else codes(70, 33, dtype=dtype)
@@ -172,12 +166,6 @@ def test_two_schemes_that_fit(tmp_path: Path) -> None:
     assert "could be its scale" in refused(tmp_path, tensors, "not clear").why
 
 
-def test_nothing_quantised(tmp_path: Path) -> None:
-    """A plain checkpoint is no input for this."""
-    with pytest.raises(NothingMatchedError, match="no quantised weight"):
-        plain(tmp_path, {"a.weight": torch.ones(2, 2)})
-
-
 # --- with everything else
 
 
@@ -232,25 +220,6 @@ def test_strided_and_big_endian(tmp_path: Path) -> None:
         assert torch.equal(torch.load(tmp_path / "out.pth")["a.weight"], base[1:7:2].float() * scale)
 
 
-def test_steps(tmp_path: Path) -> None:
-    """`ckpt_tools.open(...).dequantize()` makes bf16 tensors."""
-    save_file({"a.weight": codes(2, 2), "a.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
-    assert ckpt_tools.open(tmp_path / "in.safetensors").dequantize().state_dict()["a.weight"].dtype is torch.bfloat16
-
-
-def test_inspect(tmp_path: Path) -> None:
-    """The schemes with their sizes, and what is not whole; a parameter that is called scale is none."""
-    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2), "b.weight": codes(2, 2)}
-    save_file(tensors, tmp_path / "in.safetensors")
-    found = ckpt_tools.inspect(tmp_path / "in.safetensors").quantised
-    assert found is not None
-    sizes = {"tensors": 1, "elements": 65536, "bytes": 65536 + 16, "bf16_bytes": 131072}
-    assert found["schemes"] == [{"scheme": "fp8, a scale a block", **sizes}]
-    assert "'b.weight'" in found["problems"][0]
-    save_file({"logit_scale": torch.ones(1), "norm.scale": torch.ones(3)}, tmp_path / "none.safetensors")
-    assert ckpt_tools.inspect(tmp_path / "none.safetensors").quantised is None
-
-
 # --- other schemes, by the files that their authors' own code made
 
 
@@ -266,42 +235,6 @@ def test_as_its_authors(tmp_path: Path, name: str) -> None:
     assert sum(report.dequantised.values()) == sum(not key.endswith("_bias") for key in wanted)
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
-def test_from_a_deflated_pickle(tmp_path: Path, name: str) -> None:
-    """The same out of records that are read from their start only, as of a compressed file."""
-    tensors = load_file(QUANTISED / f"{name}.safetensors")
-    torch.save(tensors, tmp_path / "stored.pth")
-    with zipfile.ZipFile(tmp_path / "stored.pth") as stored, zipfile.ZipFile(tmp_path / "in.pth", "w", 8) as deflated:
-        for record in stored.namelist():
-            deflated.writestr(record, stored.read(record))
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", dequantize="bf16")
-    ckpt_tools.convert(QUANTISED / f"{name}.safetensors", tmp_path / "direct.safetensors", dequantize="bf16")
-    expect(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "direct.safetensors"))
-
-
-@pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
-def test_a_box(name: str) -> None:
-    """Any box of a quantised tensor is that box of the plain one, and only its rows are worked out."""
-    plain_tensors = load_file(QUANTISED / f"{name}.plain.safetensors")
-    with ckpt_tools.open_checkpoint(QUANTISED / f"{name}.safetensors") as checkpoint:
-        found = find(checkpoint.state_dicts[0].node).quantised
-        for key, tensor in found.items():
-            shape = plain_tensors[key].shape
-            inner, whole, none = [slice(size // 3, size // 3 * 2 + 1) for size in shape], slice(None), slice(0, 0)
-            for window in (inner, [whole] * len(shape), [none] * len(shape)):
-                box = plain_numbers(tensor, Config(), window)
-                assert torch.equal(box.to(plain_tensors[key].dtype), plain_tensors[key][tuple(window)]), key
-
-
-def test_inspect_names_the_schemes() -> None:
-    """What each fixture is called, and the elements that plain weights have."""
-    for name, scheme in {"bitsandbytes": "bnb nf4", "gptq": "gptq, 2 bits", "awq": "awq, 4 bits", "mxfp4": "mxfp4"}.items():
-        rows = (ckpt_tools.inspect(QUANTISED / f"{name}.safetensors").quantised or {})["schemes"]
-        assert scheme in {row["scheme"] for row in rows}
-    rows = (ckpt_tools.inspect(QUANTISED / "compressed_tensors.safetensors").quantised or {})["schemes"]
-    assert all(row["bf16_bytes"] == 2 * row["elements"] for row in rows)
-
-
 def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
     """`gptq_v2` stores them as they are, which config.json says; another layout of these names is refused."""
     tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
@@ -312,12 +245,6 @@ def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, tensors, "layout 'marlin'", {"checkpoint_format": "marlin"})
     refused(tmp_path, tensors, "4 bits by the shapes, and 8", {"bits": 8})
-
-
-def test_fp4_in_int8_is_asked_about(tmp_path: Path) -> None:
-    """int8 with exponents may be two values of 4 bits, or one of 8: refused."""
-    scale = torch.ones(4, 2, dtype=torch.uint8)
-    refused(tmp_path, {"a.weight": torch.ones(4, 64, dtype=torch.int8), "a.weight_scale": scale}, "no scale|not whole")
 
 
 # --- folders
@@ -369,71 +296,6 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
 
 
 # --- measured and shown as what they mean
-
-
-def test_stats_measure_what_is_meant(tmp_path: Path) -> None:
-    """The plain weights are measured, each under its scheme, and no scales; what is not whole as it lies, which is said."""
-    report = ckpt_tools.stats(QUANTISED / "gptq.safetensors")
-    wanted = load_file(QUANTISED / "gptq.plain.safetensors")
-    assert {row.name for row in report.tensors} == set(wanted)
-    for row in report.tensors:
-        assert row.numbers is not None
-        assert row.dtype in {f"gptq, {bits} bits" for bits in (2, 3, 4, 8)}
-        assert row.numbers["mean"] == pytest.approx(float(wanted[row.name].double().mean()), abs=1e-9)
-        assert row.numbers["max"] == float(wanted[row.name].max())
-    assert any("gptq, 3 bits: 3 tensors" in note for note in report.notes)
-    save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1), "b.weight": codes(2, 2)}, tmp_path / "in.safetensors")
-    report = ckpt_tools.stats(tmp_path / "in.safetensors")
-    assert {row.name: row.dtype for row in report.tensors} == {"a.weight": "fp8, a scale a tensor", "b.weight": "float8_e4m3fn"}
-    assert any("'b.weight'" in note for note in report.notes)
-
-
-def test_diff_measures_what_is_meant(tmp_path: Path) -> None:
-    """With `values` a quantised checkpoint is compared by its numbers; without, by its tensors as they lie."""
-    left, right = QUANTISED / "mxfp4.safetensors", QUANTISED / "mxfp4.plain.safetensors"
-    report = ckpt_tools.diff(left, right, values=True)
-    assert not report.changed
-    assert not report.added
-    assert not report.removed
-    assert {row.left for row in report.dtypes} == {"mxfp4", "mxfp4, rows and columns exchanged"}
-    assert any("taken as the numbers" in note for note in report.notes)
-    assert ckpt_tools.diff(left, right).removed
-    ckpt_tools.convert(QUANTISED / "bitsandbytes.safetensors", tmp_path / "half.safetensors", dequantize="bf16")
-    report = ckpt_tools.diff(tmp_path / "half.safetensors", QUANTISED / "bitsandbytes.safetensors", values=True)
-    assert max(row.gap["max_rel"] for row in report.changed if row.gap) < 2**-8
-
-
-def test_show_tells_what_is_meant() -> None:
-    """A plain name gives the numbers, a part's own name the part as it lies."""
-    path = QUANTISED / "bitsandbytes.safetensors"
-    wanted = load_file(QUANTISED / "bitsandbytes.plain.safetensors")["nf4.0.weight"]
-    shown = ckpt_tools.show(path, "nf4.0.weight[1:3, 60:]")
-    assert shown.dtype == "bnb nf4"
-    assert shown.values == wanted[1:3, 60:].tolist()
-    assert ckpt_tools.show(path, "nf4.0.weight.absmax").dtype == "float32"
-
-
-def test_a_part_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large weight only the rows that hold a range of its bytes are worked out."""
-    asked: list[int] = []
-    rows = Scaled.rows
-
-    def counted(self: Scaled, first: int, count: int) -> torch.Tensor:
-        asked.append(count)
-        return rows(self, first, count)
-
-    monkeypatch.setattr(Scaled, "rows", counted)
-    ckpt_tools.show(QUANTISED / "gptq.safetensors", "layers.0.weight[20, 3:9]")
-    assert asked == [1]
-
-
-def test_an_average_of_codes_is_refused(tmp_path: Path) -> None:
-    """The mean of FP8 codes is not that of what they stand for: refused, with the command that makes them plain."""
-    for name in ("a", "b"):
-        save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ConvertError, match="quantised weights") as caught:
-        ckpt_tools.average([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "out.safetensors")
-    assert "--dequantize" in caught.value.fix
 
 
 @pytest.mark.parametrize("part", ["a.weight_scale_2", "a.weight_global_scale", "a.weight_g_idx"])

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CollisionError,
-    ConvertError,
-    NothingMatchedError,
-    UsageError,
-)
+from ckpt_tools.errors import CollisionError, ConvertError, NothingMatchedError
 from ckpt_tools.torch import load_state_dict
 from tests.conftest import small_model
 from tests.support import classes
@@ -72,23 +67,6 @@ def test_slim_keeps_the_weights_and_the_values(tmp_path: Path) -> None:
     ]
 
 
-def test_slim_takes_the_weights_of_a_whole_model(tmp_path: Path) -> None:
-    """A pickled module among other objects: its state dict stays, the others go."""
-    model = nn.DataParallel(small_model())
-    loaded, _ = converted(saved(tmp_path, {"net": model, "trainer": classes.Plain(), "epoch": 1}), slim=True)
-    assert set(loaded) == {"net", "epoch"}
-    assert_same(dict(loaded["net"]), dict(model.state_dict()))
-
-
-def test_slim_has_something_to_keep(tmp_path: Path) -> None:
-    """Without a state dict there is nothing to slim; and it contradicts --objects keep."""
-    path = saved(tmp_path, [torch.ones(2)])
-    with pytest.raises(NothingMatchedError, match="no state dict"):
-        converted(path, slim=True)
-    with pytest.raises(UsageError, match="contradicts"):
-        converted(path, slim=True, objects="keep")
-
-
 # --- compaction
 
 
@@ -114,15 +92,6 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     assert (report.compacted, report.saved) == (1, (1_000_000 - 15 - 4) * 4)
     assert path.with_name("out.pth").stat().st_size < 5000
     assert not [row for row in ckpt_tools.inspect(path.with_name("out.pth")).findings if row.code == "oversized-storage"]
-
-
-def test_a_column_is_gathered(tmp_path: Path) -> None:
-    """One strided view with gaps keeps its elements only; a transposed one has none and stays as it is."""
-    matrix = torch.arange(600.0).reshape(20, 30)
-    loaded, report = converted(saved(tmp_path, {"a.column": matrix[:, 3], "b.t": torch.ones(3, 4).t()}), slim=True)
-    assert loaded["a.column"].tolist() == matrix[:, 3].tolist()
-    assert (loaded["a.column"].stride(), loaded["b.t"].stride()) == ((1,), (1, 4))
-    assert report.saved == (600 - 20) * 4
 
 
 @settings(max_examples=40)
@@ -202,13 +171,6 @@ def test_ema_refuses_what_is_not_clear(tmp_path: Path) -> None:
     assert "'g_ema'" in caught.value.what
     loaded, _ = converted(saved(tmp_path, {"a": {"ema": EMA}, "b": {"ema": MODEL}}), ema=True, select="a")
     assert_same(dict(loaded), EMA)
-
-
-def test_ema_of_a_whole_model(tmp_path: Path) -> None:
-    """A pickled averaged model: made plain first."""
-    averaged = torch.optim.swa_utils.AveragedModel(small_model())
-    loaded, _ = converted(saved(tmp_path, {"model": small_model(), "model_ema": averaged}), ema=True, slim=True)
-    assert list(loaded) == list(averaged.state_dict())
 
 
 # --- optimizers, paths
@@ -323,10 +285,3 @@ def test_conjugate_views_with_gaps(tmp_path: Path) -> None:
     matrix = torch.randn(50, 4, dtype=torch.complex64)
     loaded, _ = converted(saved(tmp_path, {"a.w": matrix[:, 1].conj()}), slim=True)
     assert loaded["a.w"].tolist() == matrix[:, 1].conj().tolist()
-
-
-def test_averages_inside_averages_count_once(tmp_path: Path) -> None:
-    """A state dict that lies in the averaged one is a part of it, not a second place to choose from."""
-    average = {"a.w": torch.ones(2), "inner": {"b.w": torch.zeros(2)}}
-    loaded, _ = converted(saved(tmp_path, {"model": {"a.w": torch.zeros(2)}, "ema": average}), ema=True)
-    assert_same(average, loaded)

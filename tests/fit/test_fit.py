@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    ConvertError,
-    MatchError,
-    MatchPlanError,
-    NothingMatchedError,
-    TargetError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, ConvertError, MatchError, MatchPlanError, NothingMatchedError, TargetError, UsageError
 from ckpt_tools.torch import load_into
 from fixtures.make import network
-from tests.support.commands import main
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
 
@@ -133,49 +122,7 @@ def test_every_kind_of_target(tmp_path: Path) -> None:
     nn.DataParallel(network()).load_state_dict(wrapped)
 
 
-def test_other_containers(tmp_path: Path) -> None:
-    """Shards, a distributed checkpoint and a legacy file out of safetensors, with a new head in each."""
-    from ckpt_tools.torch import load_state_dict
-
-    options: dict[str, Any] = {"like": with_head(20), "on_mismatch": "reinit", "reinit": "normal:0.02"}
-    extra: dict[str, dict[str, Any]]
-    extra = {"shards": {"shard_size": 600}, "dcp": {"format": "dcp"}, "old.pth": {"format": "pth-legacy"}}
-    for name, more in extra.items():
-        ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / name, **options, **more)
-        state = load_state_dict(tmp_path / name)
-        assert_body(state)
-        assert 0.01 < float(state["fc2.weight"].std()) < 0.03
-        model = with_head(20)
-        assert load_into(model, tmp_path / name)
-        assert torch.equal(model.state_dict()["fc2.weight"], state["fc2.weight"])
-
-
-def test_safetensors_out(tmp_path: Path) -> None:
-    """A fitted state dict goes into safetensors as any other."""
-    from safetensors.torch import load_file
-
-    ckpt_tools.convert(SOURCE, tmp_path / "m.safetensors", like=with_head(3), on_mismatch="overlap", rows=[3, 7, 1])
-    loaded = load_file(tmp_path / "m.safetensors")
-    assert torch.equal(loaded["fc2.weight"], network().state_dict()["fc2.weight"][[3, 7, 1]])
-
-
 # --- heads
-
-
-def test_without_a_choice(tmp_path: Path) -> None:
-    """What is left over is listed with the options that settle it; nothing is written."""
-    with pytest.raises(MatchError, match="does not fit") as caught:
-        convert(with_head(20), tmp_path / "m.pth")
-    assert "fc2.weight (10x8, wanted 20x8)" in caught.value.why
-    assert "`on_mismatch=" in caught.value.fix
-    target = with_head(10)
-    target.extra = nn.Linear(2, 2)
-    del target.fc1
-    with pytest.raises(MatchError, match="2 missing") as caught:
-        convert(target, tmp_path / "m.pth")
-    assert "2 unexpected" in caught.value.why
-    assert "`drop='module.fc1.*'`" in caught.value.fix
-    assert not (tmp_path / "m.pth").exists()
 
 
 def test_reinit_without_a_scheme_is_the_default_and_says_so(tmp_path: Path) -> None:
@@ -216,30 +163,15 @@ def test_overlap_grows_and_shrinks(tmp_path: Path) -> None:
 def test_overlap_of_large_and_strided_tensors(tmp_path: Path) -> None:
     """Several blocks, a transposed source, another dtype and a vocabulary that grows."""
     torch.manual_seed(0)
-    table = torch.randn(64, 30_000).to(torch.bfloat16).t()
+    table = torch.randn(64, 9_000).to(torch.bfloat16).t()
     torch.save({"emb.weight": table}, tmp_path / "in.pth")
-    target = {"emb.weight": torch.empty(30_007, 70, device="meta")}
+    target = {"emb.weight": torch.empty(9_007, 70, device="meta")}
     state = convert(target, tmp_path / "m.pth", tmp_path / "in.pth", on_mismatch="overlap", reinit="uniform:0.1")["emb.weight"]
     assert state.dtype is torch.bfloat16
-    assert torch.equal(state[:30_000, :64], table)
-    rest = torch.cat([state[:, 64:].flatten(), state[30_000:].flatten()]).float()
+    assert torch.equal(state[:9_000, :64], table)
+    rest = torch.cat([state[:, 64:].flatten(), state[9_000:].flatten()]).float()
     assert rest.abs().max() <= 0.1001
     assert abs(float(rest.mean())) < 0.002
-
-
-def test_rows_of_a_tensor_that_keeps_its_shape(tmp_path: Path) -> None:
-    """A glob picks rows anywhere; without one, rows that no tensor needs are refused."""
-    state = convert(network(), tmp_path / "m.pth", on_mismatch="overlap", rows={"fc2.*": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]})
-    assert torch.equal(state["fc2.weight"], network().state_dict()["fc2.weight"].flip(0))
-    with pytest.raises(NothingMatchedError, match="`rows`"):
-        convert(network(), tmp_path / "n.pth", on_mismatch="overlap", rows=[1])
-
-
-def test_skip_leaves_out(tmp_path: Path) -> None:
-    """A skipped tensor is not in the output, and the report says so."""
-    report = ckpt_tools.convert(SOURCE, tmp_path / "m.pth", like=with_head(20), on_mismatch="skip")
-    assert [name for name, _ in report.dropped] == ["fc2.weight", "fc2.bias"]
-    assert "fc2.weight" not in torch.load(tmp_path / "m.pth")
 
 
 def test_the_targets_own_values(tmp_path: Path) -> None:
@@ -257,16 +189,6 @@ def test_the_targets_own_values(tmp_path: Path) -> None:
     live.fc2.weight.data[0, 0] = float("nan")
     with pytest.raises(ConvertError, match=r"'fc2\.weight': an initial value is NaN"):
         convert(live, tmp_path / "o.pth", **options)
-
-
-def test_a_target_that_holds_several(tmp_path: Path) -> None:
-    """--like-select chooses among its state dicts, for names and for its own values."""
-    live = with_head(20)
-    torch.save({"model": live.state_dict(), "ema": with_head(3).state_dict()}, tmp_path / "like.pth")
-    with pytest.raises(NothingMatchedError, match="2 state dicts"):
-        convert(tmp_path / "like.pth", tmp_path / "m.pth")
-    state = convert(tmp_path / "like.pth", tmp_path / "m.pth", like_select="model", on_mismatch="reinit", reinit="target")
-    assert torch.equal(state["fc2.weight"], live.state_dict()["fc2.weight"])
 
 
 def test_ties_are_initialised_once(tmp_path: Path) -> None:
@@ -334,15 +256,7 @@ def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
 
 def test_a_plan_is_replayed(tmp_path: Path) -> None:
     """--plan names the partners, mismatches are settled by the same options, and another file is refused."""
-    from ckpt_tools.fit.plan_files import write_plan
-    from ckpt_tools.fit.plans import plan_of
-    from ckpt_tools.fit.targets import read_target
-    from ckpt_tools.matching import match
-
-    source, target = read_target(SOURCE), read_target(with_head(20))
-    with pytest.raises(MatchError):
-        convert(with_head(20), tmp_path / "m.pth")
-    write_plan(plan_of(match(source.params, target.params)), tmp_path / "plan.toml")
+    ckpt_tools.match(SOURCE, like=with_head(20), output=tmp_path / "plan.toml")
     options: dict[str, Any] = {"plan": tmp_path / "plan.toml", "on_mismatch": "reinit", "reinit": "zeros"}
     ckpt_tools.convert(SOURCE, tmp_path / "m.pth", **options)
     state = torch.load(tmp_path / "m.pth")
@@ -394,28 +308,6 @@ def test_overlap_needs_as_many_dimensions(tmp_path: Path) -> None:
         convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[1, 2, 3, 4, 5])
 
 
-def test_the_command_says_what_it_did(tmp_path: Path) -> None:
-    """Reason, initial values with scheme and seed, and the overlap are on the page and in the JSON."""
-    arguments = ["convert", str(SOURCE), str(tmp_path / "m.pth"), "--like", "tests.fit.test_fit:LeNet", "--drop", "*"]
-    assert CliRunner().invoke(main, arguments).exit_code == 3
-    torch.save(LeNet(10).state_dict(), tmp_path / "lenet.pth")
-    options = "--like tests.fit.test_fit:LeNet --on-mismatch overlap --reinit normal:0.02 --rows 9,0 --like-args"
-    arguments = ["convert", str(tmp_path / "lenet.pth"), str(tmp_path / "m.pth"), *options.split(), '{"classes": 12}']
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    for text in ("8 exact", "fc3.weight: 10x84 -> 12x84: rows 9,0 kept, the rest normal:0.02 (seed 0)", "initialised"):
-        assert text in done.output
-    done = CliRunner().invoke(main, [*arguments, "--json", "--overwrite"])
-    assert json.loads(done.output)["fitted"]["initialised"][0]["name"] == "fc3.weight"
-
-
-def test_extra_state_goes_where_its_module_goes(tmp_path: Path) -> None:
-    """What a module keeps beside its tensors is renamed with them."""
-    torch.save({"module.fc.weight": torch.ones(2), "module.fc._extra_state": {"a": 1}, "epoch": 3}, tmp_path / "in.pth")
-    found = convert({"fc.weight": torch.zeros(2)}, tmp_path / "out.pth", tmp_path / "in.pth")
-    assert {**found, "fc.weight": None} == {"fc.weight": None, "fc._extra_state": {"a": 1}, "epoch": 3}
-
-
 def test_a_target_leaves_no_trace(tmp_path: Path) -> None:
     """Neither the path that a target is imported from nor the seed of its own values stays behind."""
     torch.save({"weight": torch.ones(2, 3)}, tmp_path / "part.pth")
@@ -458,9 +350,7 @@ def assert_roles(state: dict[str, torch.Tensor]) -> None:
         assert len(state[name].unique()) > 1, name
 
 
-@pytest.mark.parametrize(
-    "scheme", ["normal:0.02", "uniform:0.1", "trunc_normal:1", "kaiming_uniform", "xavier_normal", "orthogonal"]
-)
+@pytest.mark.parametrize("scheme", ["normal:0.02", "trunc_normal:1", "kaiming_uniform", "orthogonal"])
 def test_one_scheme_is_for_weights(tmp_path: Path, scheme: str) -> None:
     """Without a glob weights get the scheme, biases zeros, norms ones, by convert and by load_into alike."""
     kept = {f"kept.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
@@ -475,13 +365,6 @@ def test_one_scheme_is_for_weights(tmp_path: Path, scheme: str) -> None:
         name: element_bytes(value) for name, value in state.items()
     }
     assert report.reinitialised["fc.bias"] == "zeros (seed 0)"
-
-
-def test_one_scheme_for_a_file(tmp_path: Path) -> None:
-    """Where the target is a file, names tell what a bias and a norm is."""
-    torch.save(Roles().state_dict(), tmp_path / "like.pth")
-    torch.save({"kept.weight": torch.ones(2, 2), "kept.bias": torch.ones(2)}, tmp_path / "kept.pth")
-    assert_roles(convert(tmp_path / "like.pth", tmp_path / "out.pth", tmp_path / "kept.pth", reinit="normal:0.02"))
 
 
 def test_a_scheme_with_a_glob_is_literal(tmp_path: Path) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import MatchError
 from ckpt_tools.torch import load_into
-from ckpt_tools.tree.prefixes import between, of_all
-from tests.support.commands import main
+from tests.support.commands import ckpt
 
 
 def network() -> nn.Module:
@@ -42,12 +40,11 @@ def test_convert_names_the_prefix(tmp_path: Path, attribute: str) -> None:
     """The error of --like says that every name is the prefix plus yours; the option that it names makes a file that loads."""
     source, like = saved(held(attribute), tmp_path / "in.pth"), saved(network(), tmp_path / "like.pth")
     command = ["convert", str(source), str(tmp_path / "out.pth"), "--like", str(like)]
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 3
+    done = ckpt(*command, code=3)
     assert f"Every name in the checkpoint is '{attribute}.' plus yours." in done.stderr
     assert f"--strip-prefix {attribute}." in done.stderr
     assert "--drop" not in done.stderr
-    assert CliRunner().invoke(main, [*command, "--strip-prefix", f"{attribute}."]).exit_code == 0
+    ckpt(*command, "--strip-prefix", f"{attribute}.")
     network().load_state_dict(torch.load(tmp_path / "out.pth"))
 
 
@@ -77,12 +74,12 @@ def test_a_prefix_that_is_in_the_names_too(tmp_path: Path) -> None:
     inner = nn.ModuleDict({"model": network(), "head": nn.Linear(2, 2)})
     source, like = saved(nn.ModuleDict({"model": inner}), tmp_path / "in.pth"), saved(inner, tmp_path / "like.pth")
     command = ["convert", str(source), str(tmp_path / "out.pth"), "--like", str(like)]
-    said = CliRunner().invoke(main, command).stderr
+    said = ckpt(*command, code=3).stderr
     option = said[said.index("--strip-prefix") :].partition(" too")[0]
-    assert CliRunner().invoke(main, [*command, *shlex.split(option)]).exit_code == 0, option
+    ckpt(*command, *shlex.split(option))
     inner.load_state_dict(torch.load(tmp_path / "out.pth"))
     (finding,) = [row for row in ckpt_tools.inspect(source).findings if row.code == "common-prefix"]
-    assert CliRunner().invoke(main, shlex.split(finding.fix)[1:]).exit_code == 0
+    ckpt(*shlex.split(finding.fix)[1:])
     inner.load_state_dict(torch.load(tmp_path / "in.fixed.pth"))
 
 
@@ -99,11 +96,10 @@ def test_load_into_names_the_prefix(tmp_path: Path) -> None:
 def test_a_prefix_of_all_names_is_a_note(tmp_path: Path, command: str) -> None:
     """inspect and check find it, the exit code stays 0, and the command that is shown mends it."""
     source = saved(held("backbone"), tmp_path / "in.pth")
-    done = CliRunner().invoke(main, [command, str(source)])
-    assert done.exit_code == 0
+    done = ckpt(command, source)
     assert "info [common-prefix]: every name starts with backbone." in done.stdout
     fix = next(line.strip() for line in done.stdout.splitlines() if "--strip-prefix" in line)
-    assert CliRunner().invoke(main, shlex.split(fix)[1:]).exit_code == 0
+    ckpt(*shlex.split(fix)[1:])
     network().load_state_dict(torch.load(tmp_path / "in.fixed.pth"))
 
 
@@ -112,17 +108,18 @@ def test_lightnings_own_attribute(tmp_path: Path) -> None:
     state = {"state_dict": held("my_encoder").state_dict(), "epoch": 1, "pytorch-lightning_version": "2.5.0"}
     torch.save(state, tmp_path / "in.ckpt")
     (finding,) = [row for row in ckpt_tools.inspect(tmp_path / "in.ckpt").findings if row.code == "common-prefix"]
-    assert CliRunner().invoke(main, shlex.split(finding.fix)[1:]).exit_code == 0
+    ckpt(*shlex.split(finding.fix)[1:])
     network().load_state_dict(torch.load(tmp_path / "in.fixed.ckpt"))
 
 
 def test_what_is_no_prefix(tmp_path: Path) -> None:
     """Parts that a model has anyway, wrappers, and names that meet by chance are not called one."""
-    for names in (["layers.0.w", "layers.1.w"], ["model.w"], ["model.a", "head.b"], ["model", "model.a"], []):
-        assert of_all(names) is None
-    assert between(["x.a", "y.b", "z.c"], ["a", "b", "c"]) is None
-    found = between(["m.a.weight", "m.b.weight"], ["a.weight", "b.weight", "head.weight"])
-    assert found is not None
-    assert (found.text, found.shorter) == ("m.", ["a.weight", "b.weight"])
+    for names in (["layers.0.w", "layers.1.w"], ["model.w"], ["model.a", "head.b"], ["odd.a", "odd.b"]):
+        torch.save(dict.fromkeys(names, torch.ones(2)), tmp_path / "in.pth")
+        assert "common-prefix" not in [row.code for row in ckpt_tools.inspect(tmp_path / "in.pth").findings]
+    torch.save(dict.fromkeys(["x.a", "y.b", "z.c"], torch.ones(2)), tmp_path / "in.pth")
+    with pytest.raises(MatchError) as caught:
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", like=dict.fromkeys("abc", torch.ones(2)))
+    assert "plus yours" not in caught.value.why
     source = saved(nn.DataParallel(held("model")), tmp_path / "in.pth")
     assert "common-prefix" not in [row.code for row in ckpt_tools.inspect(source).findings]

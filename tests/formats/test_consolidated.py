@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.torch import load_into, load_state_dict
-from tests.support.commands import main
+from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import equal
 
 State = dict[str, torch.Tensor]
 DIM, HIDDEN, WORDS = 12, 24, 36
@@ -56,13 +55,6 @@ def save(folder: Path, world: int, state: State | None = None, *, embeddings: in
     return state
 
 
-def equal(found: State, expected: State) -> bool:
-    """The same names in order, dtypes and values."""
-    return list(found) == list(expected) and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("embeddings", [0, 1])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -83,28 +75,6 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     written = torch.load(tmp_path / "out.pth", weights_only=True)
     assert written["output.weight"].data_ptr() == written["tok_embeddings.weight"].data_ptr()
-
-
-def test_every_command_takes_the_folder(tmp_path: Path) -> None:
-    """inspect, check, diff, stats, average and load code see whole tensors; one file names the command, which works."""
-    expected = save(tmp_path / "in", 2)
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(tmp_path / "in")
-    assert described.container == "consolidated"
-    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
-        name: tuple(value.shape) for name, value in expected.items()
-    }
-    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
-    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.average([tmp_path / "in", tmp_path / "model.pth"], tmp_path / "mean.pth")
-    shown = CliRunner().invoke(main, ["check", str(tmp_path / "in")])
-    assert shown.exit_code == 0, shown.output
-    part = next(row for row in ckpt_tools.inspect(tmp_path / "in" / "consolidated.01.pth").findings if row.code == "partition")
-    assert part.found == "rank 1 of 2 of Meta's model parallelism"
-    assert f"ckpt convert {tmp_path}/in/consolidated.01.pth OUT.safetensors" in part.fix
-    model = torch.nn.ParameterDict({"norm": torch.nn.Parameter(torch.zeros(DIM))})
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "norm.pth", keep=["norm.weight"], rename=["norm.weight=norm"])
-    assert load_into(model, tmp_path / "norm.pth")
 
 
 def drop(name: str) -> Callable[[Path], None]:
@@ -139,19 +109,13 @@ QKV = "layers.0.attention.wqkv.weight"
         (drop("consolidated.03.pth"), r"wo\.weight' is not whole: 9 of its 12 columns are on ranks 0, 1, 2"),
         (change(2, lambda state: state.pop("rope.freqs")), r"Rank 2 does not have 'rope\.freqs'"),
         (change(1, lambda state: state["norm.weight"].add_(1)), r"ranks 0, 1 hold different values for 'norm\.weight'"),
-        (
-            change(1, lambda state: state.update({"norm.weight": torch.ones(3)})),
-            r"have different shapes .* 'norm\.weight'",
-        ),
+        (change(1, lambda state: state.update({"norm.weight": torch.ones(3)})), r"have different shapes .* 'norm\.weight'"),
         (
             change(1, lambda state: state.update({"output.weight": torch.ones(9, 5)})),
             r"'output\.weight' is \[9, 5\] on rank 1, and \[9, 12\] on rank 0",
         ),
         (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on rank 1"),
-        (
-            change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))),
-            "something else than one mapping",
-        ),
+        (change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))), "something else than one mapping"),
         (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
     ],
 )
@@ -182,18 +146,6 @@ def test_a_name_that_is_not_known(tmp_path: Path) -> None:
     for rank in range(2):
         change(rank, lambda state: state.update({"layers.0.extra.weight": torch.ones(5, DIM // 2)}))(tmp_path / "in")
     assert load_state_dict(tmp_path / "in")["layers.0.extra.weight"].shape == (5, DIM)
-
-
-def test_one_part_alone(tmp_path: Path) -> None:
-    """A part without the others is said to be one, and is not a model."""
-    save(tmp_path, 2)
-    (tmp_path / "consolidated.00.pth").unlink()
-    one = tmp_path / "consolidated.01.pth"
-    assert "partition" in [row.code for row in ckpt_tools.inspect(one).findings]
-    with pytest.raises(PartError, match="rank 1 of 2"):
-        load_state_dict(one)
-    with pytest.raises(PartError, match=r"missing: rank 0\."):
-        load_state_dict(tmp_path)
 
 
 def test_one_file_under_two_names(tmp_path: Path) -> None:

@@ -1,32 +1,21 @@
 """A folder of DeepSpeed ZeRO becomes one checkpoint, equal to what was cut, or an error names what does not fit."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.formats.parts.zero.patterns import Patterns
-from ckpt_tools.io.content import Joined
-from ckpt_tools.torch import load, load_state_dict
-from tests.support.commands import main
-from tests.support.trees import entry_at
+from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import equal
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-
-
-def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two state dicts have the same names in order, dtypes and values."""
-    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-    return list(found) == list(expected) and same
 
 
 @pytest.mark.parametrize("name", ["z1-fp32", "z3-bf16"])
@@ -135,50 +124,6 @@ def test_training_moves_on(tmp_path: Path) -> None:
     assert {*found["optimizer"]} == {"state", "param_groups"}
 
 
-def test_every_command_takes_the_folder(tmp_path: Path) -> None:
-    """inspect, check, diff, stats and load code see whole tensors; convert writes every container; the rest is named."""
-    save_zero(tmp_path / "in", trained(), 3, 3)
-    torch.save(trained().whole, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(tmp_path / "in")
-    assert (described.container, described.part) == ("deepspeed", None)
-    assert [(row["name"], tuple(row["shape"])) for row in described.tensors] == [
-        (name, tuple(value.shape)) for name, value in trained().whole.items()
-    ]
-    assert "`select` takes optimizer" in next(row for row in described.findings if row.code == "beside-the-weights").found
-    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
-    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
-    digests, whole = (ckpt_tools.check(tmp_path / name, digest=True).digests for name in ("in", "model.pth"))
-    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
-    assert equal(load(tmp_path / "in"), trained().whole)
-    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
-        ckpt_tools.convert(tmp_path / "in", tmp_path / name, **options)  # type: ignore[arg-type]
-        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
-    for command in ("inspect", "check"):
-        shown = CliRunner().invoke(main, [command, str(tmp_path / "in")])
-        assert shown.exit_code == 0, shown.output
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranges_stay_ranges(stage: int, tmp_path: Path) -> None:
-    """A weight is copied out of the ranks' files as it lies there; nothing is put together in memory."""
-    save_zero(tmp_path, trained(), stage, 3)
-    with open_checkpoint(tmp_path) as checkpoint:
-        content = entry_at(checkpoint.root, "emb.weight").storage.content
-        assert isinstance(content, Joined)
-        assert len(content.parts) == 3
-
-
-def test_one_file_names_the_command(tmp_path: Path) -> None:
-    """`inspect` of one file says what part it is, and the command that is shown works."""
-    tag = save_zero(tmp_path / "in", trained(torch.bfloat16), 2, 2)
-    for name, text in ((MODEL, "the 16-bit weights"), (f"bf16_{OPTIMIZER.format(1)}", "one process's part")):
-        finding = next(row for row in ckpt_tools.inspect(tag / name).findings if row.code == "partition")
-        assert text in finding.found
-        assert finding.fix.endswith(f"All 2 parts are here; they become one: ckpt convert {tag / name} OUT.safetensors")
-        ckpt_tools.convert(tag / name, tmp_path / "out.safetensors", overwrite=True)
-        assert equal(load_state_dict(tmp_path / "out.safetensors"), trained(torch.bfloat16).whole)
-
-
 # --- which folder
 
 
@@ -244,21 +189,6 @@ def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
     expect_refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
 
 
-def test_a_number_of_ranks_that_nobody_has(tmp_path: Path) -> None:
-    """A file that claims any number of ranks costs no time."""
-    tag = save_zero(tmp_path / "in", trained(), 1, 1)
-    edit(tag / OPTIMIZER.format(0), lambda saved: saved["optimizer_state_dict"].update(partition_count=10**15))
-    expect_refused(tmp_path / "in", "1000000000000000 files .* missing: 999999999999999")
-
-
-def test_a_model_file_is_missing(tmp_path: Path) -> None:
-    """Under stage 3 that of a rank, under the others the one that says the names."""
-    (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    expect_refused(tmp_path / "three", r"model_states.pt, one a rank; missing: rank 2")
-    (save_zero(tmp_path / "two", trained(), 2, 3) / MODEL).unlink()
-    expect_refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
-
-
 def test_a_rank_is_there_twice(tmp_path: Path) -> None:
     """Two files for one rank are no guess, whatever their prefix."""
     tag = save_zero(tmp_path / "in", trained(), 1, 2)
@@ -301,19 +231,6 @@ def test_sizes_that_do_not_add_up(stage: int, count: int, tmp_path: Path) -> Non
     tag = save_zero(tmp_path / "in", trained(), stage, 3)
     edit(tag / OPTIMIZER.format(1), lambda saved: saved["optimizer_state_dict"][key].__setitem__(0, torch.ones(count)))
     expect_refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
-
-
-def test_names_of_another_model(tmp_path: Path) -> None:
-    """Shapes that need more than the ranks hold, and a frozen weight whose parts are too short."""
-    tag = save_zero(tmp_path / "two", trained(), 2, 2)
-    edit(tag / MODEL, lambda saved: saved["param_shapes"][0].update({"emb.weight": torch.Size((99, 7))}))
-    expect_refused(tmp_path / "two", "do not add up")
-    tag = save_zero(tmp_path / "three", trained(), 3, 2)
-    edit(tag / "zero_pp_rank_1_mp_rank_00_model_states.pt",
-         lambda saved: saved["frozen_param_fragments"].update({"frozen.weight": torch.zeros(3)}))  # fmt: skip
-    expect_refused(
-        tmp_path / "three", r"frozen weight 'frozen.weight' does not add up: rank 1 holds 3 elements; it should be 11"
-    )
 
 
 @pytest.mark.parametrize(("name", "text"), [
@@ -421,17 +338,6 @@ def test_tensor_parallel_ranks_that_disagree(tmp_path: Path) -> None:
         with pytest.raises(PartError, match=r"mp_rank_00, mp_rank_01 hold different values for 'scale'"):
             ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select=select)
     assert "parts-disagree" in [row.code for row in ckpt_tools.check(tmp_path / "in").findings]
-
-
-@pytest.mark.parametrize(("pattern", "name", "fits"), [
-    (r"^a\.b$", "a.b", True), (r"^a\.b$", "a.bc", False), (r"a\.b", "a.bc", True), (r"a.b", "axb", True),
-    (r"\d+.norm", "12.norm.weight", True), (r"\d+.norm", "x.norm", False), (r".*norm$", "a.norm", True),
-    (r".*norm$", "a.norm.b", False), ("a*b", "b", True), ("a+b", "b", False), ("", "anything", True),
-    ("a" * 500 + "$", "a" * 500, True), (".*" * 100 + "x$", "a" * 5000, False),
-])  # fmt: skip
-def test_patterns(pattern: str, name: str, fits: bool) -> None:
-    """Fit as `re.match` says, also where that would take forever."""
-    assert Patterns([pattern]).fit(name) is fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,13 +16,7 @@ from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    LimitError,
-    ObjectsError,
-    TensorError,
-    ZipError,
-)
+from ckpt_tools.errors import CkptError, LimitError, TensorError, ZipError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import main
 from tests.support.graphs import assert_same
@@ -107,14 +101,6 @@ def test_what_stays_behind_is_said(program: Path, tmp_path: Path) -> None:
     assert [row.code for row in ckpt_tools.check(program).findings] == ["weights-only-refused", "exported-program"]
     shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
     assert [json.loads(line)["path"] for line in shown.stdout.splitlines()] == [str(program)]
-
-
-@pytest.mark.parametrize("objects", [None, "keep", "drop"])
-def test_a_program_is_not_converted_unasked(program: Path, tmp_path: Path, objects: Any) -> None:
-    """convert keeps no graph: it says so, and what to ask for."""
-    with pytest.raises(ObjectsError, match="an exported program") as caught:
-        ckpt_tools.convert(program, tmp_path / "out.pth", objects=objects)
-    assert "objects='plain'" in caught.value.fix
 
 
 def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:
@@ -211,12 +197,6 @@ def test_pickled_weights_alone_follow_their_own_byte_order(program: Path) -> Non
     expected = torch.load(io.BytesIO(_saved(b"big")))
     assert not torch.equal(expected, torch.arange(3.0))
     assert torch.equal(load_state_dict(path)["view"], expected)
-
-
-def test_what_is_odd_about_a_pickled_weight_is_told(program: Path) -> None:
-    """A warning about it names its record."""
-    found = ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved() + b"more"))
-    assert any(row.code == "trailing-bytes" and row.found.endswith("weight_99") for row in found.findings)
 
 
 def test_a_pickle_is_the_bytes_of_one_weight(program: Path) -> None:

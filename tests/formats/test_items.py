@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, PartError, UnsupportedContainerError
 from ckpt_tools.torch import load_state_dict
+from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 
 GENUINE = FIXTURES / "torch_checkpointing" / "fsdp2"
@@ -221,7 +223,6 @@ def test_another_metadata_pkl_makes_no_items(tmp_path: Path) -> None:
     for number in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"epoch_{number}.pt")
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"labels": ["a"]}))
-    from ckpt_tools.operations.in_folders import find_checkpoints
-
-    assert {path.name for path in find_checkpoints(tmp_path).checkpoints} >= {"epoch_0.pt", "epoch_1.pt"}
+    shown = [json.loads(line)["path"] for line in ckpt("inspect", tmp_path, "--json").stdout.splitlines()]
+    assert {Path(path).name for path in shown} >= {"epoch_0.pt", "epoch_1.pt"}
     assert ckpt_tools.inspect(tmp_path / "epoch_0.pt").part is None

@@ -19,14 +19,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    NotACheckpointError,
-    NothingMatchedError,
-    ObjectsError,
-    PartError,
-)
-from ckpt_tools.render.text import loading_row
+from ckpt_tools.errors import ContainerLimitError, NotACheckpointError, ObjectsError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same
 from tests.support.samples import FIXTURES
@@ -202,18 +195,6 @@ def test_the_files_of_a_hugging_face_trainer(tmp_path: Path, classes: Callable[.
     with pytest.raises(NotACheckpointError) as above:
         ckpt_tools.inspect(FIXTURES / "parts")
     assert above.value.fix == "Name a checkpoint in it: consolidated, dcp, fsdp-tp, fsdp2."
-
-
-def test_what_loads_a_folder_of_ranks() -> None:
-    """Files that torch.load takes one by one are not said to be refused by it."""
-    weights_only = ckpt_tools.inspect(FIXTURES / "parts" / "consolidated").weights_only
-    assert loading_row(weights_only) == ("loads with", "torch.load, one rank's part each")
-
-
-def test_select_of_a_state_dict_at_the_root(tmp_path: Path) -> None:
-    """A selection that matches nothing says where the tensors are."""
-    with pytest.raises(NothingMatchedError, match="at the root"):
-        ckpt_tools.convert(FIXTURES / "single.pth", tmp_path / "out.pth", select="model")
 
 
 def test_deepspeed_zero_is_said_to_be_a_part(tmp_path: Path, classes: Callable[..., type]) -> None:

@@ -13,6 +13,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, PartError, UsageError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import main
+from tests.support.graphs import equal
 
 State = dict[str, torch.Tensor]
 PARTS: list[State] = [{"b.w": torch.arange(6.0).view(2, 3)}, {"a.w": torch.ones(3), "c.w": torch.zeros(2)}]
@@ -28,31 +29,6 @@ def shards(folder: Path, suffix: str = ".safetensors", parts: list[State] = PART
         else:
             torch.save(part, path)
     return {name: value for part in parts for name, value in part.items()}
-
-
-def equal(found: State, expected: State) -> bool:
-    """The same names in order with the same values."""
-    return list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_every_command_takes_the_folder(suffix: str, tmp_path: Path) -> None:
-    """All shards together are the checkpoint, with a note that names the command for the index."""
-    folder = tmp_path / "in"
-    expected = shards(folder, suffix)
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(folder)
-    assert described.container == "sharded"
-    note = next(row for row in described.findings if row.code == "no-index")
-    assert (note.found, note.fix) == ("the index of the 2 shards is missing; all of them are here", f"ckpt repair {folder}")
-    assert equal(load_state_dict(folder), expected)
-    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
-    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.convert(folder, tmp_path / "out.pth")
-    assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
-    shown = CliRunner().invoke(main, ["check", str(folder)])
-    assert shown.exit_code == 1, shown.output  # other programs do not load it
-    assert "00002-of" not in shown.output
 
 
 @pytest.mark.parametrize(("suffix", "stem"), [(".safetensors", "model"), (".bin", "pytorch_model")])
@@ -143,9 +119,3 @@ def test_what_is_no_one_checkpoint(spoil: object, kind: type[CkptError], text: s
     spoil(tmp_path)  # type: ignore[operator]
     with pytest.raises(kind, match=text):
         load_state_dict(tmp_path)
-
-
-def test_one_shard_stays_a_file(tmp_path: Path) -> None:
-    """A shard that is named holds whole tensors, and is read alone, as beside an index."""
-    shards(tmp_path)
-    assert [*load_state_dict(tmp_path / "model-00001-of-00002.safetensors")] == ["b.w"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_state_dict
-from tests.support.commands import main
+from tests.support.graphs import equal
 from tests.support.samples import FIXTURES
 
 State = dict[str, torch.Tensor]
@@ -99,13 +98,6 @@ def save(
     return state
 
 
-def equal(found: State, expected: State) -> bool:
-    """The same names in order, dtypes and values."""
-    return list(found) == list(expected) and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
-
-
 def merged(folder: Path) -> State:
     """What comes out."""
     return {name: value for name, value in load_state_dict(folder, select="model").items() if "_extra_state" not in name}
@@ -151,28 +143,6 @@ def test_experts(tp: int, pp: int, ep: int, tmp_path: Path) -> None:
     found = merged(tmp_path)
     assert {*found} == {*expected}
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_every_command_takes_the_folder(tmp_path: Path) -> None:
-    """inspect, check, diff, stats and convert see whole tensors; args then say one part; one file names the command."""
-    expected = save(tmp_path / "in" / "iter_0000002", 2, 2)
-    (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2")
-    torch.save({"model": expected}, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(tmp_path / "in")
-    assert described.container == "megatron"
-    assert described.part is None
-    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth", select="model").same
-    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
-    written = torch.load(tmp_path / "out.pth", weights_only=False)
-    assert written["args"].tensor_model_parallel_size == written["args"].pipeline_model_parallel_size == 1
-    assert ckpt_tools.inspect(tmp_path / "out.pth").part is None
-    shown = CliRunner().invoke(main, ["check", str(tmp_path / "in")])
-    assert "megatron" in shown.output
-    assert "mp_rank_01_001" not in shown.output
-    one = tmp_path / "in" / "iter_0000002" / "mp_rank_00_001" / "model_optim_rng.pt"
-    finding = next(row for row in ckpt_tools.inspect(one).findings if row.code == "partition")
-    assert f"ckpt convert {one} OUT.safetensors" in finding.fix
 
 
 def test_tied_embeddings_in_a_pipeline(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import limits
@@ -33,10 +33,10 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     ZipError,
 )
-from ckpt_tools.torch import load_into, load_state_dict
+from ckpt_tools.torch import load_state_dict
 from tests.hostile.refusals import expect_refused, write
 from tests.support.commands import main
-from tests.support.containers import Net, state
+from tests.support.containers import state
 from tests.support.rank_files import fsdp2, save_ranks
 from tests.support.samples import FIXTURES
 
@@ -101,24 +101,6 @@ def test_reads_what_is_packed(name: str, tmp_path: Path) -> None:
     assert "unpacked" in found.weights_only["reasons"][0]
 
 
-@pytest.mark.parametrize("name", ["model.pth.gz", "model.tar", "model.tar.gz"])
-def test_every_command(name: str, tmp_path: Path) -> None:
-    """convert, diff, stats, average, load_into and report take a packed file as they take the file in it."""
-    path, plain = write(tmp_path, PACKED[name][0], name), write(tmp_path, saved(), "plain.pth")
-    ckpt_tools.convert(path, tmp_path / "out.safetensors", add_prefix="m.")
-    assert {key.removeprefix("m.") for key in load_file(tmp_path / "out.safetensors")} == set(state())
-    assert ckpt_tools.diff(path, plain, values=True).same
-    assert [row.where for row in ckpt_tools.stats(path).tensors] == [row.where for row in ckpt_tools.stats(plain).tensors]
-    ckpt_tools.average([path, plain], tmp_path / "mean.pth")
-    assert torch.load(tmp_path / "mean.pth")["fc.bias"].tolist() == [-1.0, 0.5]
-    model = Net()
-    model.fc.weight.data.zero_()
-    assert load_into(model, path)
-    assert torch.equal(model.fc.weight, state()["fc.weight"])
-    shown = CliRunner().invoke(main, ["inspect", str(path)])
-    assert f"torch-zip inside {PACKED[name][1]}, model.pth" in shown.output
-
-
 def test_a_large_one_is_copied_whole(tmp_path: Path) -> None:
     """Tensors of megabytes come out of a tar and of a compressed file byte for byte, mapped or read."""
     large = {"w": torch.arange(600_000.0)}
@@ -150,14 +132,6 @@ def test_a_folder_of_shards(mode: str, tmp_path: Path) -> None:
     assert report.companions == ["config.json"]
     assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
     assert ckpt_tools.diff(path, tmp_path / "out", values=True).same
-
-
-def test_companions_of_one_file(tmp_path: Path) -> None:
-    """What lies beside the one checkpoint in a tar comes along too; folders stay, and that is said."""
-    path = write(tmp_path, gzip.compress(tar(SAGEMAKER)), "model.tar.gz")
-    report = ckpt_tools.convert(path, tmp_path / "out", shard_size="1KB")
-    assert (report.companions, report.stayed) == (["config.json"], [("code", "a folder")])
-    assert not (tmp_path / "out" / "model.pth").exists()
 
 
 def test_rank_files_in_a_tar(tmp_path: Path) -> None:
@@ -203,25 +177,6 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     expect_refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
     expect_refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
     expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
-
-
-def test_ranks_of_a_nemo_are_parts(tmp_path: Path) -> None:
-    """A .nemo with a folder for each rank holds parts: one that is named is refused as the model."""
-    path = write(tmp_path, tar({f"mp_rank_0{rank}/model_weights.ckpt": saved() for rank in range(2)}), "gpt.nemo")
-    expect_refused(path, NotACheckpointError, "holds 2 checkpoints")
-    with pytest.raises(PartError, match="one rank's part of a model of NeMo"):
-        load_state_dict(f"{path}!mp_rank_01/model_weights.ckpt")
-
-
-def test_a_file_with_that_name_comes_first(tmp_path: Path) -> None:
-    """A `!` in the name of a file that is there means nothing."""
-    assert ckpt_tools.inspect(write(tmp_path, saved(), "a!b.pth")).totals["tensors"] == 3
-
-
-def test_what_holds_no_tensors_is_not_chosen_between(tmp_path: Path) -> None:
-    """`training_args.bin` of a trainer beside the model is no second checkpoint."""
-    path = write(tmp_path, tar({"training_args.bin": saved({"lr": 0.1}), "model.pth": saved()}), "run.tar")
-    assert (ckpt_tools.inspect(path).packed or {})["member"] == "model.pth"
 
 
 # --- safety
@@ -312,17 +267,6 @@ def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
         ckpt_tools.inspect(path)
     assert "limits.raised(inflated=" in caught.value.fix
     assert ckpt_tools.inspect(path).totals["tensors"] == 3
-
-
-def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is an error that names the way out."""
-    path = write(tmp_path, gzip.compress(saved()), "m.gz")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("ckpt_tools.io.in_place.journal.write_all", full)
-    expect_refused(path, LimitError, "No space left", "set TMPDIR")
 
 
 def test_repair_and_edits_in_place_say_the_way_out(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ckpt_tools import inspect, scan
-from ckpt_tools.formats.programs.harm import is_size
 
 EVIL = "__import__('os').system('id')"
 KEY = b'"expr_str"'
@@ -49,10 +48,10 @@ def changed(
     return out
 
 
-def evil(data: bytes, key: bytes = KEY) -> bytes:
+def evil(data: bytes, key: bytes = KEY, text: str = EVIL) -> bytes:
     """A graph with a text for every size that runs a program."""
     parts = data.split(KEY + b": ")
-    return parts[0] + b"".join(key + b": " + json.dumps(EVIL).encode() + part[part.index(b'"', 1) + 1 :] for part in parts[1:])
+    return parts[0] + b"".join(key + b": " + json.dumps(text).encode() + part[part.index(b'"', 1) + 1 :] for part in parts[1:])
 
 
 def test_a_program_of_sizes_needs_code(program: Path) -> None:
@@ -99,26 +98,19 @@ def test_compiled_code(program: Path, tmp_path: Path) -> None:
     assert [where for where, _ in scan(path)[0].safety.calls] == ["model/data/aotinductor/model/a.wrapper.so"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Symbol('s77', positive=True, integer=True)", "s0", "2*s0 + 1", "-s0//2", "FloorDiv(s0, 2)", "Max(1, s0)", "u0 >= 0",
-        "Eq(Mod(s0, 2), 0) & ~(s1 < 3)", "floor(0.5*s0)", "True", "int_oo", "Float('0.5', precision=53)", "zuf0 | u12",
-        "Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(-1))", "OpaqueUnaryFn_sqrt(ToFloat(s0))",
-    ],
-)  # fmt: skip
-def test_sizes(text: str) -> None:
-    """Sizes as torch and sympy print them, old and new."""
-    assert is_size(text)
+SIZES = [
+    "Symbol('s77', positive=True, integer=True)", "s0", "2*s0 + 1", "-s0//2", "FloorDiv(s0, 2)", "Max(1, s0)", "u0 >= 0",
+    "Eq(Mod(s0, 2), 0) & ~(s1 < 3)", "floor(0.5*s0)", "True", "int_oo", "Float('0.5', precision=53)", "zuf0 | u12",
+    "Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(-1))", "OpaqueUnaryFn_sqrt(ToFloat(s0))",
+]  # fmt: skip
+OTHERS = [
+    EVIL, "eval('x')", "eval ('x')", "open('x', 'w')", "(eval)('x')", "s0.func", "Symbol('s0').func", "(lambda: s0)()",
+    "[s0]", "Symbol('s0')('x')", "Add(exec, s0)", "'x'('y')", "exec", "S('open(1)')", "s0; s1", "A__b", "F'{s0}'",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        EVIL, "eval('x')", "eval ('x')", "open('x', 'w')", "(eval)('x')", "s0.func", "Symbol('s0').func", "(lambda: s0)()",
-        "[s0]", "Symbol('s0')('x')", "Add(exec, s0)", "'x'('y')", "exec", "S('open(1)')", "s0; s1", "A__b", "F'{s0}'",
-    ],
-)  # fmt: skip
-def test_other_texts(text: str) -> None:
-    """What could reach a function of Python's is not a size."""
-    assert not is_size(text)
+@pytest.mark.parametrize("text", [*SIZES, *OTHERS])
+def test_sizes_and_other_texts(text: str, program: Path, tmp_path: Path) -> None:
+    """Sizes as torch and sympy print them, old and new, need code; what could reach a function of Python's is dangerous."""
+    path = changed(program, tmp_path / "model.pt2", lambda data: evil(data, text=text))
+    assert scan(path)[0].verdict == ("needs-code" if text in SIZES else "dangerous")

@@ -8,41 +8,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
-from ckpt_tools.errors import FolderError, PartError, TensorError
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.io.content import Joined
-from ckpt_tools.torch import load, load_into, load_state_dict
+from ckpt_tools.errors import FolderError, PartError
+from ckpt_tools.torch import load_into, load_state_dict
 from tests.support.commands import main
-from tests.support.rank_files import (
-    Net,
-    State,
-    fsdp1,
-    fsdp2,
-    fsdp_tp,
-    hsdp,
-    net,
-    rank_of,
-    save_ranks,
-    sharded,
-    tp,
-)
-from tests.support.trees import entry_at
+from tests.support.graphs import equal
+from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
 
 Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
 CASES = [
     *((cut, world) for cut in (fsdp1, fsdp2, hsdp, tp, fsdp_tp) for world in (1, 2, 3, 4)),
     (fsdp2, 16), (fsdp_tp, 8),  # more ranks than rows
 ]  # fmt: skip
-
-
-def equal(found: Mapping[str, torch.Tensor], expected: State) -> bool:
-    """Whether two state dicts have the same names in order, dtypes and values."""
-    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-    return list(found) == list(expected) and same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,32 +53,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_every_command_takes_the_folder(folder: Path, tmp_path: Path) -> None:
-    """inspect, check, diff, stats, average, match and load code see the whole tensors; convert writes every container."""
-    expected = net().state_dict()
-    torch.save(expected, tmp_path / "model.pth")
-    described = ckpt_tools.inspect(folder)
-    assert described.container == "rank-files"
-    assert described.part is None
-    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
-        name: tuple(value.shape) for name, value in expected.items()
-    }
-    assert described.tied == [["emb.weight", "head.weight"]]
-    digests, whole = (ckpt_tools.check(path, digest=True).digests for path in (folder, tmp_path / "model.pth"))
-    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
-    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
-    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
-    ckpt_tools.average([folder, tmp_path / "model.pth"], tmp_path / "mean.pth")
-    assert ckpt_tools.diff(tmp_path / "mean.pth", tmp_path / "model.pth").same
-    assert load_into(Net(), folder)
-    assert equal(load(folder), expected)
-    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
-        ckpt_tools.convert(folder, tmp_path / name, **options)  # type: ignore[arg-type]
-        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
-    shown = CliRunner().invoke(main, ["check", str(folder)])
-    assert shown.exit_code == 0, shown.output
-
-
 def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     """A flipped bit in one rank's part is found, and the file named."""
     assert ckpt_tools.check(folder).records == sum(ckpt_tools.check(path).records for path in folder.iterdir())
@@ -113,22 +67,6 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     assert "not-verified" in [note.code for note in notes]  # what --verify does not do is said
     damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
     assert "rank_1.pt" in damaged[0].found
-
-
-def test_rows_stay_ranges(folder: Path) -> None:
-    """What FSDP cut by rows is copied out of the files as it lies there; nothing is put together in memory."""
-    with open_checkpoint(folder) as checkpoint:
-        content = entry_at(checkpoint.root, "emb.weight").storage.content
-        assert isinstance(content, Joined)
-        assert len(content.parts) == 3
-
-
-def test_one_file_names_the_command(folder: Path) -> None:
-    """`inspect` of one file says that it is a part, and the command that is shown works."""
-    findings = ckpt_tools.inspect(folder / "model_world_size_3_rank_1.pt").findings
-    finding = next(row for row in findings if row.code == "partition")
-    assert finding.found == "rank 1 of 3, FSDP2: 1/3 of 8 tensors, 3 are whole"
-    assert f"ckpt convert {folder}/model_world_size_3_rank_1.pt OUT.safetensors" in finding.fix
 
 
 def cut_optimizer(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
@@ -159,38 +97,6 @@ def test_optimizer_files(tmp_path: Path) -> None:
         assert all(torch.equal(merged["state"][number][key], value) for key, value in state.items())
 
 
-def test_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
-    """The error names the ranks, from the folder and from a file; check says it too."""
-    (folder / "model_world_size_3_rank_1.pt").unlink()
-    for path in (folder, folder / "model_world_size_3_rank_2.pt"):
-        with pytest.raises(PartError, match=r"one of 3 parts; missing: rank 1\."):
-            ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert ckpt_tools.check(folder).verdict == "unreadable"
-    assert not (tmp_path / "out.pth").exists()
-
-
-def test_a_rank_is_there_twice(folder: Path) -> None:
-    """Two names for one rank are no guess."""
-    (folder / "model_world_size_3_rank_01.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
-    with pytest.raises(PartError, match=r"rank_1\.pt' are parts of ranks that have a file already"):
-        ckpt_tools.inspect(folder)
-
-
-def test_a_rank_under_another_name(folder: Path) -> None:
-    """A file that says by its content that it is another rank's."""
-    (folder / "model_world_size_3_rank_2.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
-    with pytest.raises(PartError, match="it is rank 2's, and holds the part of rank 1"):
-        ckpt_tools.inspect(folder)
-
-
-def test_another_world(folder: Path, tmp_path: Path) -> None:
-    """A file of a job with more ranks is told by its mesh."""
-    save_ranks(tmp_path / "four", fsdp2, 4)
-    (folder / "model_world_size_3_rank_1.pt").write_bytes((tmp_path / "four" / "model_world_size_4_rank_1.pt").read_bytes())
-    with pytest.raises(PartError, match="on rank 1 is of a job of 4 ranks; here are files of 3"):
-        ckpt_tools.inspect(folder)
-
-
 def test_another_step(tmp_path: Path) -> None:
     """Tensors that every rank has whole must be equal; a step that differs is said before a byte is read."""
 
@@ -208,33 +114,6 @@ def test_another_step(tmp_path: Path) -> None:
     save_ranks(tmp_path / "c", lambda model, rank, world: {"model": fsdp2(model, rank, world), "step": 7, "host": rank}, 2)
     assert "parts-differ" in [note.code for note in ckpt_tools.convert(tmp_path / "c", tmp_path / "c.pth").notes]
     assert torch.load(tmp_path / "c.pth", weights_only=True)["step"] == 7
-
-
-def test_replicas_must_agree(tmp_path: Path) -> None:
-    """HSDP's two groups hold the same; where they do not, the ranks and the tensor are named."""
-
-    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-        state = hsdp(model, rank, world)
-        if rank == 3:
-            with torch.no_grad():
-                state["a.weight"]._local_tensor.add_(1)
-        return state
-
-    save_ranks(tmp_path / "in", cut, 4)
-    with pytest.raises(PartError, match=r"The ranks 1, 3 hold different values for 'a\.weight'"):
-        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
-    checked = ckpt_tools.check(tmp_path / "in")
-    assert [row.code for row in checked.findings if row.severity == "problem"] == ["parts-disagree"]
-    assert not (tmp_path / "out.pth").exists()
-
-
-def test_other_tensors_on_a_rank(tmp_path: Path) -> None:
-    """A name that a rank does not have is said with the rank."""
-    save_ranks(tmp_path, lambda model, rank, world: {
-        name: value for name, value in fsdp2(model, rank, world).items() if rank == 0 or name != "a.bias"
-    }, 2)  # fmt: skip
-    with pytest.raises(PartError, match=r"Rank 1 does not have 'a\.bias'"):
-        ckpt_tools.inspect(tmp_path)
 
 
 def test_sums_and_flat_rows_are_refused(tmp_path: Path) -> None:
@@ -306,48 +185,6 @@ def test_a_tensor_that_is_all_that_a_rank_has(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in" / "model_world_size_2_rank_1.pt")
     with pytest.raises(PartError, match="does not have"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "part.pth", partial=True)
-
-
-def test_boxes_that_overlap(tmp_path: Path) -> None:
-    """Ranks that hold overlapping boxes, of which a hostile folder could show either, are refused."""
-
-    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-        made = sharded(torch.arange(8.0), rank, world)
-        box = made._metadata.shards_metadata[rank]
-        if rank == 1:
-            box.shard_offsets[0] = made._local_shards[0].metadata.shard_offsets[0] = 2
-        return {"w.weight": made}
-
-    save_ranks(tmp_path, cut, 2)
-    with pytest.raises(TensorError, match=r"Two chunks of 'w\.weight' overlap"):
-        ckpt_tools.inspect(tmp_path)
-
-
-def test_a_shard_outside_of_its_tensor(tmp_path: Path) -> None:
-    """A box that reaches over the tensor's end is no place."""
-
-    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-        made = sharded(torch.arange(8.0), rank, world)
-        made._metadata.shards_metadata[1].shard_offsets[0] = 1 << 40
-        return {"w.weight": made}
-
-    save_ranks(tmp_path, cut, 2)
-    with pytest.raises(PartError, match="cannot be placed"):
-        ckpt_tools.inspect(tmp_path)
-
-
-@pytest.mark.parametrize("state", [
-    {"_rank": 5}, {"_coordinate_on_dim": (7,)}, {"_flatten_rank_map": (0, 0)}, {"_flatten_rank_map": ()}, {"_layout": None},
-    {"_coordinate_on_dim": (-1,)}, {"_rank_map": 3, "_flatten_rank_map": None}, {"_coordinate_on_dim": ((),)},
-])  # fmt: skip
-def test_meshes_that_cannot_be(state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh with impossible ranks, sizes or coordinates is an error of ours, and never a guess."""
-    plain = DeviceMesh.__getstate__
-    monkeypatch.setattr(DeviceMesh, "__getstate__", lambda mesh: {**plain(mesh), **state})
-    save_ranks(tmp_path, fsdp2, 2)
-    with pytest.raises(PartError):
-        ckpt_tools.inspect(tmp_path)
-    assert "cannot be placed" in ckpt_tools.inspect(tmp_path / "model_world_size_2_rank_1.pt").findings[0].found
 
 
 # --- FSDP1's LOCAL_STATE_DICT

@@ -1,6 +1,5 @@
 """One rank's part of a model is named as such and never passes for the model; what is whole on a rank is read."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -9,32 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 import ckpt_tools
-from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.parts.rank_parts import Placement, box_at, cut_order
-from ckpt_tools.torch import (
-    load,
-    load_into,
-    load_state_dict,
-    save,
-)
-from tests.support.commands import main
-from tests.support.rank_files import (
-    Net,
-    fsdp1,
-    fsdp2,
-    fsdp_tp,
-    hsdp,
-    net,
-    rank_of,
-    save_ranks,
-    tp,
-)
+from ckpt_tools.errors import PartError
+from ckpt_tools.torch import load, load_into, load_state_dict, save
+from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, tp
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"FSDP1": fsdp1, "FSDP2": fsdp2, "HSDP": hsdp, "TP": tp, "FSDP2 x TP": fsdp_tp}
@@ -126,20 +107,6 @@ def test_inspect_and_check_name_the_part(family: str, found: str, parts: dict[st
     assert row["bytes"] == sum(4 * rows * columns for rows, columns in sizes)
 
 
-def test_the_page_shows_local_and_whole_shapes(parts: dict[str, Path]) -> None:
-    """`ckpt inspect` shows both shapes, and an exit code of 3 stands for every refusal on the command line."""
-    page = CliRunner().invoke(main, ["inspect", "--flat", str(parts["FSDP2"])])
-    assert page.exit_code == 0
-    assert "1x7 of 13x7" in page.output
-    assert "rank 3 of 4, FSDP2: not a model by itself" in page.output
-    told = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(parts["TP"])]).output)
-    placed = next(row["part"] for row in told["tensors"] if row["name"] == "b.weight")
-    assert placed["placements"] == ["Shard(1)"]
-    assert placed["mesh"] == {"shape": [4], "names": ["tp"]}
-    refused = CliRunner().invoke(main, ["convert", str(parts["FSDP2"]), "out.pth", "--objects", "plain"])
-    assert refused.exit_code == 3
-
-
 def test_names_of_a_part_change_in_place(parts: dict[str, Path], tmp_path: Path) -> None:
     """An edit in place that keeps the records keeps the part a part; repair writes it as one too."""
     path = tmp_path / "part.pt"
@@ -192,12 +159,6 @@ def test_replicated_tensors_are_read(tmp_path: Path) -> None:
     assert torch.equal(made, torch.arange(6.0).view(2, 3))
 
 
-def test_sums_are_refused(tmp_path: Path) -> None:
-    """A tensor that is the sum of what the ranks have is nobody's, whole as it looks."""
-    with pytest.raises(PartError, match="not added up"):
-        load_state_dict(place(tmp_path / "a.pt", torch.ones(2, 3), [Partial()]))
-
-
 def old_state(mesh: DeviceMesh) -> dict[str, Any]:
     """What torch 2.4 to 2.8 pickle of a mesh."""
     coordinate = mesh.get_coordinate()
@@ -225,28 +186,6 @@ def test_meshes_of_older_torch(family: str, listed: bool, tmp_path: Path, monkey
         ]
         assert old.part is not None
         assert (old.part["family"], old.part["rank"]) == (family, rank)
-
-
-def test_a_rank_that_lies_about_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinate that is not the rank's, and a local tensor that does not fit its place, are said and refused."""
-    monkeypatch.setattr(DeviceMesh, "__getstate__", lambda mesh: old_state(mesh) | {"_coordinate_on_dim": [0]})
-    save_ranks(tmp_path, fsdp2, 2)
-    path = tmp_path / "model_world_size_2_rank_1.pt"
-    found = ckpt_tools.inspect(path).findings[0]
-    assert "A DTensor of shape [13, 7] holds [6, 7] on rank 0" in found.found
-    with pytest.raises(PartError, match="cannot be placed"):
-        load_state_dict(path)
-
-
-def test_the_order_of_cuts() -> None:
-    """A strided dimension cuts what those to its right have cut; one whose factor fits none of them is refused."""
-    rows = [Placement("strided", 0, 2), Placement("shard", 0)]
-    assert cut_order((2, 2), rows) == [1, 0]
-    boxes = [box_at((13,), (2, 2), rows, (fsdp, tp)) for fsdp in range(2) for tp in range(2)]
-    assert boxes == [((0,), (4,)), ((7,), (3,)), ((4,), (3,)), ((10,), (3,))]
-    assert cut_order((2, 2, 3), [Placement("shard", 0), Placement("replicate"), Placement("shard", 1)]) == [2, 0]
-    with pytest.raises(TensorError, match="cut in a way"):
-        cut_order((2, 2), [Placement("strided", 0, 3), Placement("shard", 0)])
 
 
 def test_a_job_saves_and_loads(tmp_path: Path) -> None:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import os
-import pickle as python_pickle
 import struct
-import subprocess
-import sys
-from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +12,11 @@ from hypothesis import assume, given
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.stream import FilePart, Pickles
 from tests.formats.test_oracle import assert_lists, described, loads_weights_only
-from tests.hostile.pickles import (
-    BUILD,
-    FALSE,
-    ORDERED_DICT,
-    call,
-    dict_of,
-    glob,
-    put,
-    sizes,
-    tensor,
-    tuple_of,
-)
+from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, put, sizes, tensor, tuple_of
 from tests.hostile.pickles import get as recall
-from tests.support.graphs import (
-    assert_same,
-    element_bytes,
-    live_tensors,
-    load_with_tags,
-)
-from tests.support.legacy import (
-    floats,
-    legacy,
-    persistent,
-    stream,
-    view_of,
-)
+from tests.support.graphs import assert_same, element_bytes, live_tensors, load_with_tags
+from tests.support.legacy import floats, legacy, persistent, stream, view_of
 from tests.support.samples import PTH, by_name, corpus
 from tests.test_properties import quick, tensors
 
@@ -98,21 +66,6 @@ def test_comes_out_as_it_went_in(path: Path, tmp_path: Path) -> None:
 
 
 @legacy_corpus
-def test_catalogue_agrees(row: dict[str, Any]) -> None:
-    """Real files: counts, dtypes, device tags, globals and oddities are those that the catalogue found by disassembling."""
-    found = described(row["path"])
-    rows = found["tensors"]
-    assert (found["container"], found["file_bytes"], len(rows)) == ("torch-legacy", row["bytes"], row["n_tensors"])
-    assert Counter(tensor["dtype"] for tensor in rows) == row["dtypes"]
-    assert Counter(tensor["device"] for tensor in rows) == row["locations"]
-    assert {name.replace("__builtin__", "builtins") for name in row["globals"]} == set(found["globals"])
-    assert len({tensor["storage"] for tensor in rows}) == row["n_storages"]
-    assert sum(not tensor["shape"] for tensor in rows) == row["oddities"].get("scalars", 0)
-    assert sum(tensor["offset"] > 0 for tensor in rows) == row["oddities"].get("nonzero_offset", 0)
-    assert found["weights_only"]["loads"] is (row["loads_weights_only"] is True)
-
-
-@legacy_corpus
 def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: Path) -> None:
     """Real files are listed as torch loads them, and come out unchanged; made plain, weights_only takes every one."""
     target, plain = tmp_path / "out.pth", tmp_path / "plain.pth"
@@ -129,63 +82,6 @@ def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: P
         before, tags = load_with_tags(row["path"], weights_only=True)
         assert_lists(row["path"], before, tags)
         assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
-
-
-def test_only_the_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect` of a legacy file of 2 GB reads less than a megabyte of it."""
-    path = tmp_path / "large.pth"
-    numel = 1 << 27
-    root = dict_of(
-        **{f"layer{index}.weight": tensor(sizes(numel), sizes(1), on=persistent(str(index), numel)) for index in range(4)}
-    )
-    head = stream(root, *((str(index), b"") for index in range(4)))
-    with path.open("wb") as file:
-        file.write(head)
-        for _ in range(4):
-            file.write(struct.pack("<q", numel))
-            file.seek(4 * numel, os.SEEK_CUR)
-        file.truncate()
-    read: list[int] = []
-    pread = Source._pread
-    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
-    found = ckpt_tools.inspect(path)
-    assert (found.file_bytes > 2**31, found.totals["bytes"]) == (True, 2**31)
-    assert sum(read) < 1 << 20
-
-
-def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
-    """A pickle longer than what is read at first."""
-    path = tmp_path / "many.pth"
-    state = {f"layer{index}.weight": torch.full((2,), float(index)) for index in range(3000)}
-    path.write_bytes(legacy(state))
-    assert path.stat().st_size > 1 << 18
-    assert_lists(path, *load_with_tags(path))
-
-
-def test_a_long_pickle_is_not_read_many_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is read of a pickle before its length is known is read again: a small part of it, and not of the file either."""
-    size, tried = 5_000_000, []
-    data = python_pickle.dumps("x" * size, 2)
-    source = tmp_path / "in.pkl"
-    source.write_bytes(data + bytes(4 * size))
-
-    def make(seen: bytes, offset: int) -> Machine:
-        tried.append(len(seen))
-        return Machine(seen, {}, lambda pid: pid, offset)
-
-    with closing(Source(source)) as opened:
-        Pickles(FilePart(opened, 0, source.stat().st_size)).load(make)
-    assert (tried[-1] >= len(data), sum(tried[:-1]) < len(data) / 4, tried[-1] < 4 * len(data)) == (True, True, True), tried
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol(protocol: int, tmp_path: Path) -> None:
-    """torch.save takes any pickle protocol."""
-    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    path.write_bytes(legacy({"a.w": torch.ones(2, 3), "epoch": 3}, pickle_protocol=protocol))
-    assert_lists(path, *load_with_tags(path))
-    ckpt_tools.convert(path, target)
-    assert_same(torch.load(path, weights_only=False), torch.load(target))
 
 
 def test_views_of_old_writers(tmp_path: Path) -> None:
@@ -305,37 +201,6 @@ def test_an_empty_storage_of_two_types(tmp_path: Path) -> None:
     assert [one.dtype for one in torch.load(target)] == [one.dtype for one in torch.load(path)]
 
 
-# --- editing
-
-
-def test_every_edit_works(training_file: Path, tmp_path: Path) -> None:
-    """Names, devices, dtypes and a selection of a legacy file come out as those of the same data in a torch-zip."""
-    source = tmp_path / "old.pth"
-    source.write_bytes(legacy(torch.load(training_file)))
-    edits: list[dict[str, Any]] = [
-        {"strip_module": True}, {"map_location": "cuda:1"}, {"dtype": "bf16"}, {"select": "model", "rename": "weight=w"},
-        {"drop": "optimizer.*"}, {"dtype": "fp16", "unwrap": True, "select": "model", "format": "safetensors"},
-    ]  # fmt: skip
-    for number, options in enumerate(edits):
-        outs = [tmp_path / f"{number}.{name}.pth" for name in ("zip", "legacy")]
-        for path, out in zip((training_file, source), outs, strict=True):
-            ckpt_tools.convert(path, out, **options)
-        if options.get("format") == "safetensors":
-            assert outs[0].read_bytes() == outs[1].read_bytes()
-        else:
-            (one, tags), (two, other) = map(load_with_tags, outs)
-            assert_same(one, two)
-            assert sorted(tags.values()) == sorted(other.values())
-
-
-def test_verify_says_that_there_is_nothing_to_check(tmp_path: Path) -> None:
-    """A legacy file carries no checksums."""
-    source = tmp_path / "in.pth"
-    source.write_bytes(legacy({"w": torch.ones(2)}))
-    report = ckpt_tools.convert(source, tmp_path / "out.pth", verify=True)
-    assert [note.code for note in report.notes] == ["no-checksums"]
-
-
 # --- writing
 
 
@@ -349,42 +214,6 @@ def test_written_files_load(path: Path, tmp_path: Path) -> None:
     assert_same(before, after)
     for (_, one), (_, two) in zip(live_tensors(before), live_tensors(after), strict=True):
         assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
-
-
-def test_frame_is_torchs(tmp_path: Path) -> None:
-    """Magic number, protocol and sys_info are the values that torch writes."""
-    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-    torch.save({"w": torch.ones(2)}, source)
-    ckpt_tools.convert(source, target, format="pth-legacy")
-    ours, theirs = io.BytesIO(target.read_bytes()), io.BytesIO(legacy({"w": torch.ones(2)}))
-    for _ in range(3):
-        assert python_pickle.load(ours) == python_pickle.load(theirs)
-
-
-def test_through_legacy_and_safetensors(tmp_path: Path) -> None:
-    """pth -> legacy -> safetensors -> pth keeps names, order, bits and ties of any tensors."""
-    source, old, middle, target = (tmp_path / name for name in ("in.pth", "old.pth", "middle.safetensors", "out.pth"))
-
-    @quick
-    @given(tensors())
-    def check(state_dict: dict[str, torch.Tensor]) -> None:
-        torch.save(state_dict, source)
-        ckpt_tools.convert(source, old, overwrite=True, format="pth-legacy")
-        loaded, tags = load_with_tags(old, weights_only=True)
-        assert_lists(old, loaded, tags)
-        assert_same(torch.load(source, weights_only=True), loaded)
-        ckpt_tools.convert(old, middle, overwrite=True)
-        ckpt_tools.convert(middle, target, overwrite=True)
-        after = torch.load(target, weights_only=True)
-        assert [(key, element_bytes(value)) for key, value in loaded.items()] == [
-            (key, element_bytes(value)) for key, value in after.items()
-        ]
-        for name in state_dict:
-            if name.startswith("tied") and loaded[name].numel():
-                original = next(key for key in loaded if loaded[key] is loaded[name])
-                assert after[name].data_ptr() == after[original].data_ptr()
-
-    check()
 
 
 def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
@@ -403,16 +232,3 @@ def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
             assert_same(loaded, torch.load(target, weights_only=True))
 
     check()
-
-
-def test_command_line(wrapped_file: Path, tmp_path: Path) -> None:
-    """`--format pth-legacy` and back through the command line."""
-    run = [sys.executable, "-m", "ckpt_tools"]
-    old, new = tmp_path / "old.pth", tmp_path / "new.pth"
-    subprocess.run(
-        [*run, "convert", wrapped_file, old, "--format", "pth-legacy", "--strip-module"], check=True, capture_output=True
-    )
-    subprocess.run([*run, "convert", old, new, "--add-module"], check=True, capture_output=True)
-    shown = subprocess.run([*run, "inspect", old], check=True, capture_output=True, text=True).stdout
-    assert "torch-legacy" in shown
-    assert_same(torch.load(wrapped_file), torch.load(new))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import nn
 import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools.errors import MatchError
-from ckpt_tools.matching import Framework, Matching, match
-from ckpt_tools.matching.params import Param
+from tests.support.flax import flax_file, keras_file
+from tests.support.matching import state_of
 from tests.support.samples import FIXTURES
 
 HERE = FIXTURES / "frameworks"
@@ -96,17 +96,13 @@ def test_flax_is_converted(tmp_path: Path) -> None:
     assert torch.equal(model.state_dict()["0.weight"], target.state_dict()["0.weight"])
 
 
-def test_a_keras_file_is_one_of_keras() -> None:
-    """The weights in a `.keras` are read as Keras's, too."""
-    pytest.importorskip("h5py")
-    report = ckpt_tools.match(HERE / "tiny.keras", like=Tiny(3, 48, 5), match="structure", select="model.weights.h5")
-    assert {row.new: row.step for row in report.matching.matched}["first.weight"] == "permute"
-
-
-def found(framework: Framework, source: Mapping[str, tuple[int, ...]], target: Mapping[str, tuple[int, ...]]) -> Matching:
-    """What is matched by structure."""
-    sides = [[Param(name, shape) for name, shape in side.items()] for side in (source, target)]
-    return match(sides[0], sides[1], stages="structure", framework=framework)
+def found(framework: str, source: Any, target: Any, match: str = "structure", **options: Any) -> Any:
+    """What is matched of a file of Flax's or Keras's; the target is shapes or a module."""
+    like = target if isinstance(target, nn.Module) else state_of(target)
+    with tempfile.TemporaryDirectory() as folder:
+        write, name = (flax_file, "in.msgpack") if framework == "flax" else (keras_file, "in.h5")
+        path = write(Path(folder, name), state_of(source))
+        return ckpt_tools.match(path, like=like, match=match, **options).matching  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +127,7 @@ def found(framework: Framework, source: Mapping[str, tuple[int, ...]], target: M
          "(1 height) width inputs multiplier -> (inputs multiplier) 1 height width"),
     ],
 )  # fmt: skip
-def test_kernels(
-    framework: Framework, source: dict[str, tuple[int, ...]], target: tuple[int, ...], step: str, axes: str
-) -> None:
+def test_kernels(framework: str, source: dict[str, tuple[int, ...]], target: tuple[int, ...], step: str, axes: str) -> None:
     """Each kind of kernel is turned as its framework keeps it, square or not."""
     wanted = {"fc.weight": target, **({"fc.bias": (4,)} if len(source) > 1 else {})}
     result = found(framework, source, wanted)
@@ -154,7 +148,7 @@ def test_kernels(
         ("flax", {"params.fc.kernel": (4, 7)}, (7, 5)),
     ],
 )
-def test_what_cannot_be_told(framework: Framework, source: dict[str, tuple[int, ...]], target: tuple[int, ...]) -> None:
+def test_what_cannot_be_told(framework: str, source: dict[str, tuple[int, ...]], target: tuple[int, ...]) -> None:
     """A layer that the file does not tell, or of other sizes, is never matched."""
     assert not found(framework, source, {"fc.weight": target}).matched
 
@@ -191,12 +185,32 @@ def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
 
 def test_a_transposed_convolution_of_a_module() -> None:
     """A live target says what its layers are: Flax's transposed kernel is turned around by any name, Keras's is not."""
-    rows: list[tuple[Framework, str, str]] = [
+    rows: list[tuple[str, str, str]] = [
         ("flax", "params.layer1.kernel", "Conv2d"), ("keras", "a.conv2d_transpose.vars.0", "Conv"),
     ]  # fmt: skip
     for framework, name, fits in rows:
-        for module in ("Conv2d", "ConvTranspose2d"):
-            target = Param("a.weight", (4, 4, 3, 3), module=module)
-            result = match([Param(name, (3, 3, 4, 4))], [target], stages="structure", framework=framework)
-            assert bool(result.matched) is module.startswith(fits)
+        for module in (nn.Conv2d, nn.ConvTranspose2d):
+            target = nn.ModuleDict({"a": module(4, 4, 3, bias=False)})
+            result = found(framework, {name: (3, 3, 4, 4)}, target)
+            assert bool(result.matched) is module.__name__.startswith(fits)
             assert all("turned around" in row.why for row in result.ambiguous)
+
+
+@pytest.mark.parametrize("framework", ["keras", "flax"])
+def test_a_map_with_its_channels_last_is_no_map_of_torch(framework: str) -> None:
+    """A dense layer behind a flatten of Keras or Flax has its numbers as height, width, channels: never a convolution's."""
+    shapes = {"conv2d.kernel": (4, 4, 3, 6), "conv2d.bias": (6,), "dense.kernel": (96, 10), "dense.bias": (10,)}
+    target = {"a.weight": (6, 3, 4, 4), "a.bias": (6,), "b.weight": (10, 6, 4, 4), "b.bias": (10,)}
+    result = found(framework, shapes, target, allow_reshape=True)
+    assert "b.weight" not in {row.new for row in result.matched}
+    assert not result.complete_with_offers
+
+
+@pytest.mark.parametrize("is_torch", [False, True], ids=["flax's own", "as torch has it"])
+def test_a_kernel_of_flax_is_compared_as_torch_has_it(is_torch: bool) -> None:
+    """A square matrix is transposed on its way to torch: once, and not at all where its numbers show that it was already."""
+    kernel = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    (row,) = found(
+        "flax", {"params.dense.kernel": kernel}, {"fc.weight": kernel if is_torch else kernel.T.contiguous()}, "values"
+    ).matched
+    assert (row.reason, row.step) == ("values", "copy" if is_torch else "transpose")

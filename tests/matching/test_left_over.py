@@ -1,21 +1,19 @@
 """What a matching leaves over: what may be left out, what goes further, and the fewest questions with their answers."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import match as command
 from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
-from ckpt_tools.matching import match
-from ckpt_tools.matching.left_over.extras import extras
-from ckpt_tools.matching.left_over.questions import questions
-from ckpt_tools.matching.params import Param
-from tests.support.commands import main
+from tests.support.commands import ckpt
+from tests.support.matching import Shapes, by_names, matched, reported
 
 
 class Net(nn.Module):
@@ -27,11 +25,6 @@ class Net(nn.Module):
         if aux:
             self.AuxLogits = nn.Sequential(nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5), nn.Linear(5, 2))
         self.last = nn.Linear(4, 2)
-
-
-def ckpt(*arguments: str | Path) -> Result:
-    """Run the command."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -49,8 +42,8 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_head_that_the_target_lacks_is_one_glob(files: tuple[Path, Path], tmp_path: Path) -> None:
     """match and convert say it in one sentence; with the drop it says the conversion is done, without it nothing is written."""
     said = "'AuxLogits.*', 9 tensors: not in the target"
-    shown = ckpt("match", files[0], "--like", files[1])
-    assert (shown.exit_code, f"{said}; ckpt convert --drop 'AuxLogits.*'" in shown.output) == (1, True), shown.output
+    shown = ckpt("match", files[0], "--like", files[1], code=1)
+    assert f"{said}; ckpt convert --drop 'AuxLogits.*'" in shown.output
     out = tmp_path / "out.pth"
     with pytest.raises(MatchError) as caught:
         ckpt_tools.convert(files[0], out, like=files[1])
@@ -61,43 +54,47 @@ def test_a_head_that_the_target_lacks_is_one_glob(files: tuple[Path, Path], tmp_
     assert list(torch.load(out)) == list(torch.load(files[1]))
 
 
+def globs(old: Shapes, new: Shapes) -> list[tuple[str, int]]:
+    """What the target lacks, as globs, and how many tensors each takes."""
+    return [(extra.glob, len(extra.names)) for extra in reported(old, new, None).advice.extras]
+
+
 def test_globs_take_what_is_left_over_and_nothing_else() -> None:
     """The highest module of which nothing is used; else a last name that nothing else has; else the name itself."""
     used = ["a.0.weight", "a.1.weight", "b.weight"]
     spare = ["aux.x.weight", "aux.y.bias", "a.0.index", "a.1.index", "b.odd[0]"]
-    source = dict.fromkeys([*used, *spare], (2,))
-    found = extras(spare, source)
-    assert [(extra.glob, len(extra.names)) for extra in found] == [("aux.*", 2), ("*.index", 2), ("b.odd[[]0]", 1)]
+    found = globs(dict.fromkeys([*used, *spare], (2,)), dict.fromkeys(used, (2,)))
+    assert found == [("aux.*", 2), ("*.index", 2), ("b.odd[[]0]", 1)]
 
 
 def test_what_may_be_a_missing_tensor_is_not_said_to_be_left_out() -> None:
     """A tensor of a shape, or with a last name, that the target misses may be just that."""
-    source = {"a.weight": (2,), "aux.weight": (3,), "a.table": (4,), "b.table": (4,)}
-    spare = ["aux.weight", "a.table", "b.table"]
-    assert [extra.glob for extra in extras(spare, source)] == ["aux.*", "*.table", "b.*"]
-    assert not extras(spare[:1], source, {"head.weight": (3,)})
-    assert not [extra for extra in extras(spare, source, {"c.table": (5,)}) if extra.glob == "*.table"]
+    old = {"a.weight": (2,), "aux.weight": (3,), "a.table": (4,), "b.table": (4,)}
+    assert globs(old, {"a.weight": (2,)}) == [("aux.*", 1), ("*.table", 1), ("b.*", 1)]
+    assert ("aux.*", 1) not in globs(old, {"a.weight": (2,), "head.weight": (3,)})
+    assert ("*.table", 1) not in globs(old, {"a.weight": (2,), "c.table": (5,)})
 
 
 # --- questions and answers
 
 
-def unclear(depth: int) -> tuple[list[Param], list[Param]]:
+def unclear(depth: int) -> tuple[Shapes, Shapes]:
     """Layers of two modules of one shape, whose names mean nothing."""
-    one = [Param(f"layers.{n}.{name}.{leaf}", shape) for n in range(depth) for name in ("one", "two")
-           for leaf, shape in (("weight", (4, 4)), ("bias", (4,)))]  # fmt: skip
-    other = [Param(f"blocks.{n}.{name}.{leaf}", shape) for n in range(depth) for name in ("red", "sea")
-             for leaf, shape in (("weight", (4, 4)), ("bias", (4,)))]  # fmt: skip
+    one, other = (
+        {f"{block}.{n}.{name}.{leaf}": shape for n in range(depth) for name in names
+         for leaf, shape in (("weight", (4, 4)), ("bias", (4,)))}
+        for block, names in (("layers", ("one", "two")), ("blocks", ("red", "sea")))
+    )  # fmt: skip
     return one, other
 
 
 def test_one_question_settles_all_layers() -> None:
     """Two modules a layer, 14 layers: one question with two answers; either answer leaves nothing over, and is obeyed."""
     old, new = unclear(14)
-    (question,) = questions(match(old, new, stages="structure").ambiguous)
+    (question,) = reported(old, new).advice.questions
     assert (question.new, question.candidates) == ("blocks.{i}.red", ("layers.{i}.one", "layers.{i}.two"))
     for candidate in question.candidates:
-        found = match(old, new, stages="structure", pairs=[question.answer(candidate)])
+        found = matched(old, new, pair=[question.answer(candidate)])
         assert found.complete
         assert all((row.old.split(".")[2] == candidate[-3:]) == (".red." in row.new) for row in found.matched)
         assert all(row.old.split(".")[1] == row.new.split(".")[1] for row in found.matched)
@@ -115,22 +112,19 @@ def test_one_question_settles_all_layers() -> None:
 )
 def test_pairs_name_tensors_modules_globs_and_numbers(pair: str | tuple[str, str], expected: dict[str, str]) -> None:
     """What the user names comes first; numbers in braces are the same on both sides."""
-    old, new = ([Param(f"{side}.{n}.w.weight", (2, 2)) for n in range(2)] for side in "ax")
-    found = match(old, new, pairs=[pair])
+    old, new = ([f"{side}.{n}.w.weight" for n in range(2)] for side in "ax")
+    found = by_names(old, new, pair=[pair])
     assert {row.new: row.old for row in found.matched if row.reason == "pair"} == expected
 
 
 def test_pairs_win_over_names_and_are_not_doubted() -> None:
     """Two tensors whose names say otherwise: the user's word stands, in every stage; another shape is a mismatch."""
-    old, new = ([Param("a.weight", (2, 2)), Param("b.weight", (2, 2)), Param("c.weight", (3,))] for _ in range(2))
+    side = {"a.weight": (2, 2), "b.weight": (2, 2), "c.weight": (3,)}
     for stages in ("exact+wrappers", "names", "structure"):
-        found = match(old, new, stages=stages, pairs=["a=b", "b=a"])
-        assert {row.new: row.old for row in found.matched} == {
-            "b.weight": "a.weight",
-            "a.weight": "b.weight",
-            "c.weight": "c.weight",
-        }
-    assert [(row.old, row.new) for row in match(old, new, pairs=["c=a"]).mismatched] == [("c.weight", "a.weight")]
+        found = matched(side, side, stages, pair=["a=b", "b=a"])
+        expected = {("a.weight", "b.weight"), ("b.weight", "a.weight"), ("c.weight", "c.weight")}
+        assert {(row.old, row.new) for row in found.matched} == expected
+    assert [(row.old, row.new) for row in matched(side, side, None, pair=["c=a"]).mismatched] == [("c.weight", "a.weight")]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +134,8 @@ def test_pairs_win_over_names_and_are_not_doubted() -> None:
 )  # fmt: skip
 def test_answers_that_cannot_be_meant(pairs: list[str], error: type[Exception]) -> None:
     """No two sides, places on one side only, names that are not there, one tensor in two pairs."""
-    side = [Param("a.weight", (2, 2)), Param("b.weight", (2, 2))]
     with pytest.raises(error, match="pair"):
-        match(side, side, pairs=pairs)
+        by_names(["a.weight", "b.weight"], ["a.weight", "b.weight"], pair=pairs)
 
 
 # --- what the user sees
@@ -153,8 +146,8 @@ def test_the_option_that_goes_further_was_tried(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(4, 3, 1, 1), "b.bias": torch.ones(7)}, tmp_path / "a.pth")
     torch.save({"x.weight": torch.ones(4, 3), "y.bias": torch.ones(7)}, tmp_path / "b.pth")
     arguments = ["match", str(tmp_path / "a.pth"), "--like", str(tmp_path / "b.pth")]
-    assert "--match structure --allow-reshape finds 2 partners more" in ckpt(*arguments).output
-    advice = json.loads(ckpt(*arguments, "--match", "structure", "--json").output)["advice"]
+    assert "--match structure --allow-reshape finds 2 partners more" in ckpt(*arguments, code=1).output
+    advice = json.loads(ckpt(*arguments, "--match", "structure", "--json", code=1).output)["advice"]
     assert advice["further"] == ["--allow-reshape"]
     done = json.loads(ckpt(*arguments, "--match", "structure", "--allow-reshape", "--json").output)
     assert (done["complete"], done["advice"]) == (True, {"further": [], "extras": [], "questions": []})
@@ -164,26 +157,30 @@ def test_answers_on_the_command_line_and_in_convert(tmp_path: Path) -> None:
     """`ckpt match` prints the answers as they are typed; with one of them `convert --like` does it too."""
     old, new = unclear(2)
     for path, side in ((tmp_path / "old.pth", old), (tmp_path / "new.pth", new)):
-        torch.save({param.name: torch.randn(param.shape) for param in side}, path)
-    shown = ckpt("match", tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--match", "structure").output
+        torch.save({name: torch.randn(shape) for name, shape in side.items()}, path)
+    shown = ckpt("match", tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--match", "structure", code=1).output
     assert "which is blocks.{i}.red (4 tensors)?" in shown
     assert "    --pair 'layers.{i}.two=blocks.{i}.red'" in shown
     options = ["--like", str(tmp_path / "new.pth"), "--match", "structure", "--pair", "layers.{i}.two=blocks.{i}.red"]
-    assert ckpt("match", tmp_path / "old.pth", *options).exit_code == 0
-    assert ckpt("convert", tmp_path / "old.pth", tmp_path / "out.pth", *options).exit_code == 0
+    ckpt("match", tmp_path / "old.pth", *options)
+    ckpt("convert", tmp_path / "old.pth", tmp_path / "out.pth", *options)
     before, after = torch.load(tmp_path / "old.pth"), torch.load(tmp_path / "out.pth")
     torch.testing.assert_close(after["blocks.1.red.weight"], before["layers.1.two.weight"])
-    assert ckpt("match", tmp_path / "old.pth", *options[:4], "--ask").exit_code == 2  # not a terminal
+    ckpt("match", tmp_path / "old.pth", *options[:4], "--ask", code=2)  # not a terminal
 
 
-def test_asking_goes_on_until_nothing_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
+def test_asking_goes_on_until_nothing_is_open(tmp_path: Path) -> None:
     """On a terminal each answer is a pair, and what it settles is not asked; the pairs are printed to be used again."""
     old, new = unclear(3)
     for path, side in ((tmp_path / "old.pth", old), (tmp_path / "new.pth", new)):
-        torch.save({param.name: torch.randn(param.shape) for param in side}, path)
-    monkeypatch.setattr(command, "_on_terminal", lambda: True)
-    arguments = ["match", tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--match", "structure", "--ask"]
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments], input="2\n")
-    assert done.exit_code == 0, done.output
-    assert "--pair 'layers.{i}.two=blocks.{i}.red'" in done.stderr
-    assert "every tensor has its partner" in done.stdout
+        torch.save({name: torch.randn(shape) for name, shape in side.items()}, path)
+    command = [sys.executable, "-m", "ckpt_tools", "match", "old.pth", "--like", "new.pth", "--match", "structure", "--ask"]
+    ours, theirs = os.openpty()
+    os.write(ours, b"2\n")
+    done = subprocess.run(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=tmp_path, check=False, timeout=60)
+    told = os.read(ours, 1 << 16).decode()
+    for end in (ours, theirs):
+        os.close(end)
+    assert (done.returncode, "--pair 'layers.{i}.two=blocks.{i}.red'" in told) == (0, True), told
+    assert b"every tensor has its partner" in done.stdout

@@ -1,20 +1,16 @@
 """Two copies of one network under other names: what holds the same numbers, or was trained on from them, is one tensor."""
 
-import json
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.matching import match
-from ckpt_tools.matching.params import Param
-from tests.support.commands import main
+from tests.support.matching import matched
 from tests.support.zips import big_endian
 
 
@@ -53,20 +49,6 @@ def test_copies_are_found_by_their_numbers(tmp_path: Path, noise: float) -> None
     assert {row.reason for row in found.matched if row.new.endswith("0.weight")} == {"values"}
 
 
-def test_convert_and_the_command_do_it(tmp_path: Path) -> None:
-    """Linear layers alone: complete, and the converted file holds the target's own numbers."""
-    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in OLD})
-    torch.save(model.state_dict(), tmp_path / "old.pth")
-    saved(tmp_path / "new.pth", model, NEW, [2, 0, 1, 5, 3, 4])
-    options = ["--like", str(tmp_path / "new.pth"), "--match", "values"]
-    shown = CliRunner().invoke(main, ["match", str(tmp_path / "old.pth"), *options, "--json"])
-    assert shown.exit_code == 0, shown.output
-    assert {row["reason"] for row in json.loads(shown.output)["matched"]} == {"values"}
-    done = CliRunner().invoke(main, ["convert", str(tmp_path / "old.pth"), str(tmp_path / "out.pth"), *options])
-    assert done.exit_code == 0, done.output
-    torch.testing.assert_close(torch.load(tmp_path / "out.pth"), torch.load(tmp_path / "new.pth"), rtol=0, atol=0)
-
-
 def test_networks_that_were_trained_apart_are_not_paired(tmp_path: Path) -> None:
     """Other seeds: no tensor goes with another by its numbers; a model without values is refused."""
     for name, names, seed in (("old", OLD, 1), ("new", NEW, 2)):
@@ -79,28 +61,15 @@ def test_networks_that_were_trained_apart_are_not_paired(tmp_path: Path) -> None
         ckpt_tools.match(tmp_path / "old.pth", like=empty, match="values")
 
 
-def test_numbers_are_from_all_of_a_tensor(tmp_path: Path) -> None:
-    """Tables that begin alike and go on apart are two; tables that begin with zeros, for padding, are found by the rest."""
-    torch.manual_seed(0)
-    begun, words, types = torch.randn(8, 64), torch.randn(40, 64), torch.randn(40, 64)
-    for table in (words, types):
-        table[:8] = 0
-    torch.save({"a": torch.cat([begun, torch.randn(32, 64)]), "w": words, "t": types}, tmp_path / "old.pth")
-    torch.save({"x": torch.cat([begun, torch.randn(32, 64)]), "y": types, "z": words}, tmp_path / "new.pth")
-    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "new.pth", match="values").matching
-    assert {(row.old, row.new) for row in found.matched if row.reason == "values"} == {("w", "z"), ("t", "y")}
-
-
 @pytest.mark.parametrize("spoiled", ["constant", "twice", "short", "nan"])
 def test_what_says_nothing_pairs_nothing(spoiled: str) -> None:
     """Ones, a tensor that is there twice, three numbers, NaN: no pair by value."""
-    numbers = {"constant": (1.0,) * 64, "short": (1.0, 2.0, 4.0), "nan": (float("nan"), *range(63))}
-    sample = numbers.get(spoiled, tuple(map(float, range(64))))
-    old = [Param(name, (64,), sample=sample) for name in (["a", "b"] if spoiled == "twice" else ["a"])]
-    assert not match(old, [Param("x", (64,), sample=sample)], stages="values").ambiguous or spoiled == "twice"
-    assert not [
-        row for row in match(old, [Param("x", (64,), sample=sample)], stages="values").matched if row.reason == "values"
-    ]
+    numbers = {"constant": torch.ones(64), "short": torch.tensor([1.0, 2.0, 4.0]), "nan": torch.arange(64.0).log() * torch.nan}
+    sample = numbers.get(spoiled, torch.arange(64.0).sin())
+    old = {name: sample.clone() for name in (["a", "b"] if spoiled == "twice" else ["a"])}
+    found = matched(old, {"x": sample.clone()}, "values")
+    assert not [row for row in found.matched if row.reason == "values"]
+    assert not found.ambiguous or spoiled == "twice"
 
 
 @pytest.mark.parametrize("size", [4, 16])
@@ -160,7 +129,7 @@ def test_counters_and_masks_decide_nothing(tmp_path: Path) -> None:
         assert values_of(tmp_path, old, new) == {}
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (64, 64), (300, 300), (12, 40), (40, 12)])
+@pytest.mark.parametrize("shape", [(8, 8), (300, 300), (12, 40)])
 @pytest.mark.parametrize("name", ["fc.weight", "lin.weight"])
 @pytest.mark.parametrize("noise", [0.0, 0.01], ids=["copied", "trained on"])
 def test_a_transposed_copy_is_an_offer(tmp_path: Path, shape: tuple[int, int], name: str, noise: float) -> None:
@@ -207,16 +176,3 @@ def test_every_container_has_the_same_numbers(tmp_path: Path, container: str) ->
         found = ckpt_tools.match(one, like=other, match="values").matching
         assert {row.new: row.old for row in found.matched} == known
         assert {row.confidence for row in found.matched} == {0.95 if container in ("fp16", "bf16") else 0.99}
-
-
-@pytest.mark.parametrize("is_torch", [False, True], ids=["flax's own", "as torch has it"])
-def test_a_kernel_of_flax_is_compared_as_torch_has_it(is_torch: bool) -> None:
-    """A square matrix is transposed on its way to torch: once, and not at all where its numbers show that it was already."""
-    kernel = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    sides = kernel, kernel if is_torch else kernel.T
-    old, new = (
-        Param(name, (8, 8), sample=tuple(side.reshape(-1).tolist()))
-        for name, side in zip(("params.dense.kernel", "fc.weight"), sides, strict=True)
-    )
-    (row,) = match([old], [new], stages="values", framework="flax").matched
-    assert (row.reason, row.step) == ("values", "copy" if is_torch else "transpose")

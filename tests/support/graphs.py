@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -146,3 +146,9 @@ class Same:
 def assert_same(one: Any, two: Any, *, storages: bool = True, exact: bool = True) -> None:
     """Two graphs are equal, identity structure included."""
     Same(storages=storages, exact=exact).check(one, two)
+
+
+def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two state dicts have the same names in order, dtypes and values."""
+    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    return list(found) == list(expected) and same

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import (
-    ChangedFileError,
-    CkptError,
-    ConvertError,
-    DamagedFileError,
-    MatchError,
-    NothingMatchedError,
-    TargetError,
-    UsageError,
-)
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.io.output import Source
-from ckpt_tools.operations.options import LoadOptions
-from ckpt_tools.torch import copying
-from ckpt_tools.torch.load_plan import Planner
-from ckpt_tools.torch.loading import choose
-from ckpt_tools.torch.slots import find_slots
-from fixtures.make import Network, TiedNetwork, Wrapped, network
+from ckpt_tools.errors import MatchError, UsageError
+from fixtures.make import Network, Wrapped, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
 from tests.torch.test_torch import NETWORKS
@@ -97,41 +74,6 @@ def test_ddp_and_the_reverse(tmp_path: Path) -> None:
     assert bits(plain) == LENET
 
 
-RANK = """
-import os, sys, torch, torch.distributed as dist
-from torch import nn
-from ckpt_tools.torch import load_into
-from fixtures.make import Network
-rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(rank)
-model = nn.parallel.DistributedDataParallel(Network())
-assert load_into(model, path)
-total = torch.stack([value.double().sum() for value in model.state_dict().values()]).sum()
-other = total.clone()
-dist.all_reduce(other)
-assert other == 2 * total
-print(float(total), flush=True)
-dist.destroy_process_group()
-os._exit(0)  # threads of gloo that still run abort an interpreter that winds down
-"""
-
-
-def test_two_ranks_at_once(tmp_path: Path) -> None:
-    """Every rank of a DDP job reads the file by itself, and they agree."""
-    import subprocess
-
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(FIXTURES / "ddp.pth")], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    sums = {float(rank.communicate(timeout=120)[0]) for rank in ranks}
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    expected = torch.stack([value.double().sum() for value in network().state_dict().values()]).sum()
-    assert sums == {float(expected)}
-
-
 # --- meta, assign
 
 
@@ -146,15 +88,6 @@ def test_a_model_on_the_meta_device(wrap: str) -> None:
     parameters = list(model.parameters())
     assert [parameter.requires_grad for parameter in parameters] == [False] + [True] * (len(parameters) - 1)
     assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in parameters)
-
-
-def test_ties_on_the_meta_device() -> None:
-    """One tensor under two names stays one."""
-    with torch.device("meta"):
-        model = TiedNetwork()
-    assert ckpt.load_into(model, FIXTURES / "tied.pth")
-    assert model.decoder.weight is model.embedding.weight
-    assert not model.decoder.weight.is_meta
 
 
 def test_what_stays_on_the_meta_device_is_said() -> None:
@@ -212,56 +145,7 @@ def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
     assert [parameter.stride() for parameter in model.parameters()] == strides
 
 
-def test_views_in_the_file(tmp_path: Path) -> None:
-    """Transposed, expanded and conjugate tensors of a file have the values that torch.load gives."""
-    base, wave = torch.arange(12.0).reshape(3, 4), torch.tensor([1 + 2j])
-    data = {"m.a": base.t(), "m.b": base[1:, ::2], "m.c": wave.conj(), "m.d": torch.ones(1).expand(5)}
-    torch.save(data, tmp_path / "m.pth")
-    model = nn.Module()
-    model.m = nn.ParameterDict({name[2:]: torch.zeros_like(value.resolve_conj().contiguous()) for name, value in data.items()})
-    assert ckpt.load_into(model, tmp_path / "m.pth")
-    assert all(torch.equal(model.m[name[2:]], value) for name, value in data.items())
-
-
-def test_autograd_sees_the_change() -> None:
-    """What was read into a parameter's memory counts as a change in place."""
-    model = blank_network()
-    before = model.fc1.weight._version
-    loss = (model.fc1.weight**2).sum()
-    ckpt.load_into(model, FIXTURES / "ddp.pth")
-    assert model.fc1.weight._version > before
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_safetensors_and_select(tmp_path: Path) -> None:
-    """Another container, and one state dict of several."""
-    save_file({f"module.{name}": value for name, value in network().state_dict().items()}, tmp_path / "m.safetensors")
-    torch.save({"ema": blank_network().state_dict(), "model": network().state_dict()}, tmp_path / "m.pth")
-    for path, select in (("m.safetensors", None), ("m.pth", "model")):
-        model = blank_network()
-        assert ckpt.load_into(model, tmp_path / path, select=select)
-        assert bits(model) == LENET
-    with pytest.raises(NothingMatchedError, match="2 state dicts"):
-        ckpt.load_into(blank_network(), tmp_path / "m.pth")
-
-
 # --- refused, and nothing has changed
-
-
-def _seen(value: Any) -> Any:
-    """What tells whether a tensor, or extra state, has changed."""
-    return (id(value), element_bytes(value)) if isinstance(value, torch.Tensor) else value
-
-
-def expect_refused(model: nn.Module, path: Path, error: type[CkptError], saying: str, **options: Any) -> CkptError:
-    """load_into raises, and every tensor of the model is what it was."""
-    before = {name: _seen(value) for name, value in model.state_dict(keep_vars=True).items()}
-    with pytest.raises(error, match=saying) as caught:
-        ckpt.load_into(model, path, **options)
-    after = {name: _seen(value) for name, value in model.state_dict(keep_vars=True).items()}
-    assert after == before
-    return caught.value
 
 
 def with_head(classes: int) -> Network:
@@ -269,135 +153,6 @@ def with_head(classes: int) -> Network:
     model = blank_network()
     model.fc2 = nn.Linear(8, classes)
     return model
-
-
-def test_what_does_not_fit_is_listed() -> None:
-    """Missing, unexpected and mismatched tensors are all named, with the arguments that settle them."""
-    model = with_head(20)
-    model.extra = nn.Linear(2, 2)
-    del model.fc1
-    error = expect_refused(model, FIXTURES / "ddp.pth", MatchError, "does not fit the model")
-    for text in ("2 missing: extra.weight, extra.bias", "2 unexpected: module.fc1.weight", "fc2.weight (10x8, wanted 20x8)"):
-        assert text in error.why
-    for text in ("reinit=", "allow_missing", "allow_unexpected", "on_mismatch"):
-        assert text in error.fix
-
-
-def test_damage_is_found_first(tmp_path: Path) -> None:
-    """A deflated record that cannot be inflated is met before the model changes."""
-    torch.save(network().state_dict(), tmp_path / "stored.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "stored.pth") as stored,
-        zipfile.ZipFile(tmp_path / "in.pth", "w", zipfile.ZIP_DEFLATED) as out,
-    ):
-        for info in stored.infolist():
-            out.writestr(info.filename, stored.read(info))
-            if info.filename.endswith("data/9"):
-                last = out.getinfo(info.filename)
-    model = blank_network()
-    assert ckpt.load_into(model, tmp_path / "in.pth")
-    data = bytearray((tmp_path / "in.pth").read_bytes())
-    start = last.header_offset + 30 + len(last.filename) + 5
-    data[start : start + 8] = b"\xff" * 8
-    (tmp_path / "in.pth").write_bytes(data)
-    expect_refused(blank_network(), tmp_path / "in.pth", DamagedFileError, ".")
-
-
-def test_a_value_that_would_be_lost(tmp_path: Path) -> None:
-    """Floats into integers and complex numbers into floats are refused; integers into floats are not."""
-    torch.save({"m.a": torch.ones(2), "m.b": torch.ones(2)}, tmp_path / "m.pth")
-    model = nn.Module()
-    model.m = nn.Module()
-    model.m.register_buffer("a", torch.zeros(2))
-    model.m.register_buffer("b", torch.zeros(2, dtype=torch.int64))
-    expect_refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
-    torch.save({"m.a": torch.ones(2, dtype=torch.complex64), "m.b": torch.ones(2, dtype=torch.int64)}, tmp_path / "m.pth")
-    expect_refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
-    torch.save({"m.a": torch.tensor([3, 4]), "m.b": torch.tensor([5, 6])}, tmp_path / "m.pth")
-    assert ckpt.load_into(model, tmp_path / "m.pth")
-    assert [buffer.tolist() for buffer in model.buffers()] == [[3.0, 4.0], [5, 6]]
-
-
-def test_tied_in_the_model_and_not_in_the_file(tmp_path: Path) -> None:
-    """Two names that are one tensor here take one value: equal ones are fine, different ones are refused."""
-    state = {name: value.clone() for name, value in TiedNetwork().state_dict().items()}
-    torch.save(state, tmp_path / "equal.pth")
-    assert ckpt.load_into(TiedNetwork(), tmp_path / "equal.pth")
-    state["decoder.weight"] += 1
-    torch.save(state, tmp_path / "other.pth")
-    expect_refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in the model, and two different ones")
-
-
-class Packed(nn.Module):
-    """A module that makes its state when asked, as quantised layers do."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "packed"] = (torch.ones(2), None)
-
-
-UNUSUAL: dict[str, Callable[[], nn.Module]] = {
-    "packed": Packed,
-    "lazy": lambda: nn.LazyLinear(3),
-    "quantised": lambda: holder(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
-    "expanded": lambda: holder(torch.ones(1).expand(4)),
-    "sparse": lambda: holder(torch.eye(2).to_sparse()),
-    "freed": lambda: holder(freed(torch.ones(4))),
-    "partly freed": lambda: holder(freed(torch.ones(4), 8)),
-}
-
-
-def holder(tensor: torch.Tensor) -> nn.Module:
-    """A module with one buffer."""
-    module = nn.Module()
-    module.register_buffer("b", tensor)
-    return module
-
-
-def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
-    """The tensor after its memory was given back, as FSDP does, but for some bytes."""
-    tensor.untyped_storage().resize_(left)
-    return tensor
-
-
-@pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system does not read into memory")
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_memory_that_is_read_only(tmp_path: Path) -> None:
-    """A tensor over a file that is mapped for reading is the model's fault, not the checkpoint's."""
-    (tmp_path / "raw").write_bytes(bytes(400))
-    model = holder(torch.from_numpy(np.memmap(tmp_path / "raw", np.float32, "r")))
-    ckpt.save({"b": torch.ones(100)}, tmp_path / "m.pth")
-    with pytest.raises(TargetError, match=r"m\.pth cannot be read into a tensor whose memory is read-only"):
-        ckpt.load_into(model, tmp_path / "m.pth")
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-@pytest.mark.filterwarnings("ignore")
-def test_unusual_parameters_are_named(kind: str) -> None:
-    """What cannot be written into is named, not skipped."""
-    model = blank_network()
-    model.odd = UNUSUAL[kind]()
-    with pytest.raises(TargetError, match=r"'odd\."):
-        ckpt.load_into(model, FIXTURES / "ddp.pth", allow_missing=["odd.*"])
-    assert element_bytes(model.fc1.weight) != LENET["fc1.weight"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"rows": [1]}, {"select": 0},
-        {"on_mismatch": "overlap", "rows": [-1]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_bad_arguments(options: dict[str, Any]) -> None:
-    """What cannot be meant is a usage error, before anything else."""
-    expect_refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
-
-
-def test_no_module() -> None:
-    """A state dict is not a model."""
-    with pytest.raises(UsageError, match="OrderedDict"):
-        ckpt.load_into(network().state_dict(), FIXTURES / "ddp.pth")  # type: ignore[arg-type]
 
 
 # --- choices
@@ -449,30 +204,6 @@ def test_missing_and_unexpected_by_choice() -> None:
     )
     assert element_bytes(model.extra.weight) == own
     assert report.reinitialised == {"extra.weight": "the model's own value", "extra.bias": "uniform:0.707107 (seed 0)"}
-
-
-def test_rename() -> None:
-    """The user's rules come first, and the reason says so."""
-    model = nn.Module()
-    model.net = blank_network()
-    report = ckpt.load_into(model, FIXTURES / "single.pth", rename="^=net.")
-    assert report
-    assert report.renamed["fc1.weight"] == ("net.fc1.weight", "rule")
-    assert bits(model.net) == LENET
-
-
-def test_the_report_is_a_page() -> None:
-    """Short: many renames are summed up."""
-    report = ckpt.load_into(blank_network(), FIXTURES / "ddp.pth")
-    assert str(report).splitlines() == [
-        f"11 tensors loaded from {FIXTURES / 'ddp.pth'}",
-        "  renamed (wrapper)  module.features.0.weight -> features.0.weight",
-        "                     module.features.0.bias -> features.0.bias",
-        "                     module.features.1.weight -> features.1.weight",
-        "                     ... 8 more",
-    ]
-    report.raise_if_incomplete()
-    assert report.to_json()["loaded"] == report.loaded
 
 
 class Counting(nn.Linear):
@@ -544,19 +275,6 @@ def test_files_from_before_batch_counters(tmp_path: Path) -> None:
     assert "num_batches_tracked" in str(report)
 
 
-def test_adapt(tmp_path: Path) -> None:
-    """A first convolution for one and for five channels, by timm's rule."""
-    weight = torch.randn(4, 3, 3, 3)
-    torch.save({"0.weight": weight, "0.bias": torch.zeros(4)}, tmp_path / "m.pth")
-    grey: Any
-    more: Any
-    grey, more = nn.Sequential(nn.Conv2d(1, 4, 3)), nn.Sequential(nn.Conv2d(5, 4, 3))
-    assert "sum over the 3 channels" in ckpt.load_into(grey, tmp_path / "m.pth", adapt=True).adapted["0.weight"]
-    assert torch.allclose(grey[0].weight, weight.sum(1, keepdim=True))
-    ckpt.load_into(more, tmp_path / "m.pth", adapt=True)
-    assert torch.allclose(more[0].weight, weight[:, [0, 1, 2, 0, 1]] * 3 / 5)
-
-
 # --- load_state_dict maps files
 
 
@@ -585,48 +303,6 @@ def test_mapped_and_read_are_the_same(tmp_path: Path) -> None:
     assert torch.equal(read["a.w"], base)
 
 
-@pytest.mark.parametrize("location", [lambda storage, tag: storage, 3], ids=["function", "number"])
-def test_map_location_is_a_device_or_a_mapping(location: Any) -> None:
-    """A function, which torch.load takes, is refused with a sentence."""
-    with pytest.raises(UsageError, match="`map_location` is"):
-        ckpt.load(FIXTURES / "single.pth", map_location=location)
-
-
-def test_select_is_text() -> None:
-    """A number is no path."""
-    with pytest.raises(UsageError, match="`select` is 0"):
-        ckpt.load_state_dict(FIXTURES / "single.pth", select=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_reads(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors longer than a step are read in steps, by as many threads as torch has; a damaged file's error comes through."""
-    monkeypatch.setattr(copying, "_STEP", 64)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    readers: set[int] = set()
-    read_into = Source.read_into
-
-    def noting(source: Source, offset: int, buffer: memoryview) -> None:
-        readers.add(threading.get_ident())
-        time.sleep(0.001)
-        read_into(source, offset, buffer)
-
-    monkeypatch.setattr(Source, "read_into", noting)
-    path = tmp_path / "in.pth"
-    state = {"a": torch.randn(40, 5), "b": torch.randn(3), "c": torch.arange(999)}
-    torch.save(state, path)
-    model = nn.Module()
-    for name, value in state.items():
-        model.register_buffer(name, torch.zeros_like(value))
-    ckpt.load_into(model, path)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert len(readers) == threads
-
-    monkeypatch.setattr(Source, "read_into", lambda source, offset, buffer: (_ for _ in ()).throw(source.changed()))
-    with pytest.raises(ChangedFileError):
-        ckpt.load_into(model, path)
-
-
 def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
     """An exchanged parameter keeps the attributes of the old one: trainers mark parameters so."""
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
@@ -636,15 +312,6 @@ def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
     assert ckpt.load_into(model, tmp_path / "in.pth", assign=True)
     assert model.weight.no_decay is True  # type: ignore[attr-defined]
     assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
-
-
-def test_a_model_made_for_inference_is_refused(tmp_path: Path) -> None:
-    """Nothing may write into tensors that were made under inference_mode; said before anything changes."""
-    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
-    with torch.inference_mode():
-        model = nn.Linear(3, 2)
-    with pytest.raises(TargetError, match=r"made under torch\.inference_mode"):
-        ckpt.load_into(model, tmp_path / "in.pth")
 
 
 def test_a_model_under_activation_checkpointing(tmp_path: Path) -> None:
@@ -667,56 +334,6 @@ def test_a_model_under_activation_checkpointing(tmp_path: Path) -> None:
     assert ckpt.load_into(target, path)
     for name, value in target.state_dict().items():
         assert value == 5 if name.endswith("_extra_state") else bool((value == 5).all()), name
-
-
-@pytest.mark.parametrize("assign", [True, False])
-def test_integers_for_a_parameter_that_needs_a_gradient(tmp_path: Path, assign: bool) -> None:
-    """assign refuses what no Parameter can be before anything changes, and takes it where no gradient is needed."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    path = tmp_path / "in.pth"
-    torch.save({name: torch.ones_like(value, dtype=torch.int8) for name, value in model.state_dict().items()}, path)
-    if assign:
-        model[0].requires_grad_(False)
-        expect_refused(model, path, ConvertError, "'1.weight' is int8, and a parameter in the model", assign=True)
-        model.requires_grad_(False)
-    assert ckpt.load_into(model, path, assign=assign)
-    assert model[1].weight.dtype is (torch.int8 if assign else torch.float32)
-
-
-class Picky(nn.Linear):
-    """A layer that refuses some extra state."""
-
-    state = 0
-
-    def get_extra_state(self) -> int:
-        return self.state
-
-    def set_extra_state(self, state: int) -> None:
-        self.state = state
-        if state > 1:
-            raise ValueError("not this one")
-
-
-def test_extra_state_that_is_refused(tmp_path: Path) -> None:
-    """When a module does not take its extra state, neither tensors nor extra state of any module have changed."""
-    path, model = tmp_path / "in.pth", nn.Sequential(Picky(2, 2), Picky(2, 2))
-    torch.save(nn.Sequential(Picky(2, 2), Picky(2, 2)).state_dict() | {"0._extra_state": 1, "1._extra_state": 2}, path)
-    error = expect_refused(model, path, TargetError, "does not take its extra state")
-    assert "ValueError: not this one" in error.why
-    assert [layer.state for layer in model] == [0, 0]
-
-
-def test_a_plan_changes_nothing(tmp_path: Path) -> None:
-    """Planning tells the whole report, and leaves every tensor of the model as it is."""
-    torch.save({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}, tmp_path / "in.pth")
-    model = nn.Linear(3, 2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with open_checkpoint(tmp_path / "in.pth") as checkpoint:
-        plan = Planner(checkpoint, choose(checkpoint, None), find_slots(model), model, LoadOptions()).plan()
-    assert plan.report.loaded == ["weight", "bias"]
-    assert [copy.slot.name for copy in plan.copies] == ["weight", "bias"]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert str(ckpt.load_into(model, tmp_path / "in.pth")) == str(plan.report)
 
 
 def test_by_position_with_a_new_head(tmp_path: Path) -> None:

@@ -319,19 +319,6 @@ def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
         ckpt_tools.prove(old, old, model=[Image] * 3, inputs=IMAGE)
 
 
-def test_the_command(paths: dict[type[nn.Module], Path]) -> None:
-    """As the issue writes it, each model behind its file: exit 0 when equal, 1 when not, and a page that says where."""
-    old, models = paths[Image], ROOT / "tests" / "support" / "proving.py"
-    same = ckpt("prove", old, "--model", f"{models}:Image", old, "--model", f"{models}:Image", "--input", IMAGE)
-    assert (same.exit_code, same.output.splitlines()[0][:6]) == (0, "equal:")
-    new = changed(old, mix__weight=torch.t)
-    result = ckpt("prove", old, new, "--model", f"{models}:Image", "--input", IMAGE)
-    assert result.exit_code == 1
-    assert "part at   mix (Linear)" in result.output
-    assert "why       weight is transposed (square)" in result.output
-    assert ckpt("prove", old, new, "--input", IMAGE).exit_code == 2
-
-
 @pytest.mark.parametrize("runs", [0, 1001, 10**30])
 def test_sets_of_inputs_are_bounded(paths: dict[type[nn.Module], Path], runs: int) -> None:
     """All of them are held in memory: a run of very many would not end. The command line says the same."""

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools import Steps
 from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
-from ckpt_tools.operations.convert.options import (
-    CastOptions,
-    DeviceOptions,
-    NameOptions,
-    ObjectOptions,
-    Selection,
-    SlimOptions,
-)
-from ckpt_tools.torch.steps import Steps
 from tests.support.samples import FIXTURES
 
 SINGLE, TRAINING, WHOLE = FIXTURES / "single.pth", FIXTURES / "training.pth", FIXTURES / "whole_module.pth"
@@ -94,10 +86,3 @@ def test_one_state_dict_is_left(tmp_path: Path) -> None:
         with pytest.raises(CkptError) as convert:
             ckpt_tools.convert(path, tmp_path / "out.pth")
         assert str(steps.value) == str(convert.value)
-
-
-def test_every_edit_has_its_step() -> None:
-    """An option that edits is a step, or an argument of one; what is about the output belongs to `save`."""
-    steps = {*vars(Steps)} | {"dtype", "dtype_only"}
-    for record in (NameOptions, Selection, DeviceOptions, CastOptions, ObjectOptions, SlimOptions):
-        assert set(record.options) <= steps

@@ -46,6 +46,7 @@ def refusal(options: str, out: Path) -> str:
         ("--lr inf", "inf is not in the range"),
         ("--device-ids 0", "--device-ids belongs to --parallel dp"),
         ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
+        ("--find-unused-parameters", "--find-unused-parameters belongs to --parallel ddp"),
         ("--compile --parallel dp", "--compile does not go with --parallel dp: take ddp or single"),
         ("--save module --format safetensors", "--save module needs --format pth"),
         ("--device tpu", "--device is auto, cpu, cuda or cuda:N, not tpu"),
@@ -113,7 +114,7 @@ def test_help_names_every_option() -> None:
     assert all(f"--{name} " in result.output for name in names)
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+@pytest.mark.parametrize("spelling", ["--local_rank"])
 def test_the_older_launcher_s_argument_is_taken(
     spelling: str, tmp_path: Path, only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

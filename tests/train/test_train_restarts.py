@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from train import data
 from train import train as loop
 from train.cli import command, main
 from train.config import Config
-from train.models import NETWORKS
-from train.parallel import own_store
 
 
 def called(*options: object) -> Result:
@@ -80,38 +77,14 @@ def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[
     assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--parallel", "single").exit_code == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Augmentation: random numbers drawn while a batch is made, in the middle of an epoch and in the one after it."""
+def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Augmentation: random numbers drawn while a batch is made, by any number of workers, also in the middle of an epoch."""
     plain = data.fitted
     monkeypatch.setattr(data, "fitted", lambda *arguments: (images := plain(*arguments)) + torch.rand_like(images) / 4)
-    whole = run(tmp_path / "whole", epochs=2, workers=workers)
-    stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=workers)
+    whole = run(tmp_path / "whole", epochs=2)
+    stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=2)
     assert same(whole, run(tmp_path / "parts", resume="latest"))
     assert not same(whole, run(tmp_path / "other", epochs=2, seed=1))
-
-
-def test_a_resumed_epoch_does_not_make_the_batches_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(tmp_path, monkeypatch, after=40, epochs=1)
-    made: list[object] = []
-    plain = data.Seeded.__getitem__
-
-    def counting(self: data.Seeded, batch: tuple[int, list[int]]) -> tuple[Tensor, Tensor]:
-        made.append(batch)
-        return plain(self, batch)
-
-    monkeypatch.setattr(data.Seeded, "__getitem__", counting)
-    run(tmp_path, resume="latest")
-    assert len(made) == 5 + 12  # the rest of 45 steps, and the test images
-
-
-def test_making_a_batch_leaves_the_run_s_own_generator_alone() -> None:
-    images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4))
-    before = torch.get_rng_state()
-    data.Seeded(images)[7, [0, 1]]
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -233,42 +206,23 @@ def test_ctrl_c_before_training_is_130_without_a_traceback(tmp_path: Path) -> No
     assert "Traceback" not in errors
 
 
-@pytest.mark.matrix
 def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
     """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch."""
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal\nfrom train import train as loop\nfrom train.cli import main\nstep = loop.train_step\n"
         "def killed(run, *batch):\n"
-        "    if (run.epoch, run.step, os.environ['TORCHELASTIC_RESTART_COUNT'], run.world.rank) == (1, 3, '0', 1):\n"
+        "    if (run.epoch, run.step, os.environ['TORCHELASTIC_RESTART_COUNT'], run.world.rank) == (1, 2, '0', 1):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(run, *batch)\n"
         "loop.train_step = killed\nmain()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     options = ["--parallel", "ddp", "--epochs", "2", "--resume", "auto", "--out", str(tmp_path / "out")]
-    small = ["--data", "synthetic", "--samples", "400"]
+    small = ["--data", "synthetic", "--samples", "200"]
     plain = environment(PYTHONWARNINGS="")
     done = subprocess.run([*torchrun, str(script), *options, *small], env=plain, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch   2/2") == 1  # one rank speaks
     assert last(tmp_path / "out")["epoch"] == 2
     assert [json.loads(line)["epoch"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-
-
-def test_restarted_ranks_do_not_meet_in_the_store_of_those_before(
-    only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun keeps one store for all attempts, and in it the addresses of ranks that are no more."""
-    only_rank()
-    first = own_store()
-    first.set("address", "gone")
-    assert own_store().check(["address"])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not own_store().check(["address"])
-
-
-def test_the_words_of_a_config_are_those_that_there_are() -> None:
-    choices = {field.name: getattr(field.metadata["type"], "choices", ()) for field in fields(Config)}
-    assert choices["model"] == tuple(NETWORKS)
-    assert choices["amp"] == tuple(loop.AMP)
-    assert set(data.TORCHVISION) < set(choices["data"])

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from tests.train.runs import run
-from train import metrics
 from train import train as loop
 from train.cli import command
 from train.config import Config
@@ -109,7 +108,7 @@ def run_alone(out: Path, **options: Any) -> None:
     assert loop.train(Config(out=out, epochs=1, **options, **SMALL)) == 0
 
 
-@pytest.mark.parametrize("kind", ["unwrapped", "wrapped", "module", "safetensors", "ranks", "dcp"])
+@pytest.mark.parametrize("kind", ["wrapped", "module", "safetensors", "dcp"])
 def test_evaluate_measures_a_file_of_any_mode(
     kind: str,
     tmp_path: Path,
@@ -161,26 +160,3 @@ def test_distributed_data_parallel_is_told_of_unused_parameters_and_buffers(only
         assert (model.find_unused_parameters, model.broadcast_buffers) == (True, False)
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["find_unused_parameters", "sync_bn"])
-def test_what_belongs_to_ddp_is_refused_elsewhere(name: str) -> None:
-    options: dict[str, Any] = {name: True}
-    with pytest.raises(click.UsageError, match=f"--{name.replace('_', '-')} belongs to --parallel ddp"):
-        Config(**options)
-
-
-def test_epochs_are_whole_numbers_in_the_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    row = {"loss": 1.0, "test_loss": 1.0, "test_accuracy": 0.5, "lr": 0.1, "seconds": 1.0}
-    drawn: list[Figure] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda self, *names, **options: drawn.append(self))
-        DRAW([{"epoch": 1, **row}, {"epoch": 2, **row}], tmp_path / "curves.png")
-    ticks = drawn[0].axes[0].get_xticks()
-    assert all(float(tick).is_integer() for tick in ticks)
-
-
-DRAW = metrics.draw

@@ -1,7 +1,8 @@
-"""Runs under FSDP2: as the others in numbers, saved whole, by ranks and as dcp, and resumed from each in any mode."""
+"""Several ranks: as a single process within float tolerance; FSDP2 as DDP bit for bit, saved whole, by ranks and as dcp."""
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,44 +13,78 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.torch import load, load_state_dict
-from tests.train.runs import close, last, ranks, run, same
+from tests.train.runs import FEW, LENET, RESNET, bare, close, last, ranks, run, same, spelled
+from train import data
 from train.cli import command
+from train.models import build
 
-RESNET: dict[str, Any] = {
-    "model": "resnet18", "width": 0.05, "batch_size": 64, "epochs": 2, "data": "synthetic", "shape": "1x8x8", "samples": 240,
-}  # three steps an epoch  # fmt: skip
 SAVES = ("unwrapped", "ranks", "dcp")
-
-
-def test_one_rank_is_equal_to_a_single_process(tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    """Bit for bit, batch statistics and momentum too."""
-    single = run(tmp_path / "single", **RESNET)
-    only_rank()
-    assert same(single, run(tmp_path / "fsdp", parallel="fsdp", **RESNET))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks leave behind under FSDP2 and, beside it, under DistributedDataParallel."""
-    out = tmp_path_factory.mktemp("fsdp")
-    options = [part for key, value in RESNET.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    """What two gloo ranks leave behind, one run after the other: starting them takes longer than all of it."""
+    out = tmp_path_factory.mktemp("two")
+    run(out / "single", epochs=1, **LENET)
+    shutil.copytree(out / "single", out / "from_single")
+    lenet, short, resnet = spelled(LENET), ["--epochs", "2"], spelled(RESNET)
     fsdp, whole = ["--parallel", "fsdp"], ["--save", "unwrapped"]
     ranks(
         2,
-        [*options, "--out", f"{out}/ddp"],
-        *([*options, *fsdp, "--out", f"{out}/{save}", "--save", save] for save in SAVES),
-        *([*fsdp, "--resume", f"{out}/{save}/{first(save)}", "--out", f"{out}/from_{save}", *whole] for save in SAVES),
+        [*lenet, *short, "--save", "wrapped", "--out", f"{out}/whole"],
+        ["--resume", f"{out}/whole/epoch_001.pth", "--out", f"{out}/resumed", "--read", "all"],
+        ([*lenet, *short, "--out", f"{out}/stopped"], 1, 11),
+        ["--resume", "latest", "--out", f"{out}/stopped"],
+        ["--resume", "latest", *short, "--out", f"{out}/from_single"],
+        [*resnet, "--out", f"{out}/ddp"],
+        *([*resnet, *fsdp, "--out", f"{out}/{save}", "--save", save] for save in SAVES),
+        *([*fsdp, "--resume", f"{out}/{save}/epoch_001", "--out", f"{out}/from_{save}", *whole] for save in SAVES[1:]),
         [*fsdp, "--resume", f"{out}/ddp/epoch_001.pth", "--out", f"{out}/from_ddp"],
         ["--resume", f"{out}/dcp/epoch_001", "--out", f"{out}/ddp_from_dcp"],
-        ([*options, *fsdp, "--out", f"{out}/stopped", "--save", "dcp"], 1, 5),
-        [*fsdp, "--resume", "latest", "--out", f"{out}/stopped", *whole],
+        ([*resnet, *fsdp, "--out", f"{out}/fsdp_stopped", "--save", "dcp"], 1, 5),
+        [*fsdp, "--resume", "latest", "--out", f"{out}/fsdp_stopped", *whole],
     )
     return out
 
 
-def first(save: str) -> str:
-    """The checkpoint after the first epoch."""
-    return "epoch_001.pth" if save == "unwrapped" else "epoch_001"
+def test_two_ranks_agree_with_a_single_process(two: Path, tmp_path: Path) -> None:
+    """On the same global batches, of which the last has 25 of 32 images."""
+    single = run(tmp_path, epochs=2, **LENET)
+    assert close(single, last(two / "whole"), tolerance=1e-5)
+    rows = [json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (tmp_path, two / "whole")]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-4)
+    assert rows[0]["test_accuracy"] == pytest.approx(rows[1]["test_accuracy"], abs=2 / 62)
+
+
+def test_two_ranks_resume_exactly(two: Path) -> None:
+    """From a save under the wrapper's names; after a signal to one, which stops both; each has random numbers of its own."""
+    whole = last(two / "whole")
+    assert all(name.startswith("module.") for name in whole["model"])
+    assert same(whole, last(two / "resumed"))
+    assert (two / "stopped" / "epoch_001_step_00003.pth").exists()
+    assert same(whole, last(two / "stopped"))
+    one, other = whole["rng"]
+    assert not torch.equal(one["torch"], other["torch"])
+
+
+def test_two_ranks_go_on_from_a_single_process_and_back(two: Path, tmp_path: Path) -> None:
+    single = run(tmp_path / "single", epochs=2, **LENET)
+    assert close(single, last(two / "from_single"))
+    assert close(single, run(tmp_path / "from_two", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
+    wrapped = run(tmp_path / "dp", resume=str(two / "whole" / "epoch_001.pth"), parallel="dp", save="wrapped")
+    assert same(wrapped, run(tmp_path / "from_dp", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
+
+
+def test_two_ranks_measure_what_they_save(two: Path) -> None:
+    """Each has batch statistics of its own; the accuracy is that of rank 0's, which are in the file."""
+    network = build("resnet18", 1, width=0.05)
+    network.load_state_dict(bare(last(two / "ddp")["model"]))
+    network.eval()
+    _, test = data.load("synthetic", shape=FEW["shape"], samples=RESNET["samples"])
+    images, labels = test[range(len(test))]
+    accuracy = (network(images).argmax(1) == labels).double().mean().item()
+    row = json.loads((two / "ddp" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["test_accuracy"] == pytest.approx(accuracy)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -58,16 +93,18 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
-def test_two_ranks_are_equal_to_distributed_data_parallel(two: Path) -> None:
+def test_fsdp_is_equal_to_distributed_data_parallel(two: Path) -> None:
     """Bit for bit, since a sum of two has one order: weights, momentum, batch statistics of the first rank; and metrics."""
     assert same(last(two / "ddp"), last(two / "unwrapped"))
     for ours, theirs in zip(rows(two / "unwrapped"), rows(two / "ddp"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", ["from_ranks", "from_dcp", "fsdp_stopped"])
 def test_two_ranks_resume_exactly_from_every_save(save: str, two: Path) -> None:
-    assert same(last(two / "unwrapped"), last(two / f"from_{save}"))
+    """From the folder of ranks, the dcp, and the dcp that a signal to one rank left in the middle of an epoch."""
+    assert save != "fsdp_stopped" or (two / save / "epoch_001_step_00002" / ".metadata").exists()
+    assert same(last(two / "unwrapped"), last(two / save))
 
 
 def test_every_save_holds_the_same(two: Path) -> None:
@@ -100,11 +137,6 @@ def test_other_modes_go_on_from_every_save(two: Path, tmp_path: Path, only_rank:
     assert same(one, fsdp)
 
 
-def test_a_signal_in_the_middle_of_an_epoch_leaves_a_folder_to_go_on_from(two: Path) -> None:
-    assert (two / "stopped" / "epoch_001_step_00002" / ".metadata").exists()
-    assert same(last(two / "unwrapped"), last(two / "stopped"))
-
-
 def test_the_parts_become_one_file_that_resumes(two: Path, tmp_path: Path) -> None:
     """`ckpt convert FOLDER OUT`: the checkpoint that the gathered save would have been."""
     ckpt_tools.convert(two / "ranks" / "epoch_001", tmp_path / "epoch_001.pth")
@@ -114,18 +146,11 @@ def test_the_parts_become_one_file_that_resumes(two: Path, tmp_path: Path) -> No
     assert same(resumed, run(tmp_path / "one", parallel="single", resume=str(two / "unwrapped" / "epoch_001.pth")))
 
 
-def test_a_batch_in_passes_trains_like_a_batch_at_once(tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    whole = run(tmp_path / "whole", epochs=1)
+def test_one_rank_is_equal_to_a_single_process(tmp_path: Path, only_rank: Callable[[], None]) -> None:
+    """In mixed precision too, bit for bit: batch statistics, momentum, and the scaler, which looks for overflow."""
+    single = run(tmp_path / "single", amp="fp16", **RESNET)
     only_rank()
-    assert close(whole, run(tmp_path / "passes", epochs=1, grad_accum=4, parallel="fsdp"))
-
-
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_is_as_in_a_single_process(amp: str, tmp_path: Path, only_rank: Callable[[], None]) -> None:
-    """The scaler too, which looks for overflow in each rank's parts."""
-    single = run(tmp_path / "single", amp=amp, **RESNET)
-    only_rank()
-    one = run(tmp_path / "fsdp", parallel="fsdp", amp=amp, **RESNET)
+    one = run(tmp_path / "fsdp", parallel="fsdp", amp="fp16", **RESNET)
     assert same(single, one)
     assert single["scaler"] == one["scaler"]
 

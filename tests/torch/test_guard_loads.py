@@ -1,0 +1,303 @@
+"""Right loads raise no alarm: however the numbers of a file get into the model, in whatever container they were."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+import ckpt_tools
+import ckpt_tools.torch as ckpt
+from tests.torch.test_guard import Net, State, trained, with_mix, wrong
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A file of the network."""
+    torch.save(trained().state_dict(), tmp_path / "net.pth")
+    return str(tmp_path / "net.pth")
+
+
+def _from_stream(model: nn.Module, path: str) -> None:
+    with Path(path).open("rb") as file:
+        model.load_state_dict(torch.load(io.BytesIO(file.read())))
+
+
+def _from_thread(model: nn.Module, path: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        model.load_state_dict(pool.submit(torch.load, path).result())
+
+
+def _by_hand(model: nn.Module, path: str, *, replace: bool = False) -> None:
+    state = torch.load(path)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and replace:
+            tensor.data = state[name]
+        elif name in state:
+            tensor.data.copy_(state[name])
+
+
+def _half_afterwards(model: nn.Module, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.bfloat16()
+
+
+def _through_half(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict({n: v.half().float() if v.is_floating_point() else v for n, v in state.items()})
+
+
+def _reshaped(model: Any, path: str) -> None:
+    state = torch.load(path)
+    state["conv.weight"] = state["conv.weight"].reshape(16, -1)
+    model.conv.weight = nn.Parameter(model.conv.weight.reshape(16, -1))
+    model.load_state_dict(state)
+
+
+def _inference(model: nn.Module, path: str) -> None:
+    with torch.inference_mode():
+        model.load_state_dict(torch.load(path), assign=True)
+
+
+IN_ONE_FILE: dict[str, Callable[[Any, str], Any]] = {
+    "load_state_dict": lambda model, path: model.load_state_dict(torch.load(path)),
+    "assigned": lambda model, path: model.load_state_dict(torch.load(path), assign=True),
+    "mapped": lambda model, path: model.load_state_dict(torch.load(path, mmap=True), assign=True),
+    "from a stream": _from_stream,
+    "from a thread": _from_thread,
+    "by hand": _by_hand,
+    "new data": lambda model, path: _by_hand(model, path, replace=True),
+    "half": lambda model, path: model.half().load_state_dict(torch.load(path)),
+    "half afterwards": _half_afterwards,
+    "through half": _through_half,
+    "into": ckpt.load_into,
+    "ours": lambda model, path: model.load_state_dict(ckpt.load_state_dict(path)),
+    "transposed": with_mix(torch.t),
+    "reshaped": _reshaped,
+    "wrapped": lambda model, path: nn.DataParallel(model).load_state_dict(
+        {f"module.{name}": value for name, value in torch.load(path).items()}
+    ),
+    "inference": _inference,
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE_FILE)
+def test_right_loads_of_one_file(name: str, path: str) -> None:
+    """However the numbers of the file get into the model, each of its tensors is from it, and nothing is wrong."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        IN_ONE_FILE[name](model, path)
+    seen.check()
+    assert seen
+    assert seen.files == [path]
+    fates = {fate.name: fate for fate in seen.fates}
+    assert all(fate.fate == ("unsaved" if name == "mask" else "loaded") for name, fate in fates.items())
+    assert all(fate.source == name for name, fate in fates.items() if name != "mask")
+
+
+def _legacy(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
+    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
+
+
+def _whole_module(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(trained(), folder / "module.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "module.pth", weights_only=False).state_dict())
+
+
+def _safetensors(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    save_file(state, folder / "m.safetensors")
+    return lambda model: load_model(model, str(folder / "m.safetensors"))
+
+
+def _safe_open(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    save_file(state, folder / "m.safetensors")
+
+    def load(model: nn.Module) -> None:
+        with safe_open(folder / "m.safetensors", "pt") as file:
+            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+
+    return load
+
+
+def _dcp(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    dcp.save(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
+
+    def load(model: nn.Module) -> None:
+        own = model.state_dict()
+        dcp.load(own, checkpoint_id=folder / "dcp", no_dist=True)
+        model.load_state_dict(own)
+
+    return load
+
+
+def _gzipped(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    (folder / "m.pth.gz").write_bytes(gzip.compress(buffer.getvalue()))
+
+    def load(model: nn.Module) -> None:
+        with gzip.open(folder / "m.pth.gz") as file:
+            model.load_state_dict(torch.load(io.BytesIO(file.read())))
+
+    return load
+
+
+def _halves_in_the_file(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    halves = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
+    save_file(halves, folder / "h.safetensors")
+    return lambda model: model.load_state_dict(load_file(folder / "h.safetensors"))
+
+
+def _old_norms(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Before torch 0.4.1 there was no num_batches_tracked; load_state_dict knows by the missing version."""
+    torch.save({name: value for name, value in state.items() if not name.endswith("tracked")}, folder / "old.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
+
+
+def _zeros(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Zeros into zeros, through .data, which tells nobody."""
+    state = state | {"norm.bias": torch.zeros(16), "norm.weight": torch.ones(16)}
+    torch.save(state, folder / "z.pth")
+    return lambda model: _by_hand(model, str(folder / "z.pth"))
+
+
+def _sharded(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "m.pth")
+    ckpt_tools.convert(folder / "m.pth", folder / "shards", shard_size="2 KB")
+    return lambda model: ckpt.load_into(model, folder / "shards")
+
+
+def _a_list(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Numbers without names, through .data, which tells nobody; the counter among them is one number."""
+    torch.save(list(state.values()), folder / "list.pth")
+
+    def load(model: nn.Module) -> None:
+        for own, value in zip(model.state_dict().values(), torch.load(folder / "list.pth"), strict=True):
+            own.data.copy_(value)
+
+    return load
+
+
+def _exported(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """torch.export opens its file without Python."""
+    program = torch.export.export(Whole(trained()), (torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 5)))
+    torch.export.save(program, folder / "m.pt2")
+
+    def load(model: nn.Module) -> None:
+        found = torch.export.load(folder / "m.pt2").state_dict
+        model.load_state_dict({name.removeprefix("net."): value for name, value in found.items()})
+
+    return load
+
+
+class Whole(nn.Module):
+    """The network, called."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net.eval()
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net.norm(self.net.conv(x)), self.net.head(self.net.mix(self.net.embed(ids)))
+
+
+def _rotary(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Rows of a square matrix for another kind of rotary embedding."""
+    torch.save(state, folder / "r.pth")
+    rows = state["mix.weight"].view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
+    return lambda model: model.load_state_dict(torch.load(folder / "r.pth") | {"mix.weight": rows})
+
+
+ELSEWHERE = [
+    _a_list, _exported, _rotary,
+    _legacy, _whole_module, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
+    _old_norms, _zeros, _sharded,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("make", ELSEWHERE, ids=lambda make: make.__name__)
+def test_right_loads_of_other_files(make: Callable[[State, Path], Callable[[nn.Module], Any]], tmp_path: Path) -> None:
+    """Whatever container the numbers are in, and however old: nothing is wrong."""
+    load = make(trained().state_dict(), tmp_path)
+    model = Net()
+    with ckpt.guard(model) as seen:
+        load(model)
+    seen.check()
+    assert seen.files
+    assert not seen.notes
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """A tied head is the tensor that was loaded, under whichever of its names the file has it."""
+    for number, keep in enumerate(("embed.weight", "head.weight")):
+        state = trained(tied=True).state_dict()
+        saved = {
+            name: value for name, value in state.items() if not name.endswith(("embed.weight", "head.weight")) or name == keep
+        }
+        torch.save(saved, tmp_path / f"{number}.pth")
+        model = Net(tied=True)
+        with ckpt.guard(model) as seen:
+            model.load_state_dict(torch.load(tmp_path / f"{number}.pth"), strict=False)
+        seen.check()
+        fates = {fate.name: (fate.fate, fate.how) for fate in seen.fates}
+        assert fates["head.weight"] == ("tied", "to embed.weight")
+
+
+def test_a_fused_tensor_is_split_and_joined(tmp_path: Path) -> None:
+    """Rows of a larger tensor, and tensors one below the other, are from the file, and said to be."""
+    q, k, v = (torch.rand(rows, 32) for rows in (16, 8, 8))
+    torch.save({"qkv.weight": torch.cat([q, k, v])}, tmp_path / "fused.pth")
+    torch.save({"q.weight": q, "k.weight": k, "v.weight": v}, tmp_path / "parts.pth")
+    parts = nn.ModuleDict({name: nn.Linear(32, rows, bias=False) for name, rows in (("q", 16), ("k", 8), ("v", 8))})
+    with ckpt.guard(parts) as seen:
+        rows = torch.load(tmp_path / "fused.pth")["qkv.weight"].split([16, 8, 8])
+        parts.load_state_dict({f"{name}.weight": part for name, part in zip("qkv", rows, strict=True)})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["rows 0 to 15", "rows 16 to 23", "rows 24 to 31"]
+    fused = nn.ModuleDict({"qkv": nn.Linear(32, 32, bias=False)})
+    with ckpt.guard(fused) as seen:
+        fused.load_state_dict({"qkv.weight": torch.cat(list(torch.load(tmp_path / "parts.pth").values()))})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["joined with k.weight, v.weight"]
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_small_tensors_by_the_hundred(ending: str, tmp_path: Path) -> None:
+    """Tensors that are read many at a time, across the edges of what is read at once, are each their own."""
+    model = nn.ParameterList([nn.Parameter(torch.rand(131 + number % 7)) for number in range(300)])
+    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    file = tmp_path / f"m.{ending}"
+    (torch.save if ending == "pth" else save_file)(state, file)
+    with ckpt.guard(model) as seen:
+        model.load_state_dict(torch.load(file) if ending == "pth" else load_file(file))
+        with torch.no_grad():
+            model[150][-1] += 1
+    assert wrong(seen) == {"150": "partly"}
+
+
+def test_experts_that_are_stacked(tmp_path: Path) -> None:
+    """Matrices of many experts, two and two fused and all stacked, as transformers keeps them: each part is from the file."""
+    experts = {f"experts.{i}.{part}.weight": torch.rand(6, 5) for i in range(12) for part in ("gate", "up")}
+    torch.save(experts, tmp_path / "experts.pth")
+    model = nn.ParameterDict({"gate_up": nn.Parameter(torch.rand(12, 12, 5))})
+    with ckpt.guard(model) as seen:
+        found = list(torch.load(tmp_path / "experts.pth").values())
+        model.load_state_dict({"gate_up": torch.stack([torch.cat(found[at : at + 2]) for at in range(0, 24, 2)])})
+    seen.check()
+    assert seen.fates[0].how.startswith("joined with experts.0.up.weight, experts.1.gate.weight")
+    with ckpt.guard(model) as seen:
+        torch.load(tmp_path / "experts.pth")
+        model["gate_up"].data[7, 3] += 1
+    assert not seen
