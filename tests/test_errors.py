@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
 import ckpt_tools.torch
@@ -20,8 +19,8 @@ from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.io.output import output_error
 from ckpt_tools.render import wording
-from tests.support.commands import main
 from tests.support.samples import FIXTURES
+from tests.support.terminal import run
 
 SINGLE = FIXTURES / "single.pth"
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CkptError)]
@@ -138,7 +137,7 @@ def test_reports_call_arguments_as_their_reader_knows_them(tmp_path: Path) -> No
         "--verify",
         "--dry-run",
     ]
-    page, document = (CliRunner().invoke(main, [*command, *more]).stdout for more in ((), ("--json",)))
+    page, document = (run(*command, *more).stdout for more in ((), ("--json",)))
     found = json.loads(document)
     shown = [note["text"] for note in found["notes"]] + [why for _, why in found["dropped"]]
     assert shown == [wording.as_options(text) for text in said]

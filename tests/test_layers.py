@@ -122,12 +122,8 @@ def private_names(path: Path) -> set[str]:
                 known = FACE.get(module, set()) | {name.removeprefix(f"{module}.") for name in FACE}
                 if module not in FACE or alias.name.startswith("_") or (FACE[module] and alias.name not in known):
                     found.add(f"{module}.{alias.name}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if (
-                re.fullmatch(r"ckpt_tools(\.\w+)+", node.value)
-                and node.value.removeprefix("ckpt_tools.").split(".")[0] in ROOMS
-            ):
-                found.add(node.value)
+        elif isinstance(node, ast.Constant) and re.fullmatch(rf"ckpt_tools\.(?:{'|'.join(ROOMS)})\.[\w.]+", str(node.value)):
+            found.add(str(node.value))
     return found
 
 

@@ -16,11 +16,11 @@ from referencing import Registry, Resource
 from torch import nn
 
 from ckpt_tools import convert
-from tests.cli.test_cli import ROOT, ckpt
 from tests.support import attention, proving
 from tests.support.commands import main
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
+from tests.support.terminal import ROOT, run
 
 DOCS = ROOT / "docs"
 
@@ -37,7 +37,7 @@ def validator(name: str) -> jsonschema.Draft202012Validator:
 
 def documents(*arguments: object) -> list[dict[str, Any]]:
     """What a command writes under --json, each document checked against the command's schema."""
-    result = ckpt(*arguments, "--json")
+    result = run(*arguments, "--json")
     assert result.exit_code in (0, 1), result.output
     found = [json.loads(line) for line in result.stdout.splitlines()]
     for document in found:
@@ -75,7 +75,7 @@ def test_every_document_has_a_schema(name: str) -> None:
     page = (DOCS / "json.md").read_text()
     assert f"({name}.schema.json)" in page
     assert name == "error" or f"# `ckpt {name} --json`" in page
-    helped = ckpt(name, "--help-all" if name == "convert" else "--help").output
+    helped = run(name, "--help-all" if name == "convert" else "--help").output
     assert name == "error" or "docs/json.md" in helped.replace("\n", "")
 
 

@@ -8,8 +8,9 @@ import click
 import pytest
 
 from ckpt_tools.cli import COMMANDS, main
-from tests.cli.test_cli import ckpt
+from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
+from tests.support.terminal import run
 
 DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 
@@ -26,45 +27,44 @@ def test_short_and_long_go_together(name: str) -> None:
 
 def test_the_verbose_version() -> None:
     """`ckpt --version -v` says what it runs on; no command has more to say than --all and --json show."""
-    assert ckpt("--version", "-v").output == ckpt("--version", "--verbose").output
-    assert ckpt("-v").exit_code == 2
+    assert run("--version", "-v").output == run("--version", "--verbose").output
+    ckpt("-v", code=2)
 
 
 @pytest.mark.parametrize("command", ["convert", "repair"])
 def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     """`-o OUT` writes what OUT in its place writes; both together are refused, and -n writes nothing."""
-    assert ckpt(command, DDP, tmp_path / "a.pth").exit_code == 0
-    assert ckpt(command, "-n", DDP, "-o", tmp_path / "b.pth").exit_code == 0
+    ckpt(command, DDP, tmp_path / "a.pth")
+    ckpt(command, "-n", DDP, "-o", tmp_path / "b.pth")
     assert not (tmp_path / "b.pth").exists()
-    done = ckpt(command, "-q", "-o", tmp_path / "b.pth", DDP)
+    done = run(command, "-q", "-o", tmp_path / "b.pth", DDP)
     assert (done.exit_code, done.output) == (0, "")
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
-    twice = ckpt(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth")
-    assert twice.exit_code == 2
+    twice = ckpt(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth", code=2)
     assert "OUT is given twice" in twice.output
 
 
 def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
     """`average IN IN -o OUT` and `extract-lora BASE TUNED -o OUT`; without an OUT the latter is refused."""
-    assert ckpt("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth").exit_code == 0
-    assert ckpt("average", SINGLE, SINGLE, tmp_path / "again.pth").exit_code == 0
+    ckpt("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth")
+    ckpt("average", SINGLE, SINGLE, tmp_path / "again.pth")
     assert (tmp_path / "mean.pth").read_bytes() == (tmp_path / "again.pth").read_bytes()
     base, tuned = FIXTURES / "lora" / "base.safetensors", FIXTURES / "lora" / "plain"
-    assert ckpt("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned).exit_code == 0
+    ckpt("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned)
     asked = ["extract-lora", base, tmp_path / "tuned.safetensors", "--rank", 4]
-    assert ckpt(*asked).exit_code == 2
-    assert ckpt(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
+    ckpt(*asked, code=2)
+    assert run(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
 def test_many_inputs_have_no_single_out(tmp_path: Path) -> None:
     """-o names one file, --to-dir a folder."""
-    assert ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path, "-o", tmp_path / "x.pth").exit_code == 2
+    ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path, "-o", tmp_path / "x.pth", code=2)
 
 
 def test_a_report_has_a_name_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without -o the page has the checkpoint's name and lies in the current folder; one that is there is not replaced."""
     monkeypatch.chdir(tmp_path)
-    assert ckpt("report", DDP).output.startswith("wrote ddp.html, ")
+    assert run("report", DDP).output.startswith("wrote ddp.html, ")
     assert (tmp_path / "ddp.html").exists()
-    assert ckpt("report", DDP).exit_code == 3
+    ckpt("report", DDP, code=3)

@@ -155,8 +155,7 @@ def test_a_pipe_has_no_pager(tmp_path: Path) -> None:
 def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]) -> None:
     """Where a command neither reads standard input nor writes standard output, `-` is refused and no file is called so."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 2
+    result = ckpt(*arguments, code=2)
     assert "Standard input is read by" in result.output or "never standard output" in result.output
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from fsspec.spec import AbstractBufferedFile
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
@@ -32,7 +31,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_state_dict
 from ckpt_tools.tree.findings import mending
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.servers import Server
 
 
@@ -408,11 +407,9 @@ def test_local_paths_with_colons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_command_line(memory: Any, tmp_path: Path) -> None:
     """Addresses go through the command line as they are; local commands import no fsspec."""
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
-    result = CliRunner().invoke(main, ["convert", str(tmp_path / "in.safetensors"), "memory://d/out.pth"])
-    assert result.exit_code == 0, result.stderr
+    result = ckpt("convert", tmp_path / "in.safetensors", "memory://d/out.pth")
     assert "wrote memory://d/out.pth" in result.stdout
-    result = CliRunner().invoke(main, ["inspect", "memory://d/out.pth", "memory://d/none.pth"])
-    assert result.exit_code == 3
+    result = ckpt("inspect", "memory://d/out.pth", "memory://d/none.pth", code=3)
     assert result.stdout.startswith("memory://d/out.pth")
     assert "There is no such file." in result.stderr
 

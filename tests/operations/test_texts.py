@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch.package.package_exporter import PackageExporter
 
 import ckpt_tools
-from ckpt_tools.operations.scan import Scanned
-from tests.cli.test_cli import ckpt
+from tests.support.commands import ckpt
+from tests.support.terminal import run
 
 
 class Runs:
@@ -92,7 +92,7 @@ HIDDEN = {
 }
 
 
-def scanned(tmp_path: Path, data: bytes) -> Scanned:
+def scanned(tmp_path: Path, data: bytes) -> ckpt_tools.Scanned:
     """The report on a file of these bytes."""
     (tmp_path / "file").write_bytes(data)
     (report,) = ckpt_tools.scan(tmp_path / "file")
@@ -205,7 +205,7 @@ def test_every_command_sees_the_metadata_of_safetensors(tmp_path: Path) -> None:
     verdicts = [ckpt_tools.scan(tmp_path / "m.safetensors")[0].verdict]
     verdicts += [ckpt_tools.inspect(tmp_path / "m.safetensors").safety.verdict]
     assert verdicts == ["dangerous", "dangerous"]
-    assert ckpt("check", tmp_path / "m.safetensors").exit_code == 1
+    ckpt("check", tmp_path / "m.safetensors", code=1)
 
 
 def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +218,9 @@ def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypa
 
     torch.save({"w": torch.ones(2), "x": Long()}, "a.pth")
     for command in ("scan", "inspect", "check"):
-        lines = [line for line in ckpt(command, "a.pth").output.splitlines() if "system" in line and "weights_only" not in line]
+        lines = [line for line in run(command, "a.pth").output.splitlines() if "system" in line and "weights_only" not in line]
         assert lines or command == "check"
         assert max(map(len, lines), default=0) <= 200
-    assert max(len(line) for line in ckpt("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
-    report = json.loads(ckpt("scan", "a.pth", "--json").stdout)
+    assert max(len(line) for line in run("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
+    report = json.loads(run("scan", "a.pth", "--json").stdout)
     assert len(report["calls"][0]["call"]) > 380

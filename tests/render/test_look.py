@@ -36,6 +36,7 @@ from ckpt_tools.render.rows import wrapped
 from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import natural
 from tests.support.samples import FIXTURES, by_name
+from tests.support.terminal import run
 
 PAGES = [FIXTURES / name for name in ("training.pth", "fsdp.pth", "dtypes.pth", "whole_module.pth")]
 
@@ -205,7 +206,7 @@ def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
 def test_a_file_of_another_name_is_not_meant(name: str, other: str, tmp_path: Path) -> None:
     """An extension that two names share, and a few letters, do not make them near."""
     (tmp_path / other).touch()
-    told = CliRunner().invoke(main, ["inspect", str(tmp_path / name)]).output
+    told = run("inspect", tmp_path / name).output
     assert "There is no such file." in told
     assert "Did you mean" not in told
 
@@ -214,8 +215,7 @@ def test_what_saves_a_file_is_named_with_it(tmp_path: Path) -> None:
     """`ckpt repair FILE` of a file that needs an OUT gives the whole command; run, it saves what is whole."""
     path = tmp_path / "my cut.pth"
     path.write_bytes((FIXTURES / "single.pth").read_bytes()[:-2000])
-    told = CliRunner().invoke(main, ["repair", str(path)])
-    assert told.exit_code == 2
+    told = ckpt("repair", path, code=2)
     command = re.search(r"name an OUT: ckpt (.*)", told.output)
     assert command is not None
     assert CliRunner().invoke(main, shlex.split(command[1])).exit_code in (0, 1)
@@ -253,7 +253,7 @@ def test_quiet_means_one_thing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     for code, arguments in QUIET.get(name, []):
         for number, quiet in enumerate(([], ["--quiet"])):
             given = [str(tmp_path / f"{number}{code}") if argument == "OUT" else argument for argument in arguments]
-            result = CliRunner().invoke(main, [name, *given, *quiet])
+            result = run(name, *given, *quiet)
             assert result.exit_code == code, result.output
         assert result.stdout == ""
         assert ("none.pth" in result.stderr) == (code == 3)
@@ -324,14 +324,14 @@ def test_scan_counts_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr("ckpt_tools.cli.scan.show_progress", telling)
     for size in (10, 20):
         (tmp_path / f"{size}.bin").write_bytes(b"\0" * size)
-    assert CliRunner().invoke(main, ["scan", str(tmp_path)]).exit_code == 0
+    ckpt("scan", tmp_path)
     assert told == [(10, 30), (30, 30)]
 
 
 def test_layers_are_counted_in_their_order(tmp_path: Path) -> None:
     """safetensors sorts names as text; blocks are folded with their numbers in order and in ranges."""
     save_file({f"layers.{number}.weight": torch.zeros(2, 2) for number in (*range(13), 20)}, tmp_path / "model.safetensors")
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "model.safetensors")]).stdout
+    shown = run("inspect", tmp_path / "model.safetensors").stdout
     assert "layers.{0-12,20}.weight" in shown
 
 
@@ -363,7 +363,7 @@ def test_names_are_sorted_by_their_numbers(tmp_path: Path, command: str) -> None
     names = ["l.10.w", "l.2.w", "l.300.w", "l.02.b", "a.w"]
     torch.save({name: torch.zeros(2, index + 1) for index, name in enumerate(names)}, tmp_path / "model.pth")
     flat = ["--flat"] if command == "inspect" else []
-    shown = CliRunner().invoke(main, [command, "--sort", "name", *flat, str(tmp_path / "model.pth")]).stdout
+    shown = run(command, "--sort", "name", *flat, tmp_path / "model.pth").stdout
     places = [shown.index(f"\n{name}") for name in ("a.w", "l.02.b", "l.2.w", "l.10.w", "l.300.w")]
     assert places == sorted(places)
     assert sorted(["9" * 9000, "1" * 9001, "0002", "1"], key=natural) == ["1", "0002", "9" * 9000, "1" * 9001]
@@ -379,7 +379,7 @@ def test_totals_count_one_set(tmp_path: Path) -> None:
     totals = inspect(tmp_path / "run.pth").totals
     assert (totals["tensors"], totals["elements"], totals["parameters"]) == (8, 20 * 3 + 2, 20)
     assert totals["bytes"] == totals["elements"] * 4
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "run.pth")]).stdout
+    shown = run("inspect", tmp_path / "run.pth").stdout
     assert "tensors       8, 62 elements, 248 B" in shown
 
 

@@ -30,6 +30,7 @@ from tests.support.samples import (
     SAFETENSORS,
     by_name,
 )
+from tests.support.terminal import run
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 HOSTILE = [
@@ -85,7 +86,7 @@ def test_findings_are_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     found = next(row for row in inspect(path).findings if row.code == "oversized-storage")
     assert "(`slim` leaves" in found.expected
     assert "(--slim leaves" in next(row["expected"] for row in embedded(page(inspect(path)))["findings"])
-    assert "(--slim leaves" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+    assert "(--slim leaves" in run("inspect", path).stdout
 
 
 def hostile_file(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.support.commands import main
 
@@ -26,3 +26,8 @@ def page(*arguments: object, width: int = 200) -> str:
     terminal = {"FORCE_COLOR": "1", "COLUMNS": str(width)}
     text = CliRunner().invoke(main, list(map(str, arguments)), env=terminal).stdout
     return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())
+
+
+def run(*arguments: object, data: bytes = b"") -> Result:
+    """Run `ckpt ARGUMENTS` in this process, whatever its exit code, with something on standard input."""
+    return CliRunner().invoke(main, list(map(str, arguments)), input=data)
