@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ckpt_tools.operations.convert.several import targets
 from tests.cli.test_json_schemas import validator
 from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
@@ -97,15 +97,20 @@ def test_what_does_not_go_together(arguments: list[str], said: str) -> None:
     assert said in result.output
 
 
-def test_names_of_outputs() -> None:
-    """An output has its input's name, with the extension of the format; of what is not written here `.pth`."""
-    out = Path("out")
-    named = targets(["a.ckpt", "b.gguf", "c.tar.gz", "runs/d", "s3://bucket/e.bin"], out, {})
-    assert [path.name for path in named] == ["a.ckpt", "b.gguf", "c.pth", "d.pth", "e.bin"]
-    formats = {"safetensors": "a.safetensors", "pth-legacy": "a.pth", "dcp": "a", "gguf": "a.gguf"}
-    for format, name in formats.items():
-        assert targets(["x/a.ckpt"], out, {"format": format}) == [out / name]
-    assert targets(["a.pth"], out, {"shard_size": "5GB"}) == [out / "a"]
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], {"a.ckpt", "b.pth", "c.bin"}), (["--format", "safetensors"], {"a.safetensors", "b.safetensors", "c.safetensors"}),
+        (["--format", "pth-legacy"], {"a.pth", "b.pth", "c.pth"}), (["--shard-size", "5GB"], {"a", "b", "c"}),
+    ],
+)  # fmt: skip
+def test_names_of_outputs(options: list[str], names: set[str], tmp_path: Path) -> None:
+    """An output has its input's name, with the extension of the format; of what is packed `.pth`."""
+    files = [tmp_path / name for name in ("a.ckpt", "b.tar.gz", "c.bin")]
+    for file in files:
+        file.write_bytes(gzip.compress(SINGLE.read_bytes()) if file.suffix == ".gz" else SINGLE.read_bytes())
+    ckpt("convert", *files, "--to-dir", tmp_path / "out", *options)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 def test_the_folder_cannot_be_made(tmp_path: Path) -> None:

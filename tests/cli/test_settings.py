@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.cli import COMMANDS, main
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, main
 from tests.support.samples import FIXTURES
-from tests.support.terminal import run
+from tests.support.terminal import COMMANDS, run
 
 
 @pytest.fixture

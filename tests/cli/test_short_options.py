@@ -7,10 +7,9 @@ from pathlib import Path
 import click
 import pytest
 
-from ckpt_tools.cli import COMMANDS, main
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, main
 from tests.support.samples import FIXTURES
-from tests.support.terminal import run
+from tests.support.terminal import COMMANDS, run
 
 DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 

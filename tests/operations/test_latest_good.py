@@ -63,7 +63,7 @@ def test_what_says_nothing_goes_by_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("newest", "others"),
     [
-        ("epoch_012.pth", ["epoch_2.pth", "epoch_11.pth", "resnet50.pth"]),
+        ("epoch_012.pth", ["epoch_2.pth", "epoch_11.pth"]),
         ("checkpoint-500/a.pth", ["checkpoint-60/a.pth", "checkpoint-7/a.pth"]),
         ("global_step100.pt", ["global_step99.pt"]),
         ("model-epoch=3-step=120.ckpt", ["model-epoch=3-step=99.ckpt", "model-epoch=2-step=200.ckpt"]),

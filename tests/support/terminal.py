@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 from click.testing import CliRunner, Result
 
 from tests.support.commands import main
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = main.list_commands(click.Context(main))
 
 
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
