@@ -97,7 +97,7 @@ def test_average_and_report(far: str, memory: Any, tmp_path: Path) -> None:
     assert memory.cat("/out/mean.pth") == (tmp_path / "mean.pth").read_bytes()
     expected = load_state_dict(f"{far}a.pth")["l1.weight"] + 0.5
     assert torch.allclose(load_state_dict(tmp_path / "mean.pth")["l1.weight"], expected, atol=1e-6)
-    result = ckpt("report", f"{far}a.pth", f"{far}b.pth", "-o", str(tmp_path / "page.html"), "--values")
+    ckpt("report", f"{far}a.pth", f"{far}b.pth", "-o", str(tmp_path / "page.html"), "--values")
     assert "<title>a.pth" in (tmp_path / "page.html").read_text()
 
 
