@@ -73,8 +73,6 @@ def test_views_and_ties_of_every_file(row: dict[str, Any]) -> None:
     tensors = found.tensors
     strided = [torch.empty_strided(t["shape"], t["stride"], device="meta") for t in tensors]
     assert sum(not tensor.is_contiguous() for tensor in strided) == odd.get("non_contiguous", 0)
-        "non_contiguous", 0
-    )
     assert sum(t["offset"] > 0 for t in tensors) == odd.get("nonzero_offset", 0)
     assert sum(t["shape"] == [] for t in tensors) == odd.get("scalars", 0)
     assert sum(0 in t["shape"] for t in tensors) == odd.get("zero_sized", 0)

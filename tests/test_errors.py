@@ -42,19 +42,14 @@ def test_an_output_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None
 
 
 READING: list[Callable[[Path], object]] = [
-    ckpt_tools.inspect,
-    ckpt_tools.open_checkpoint,
-    ckpt_tools.torch.load,
-    ckpt_tools.torch.load_state_dict,
-    ckpt_tools.stats,
-    lambda path: ckpt_tools.show(path, "weight"),
+    ckpt_tools.inspect, ckpt_tools.open_checkpoint, ckpt_tools.torch.load, ckpt_tools.torch.load_state_dict,
+    ckpt_tools.stats, lambda path: ckpt_tools.show(path, "weight"),
     lambda path: ckpt_tools.torch.load_into(torch.nn.Linear(1, 1), path),
     lambda path: ckpt_tools.convert(path, path.parent / "out.pth"),
     lambda path: ckpt_tools.average([path, path], path.parent / "out.pth"),
-    lambda path: ckpt_tools.repair(path, path.parent / "out.pth"),
-    lambda path: ckpt_tools.diff(SINGLE, path),
+    lambda path: ckpt_tools.repair(path, path.parent / "out.pth"), lambda path: ckpt_tools.diff(SINGLE, path),
     lambda path: ckpt_tools.edit_in_place(path, unwrap=True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", READING)

@@ -34,15 +34,11 @@ def reference() -> dict[str, torch.Tensor]:
     [
         ("whole-dp.pth", ["--objects", "plain", "--strip-module"]),
         ("whole-ddp.pth", ["--objects", "plain", "--strip-module"]),
-        ("partial-dp.pth", ["--rename", r"^features\.module\.=features."]),
-        ("mixed.pth", ["--strip-module"]),
-        ("lightning.ckpt", ["--select", "state_dict", "--strip-prefix", "net."]),
-        ("legacy.pth", []),
-        ("dcp", []),
-        ("shards", []),
-        ("torchscript.pt", ["--objects", "plain"]),
+        ("partial-dp.pth", ["--rename", r"^features\.module\.=features."]), ("mixed.pth", ["--strip-module"]),
+        ("lightning.ckpt", ["--select", "state_dict", "--strip-prefix", "net."]), ("legacy.pth", []), ("dcp", []),
+        ("shards", []), ("torchscript.pt", ["--objects", "plain"]),
     ],
-)
+)  # fmt: skip
 def test_one_command_gives_the_weights(
     name: str, options: list[str], reference: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -126,13 +122,10 @@ def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "container"),
     [
-        ("legacy.pth", "torch-legacy"),
-        ("dcp", "dcp"),
-        ("shards", "sharded"),
-        ("torchscript.pt", "torchscript"),
+        ("legacy.pth", "torch-legacy"), ("dcp", "dcp"), ("shards", "sharded"), ("torchscript.pt", "torchscript"),
         ("run.pth", "torch-zip"),
     ],
-)
+)  # fmt: skip
 def test_each_is_in_the_container_that_it_stands_for(name: str, container: str) -> None:
     assert ckpt_tools.inspect(FOUND / name).container == container
 

@@ -53,21 +53,11 @@ leaves = st.one_of(
     st.builds(lambda: torch.nn.Parameter(torch.ones(2, 2))),
 )  # fmt: skip
 EMPTY: dict[str, Any] = {
-    "list": list,
-    "dict": dict,
-    "ordered": collections.OrderedDict,
-    "default": lambda: collections.defaultdict(list),
-    "deque": collections.deque,
-    "counter": collections.Counter,
-    "namespace": Namespace,
-    "plain": classes.Plain,
-    "inner": classes.Outer.Inner,
-    "slotted": classes.Slotted,
-    "both": classes.Both,
-    "stateful": classes.Stateful,
-    "mapping": classes.Mapping,
-    "sequence": classes.Sequence,
-}
+    "list": list, "dict": dict, "ordered": collections.OrderedDict, "default": lambda: collections.defaultdict(list),
+    "deque": collections.deque, "counter": collections.Counter, "namespace": Namespace, "plain": classes.Plain,
+    "inner": classes.Outer.Inner, "slotted": classes.Slotted, "both": classes.Both, "stateful": classes.Stateful,
+    "mapping": classes.Mapping, "sequence": classes.Sequence,
+}  # fmt: skip
 CLOSED = ("tuple", "pair", "reduced", "keyword")
 
 

@@ -53,20 +53,14 @@ def far(request: pytest.FixtureRequest, server: Server, memory: Any, tmp_path: P
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["check", "@a.pth"],
-        ["check", "--values", "--digest", "@flipped.pth"],
-        ["check", "@cut.pth"],
-        ["check", "@shards/model.safetensors.index.json", "@b.pth"],
-        ["check", "--against", "@a.pth", "@b.pth"],
-        ["stats", "@a.pth"],
-        ["stats", "@shards/model.safetensors.index.json"],
-        ["diff", "@a.pth", "@b.pth"],
-        ["diff", "--values", "@a.pth", "@shards/model.safetensors.index.json"],
-        ["match", "@a.pth", "--like", "@b.pth"],
+        ["check", "@a.pth"], ["check", "--values", "--digest", "@flipped.pth"], ["check", "@cut.pth"],
+        ["check", "@shards/model.safetensors.index.json", "@b.pth"], ["check", "--against", "@a.pth", "@b.pth"],
+        ["stats", "@a.pth"], ["stats", "@shards/model.safetensors.index.json"], ["diff", "@a.pth", "@b.pth"],
+        ["diff", "--values", "@a.pth", "@shards/model.safetensors.index.json"], ["match", "@a.pth", "--like", "@b.pth"],
         ["inspect", "@a.pth", "@b.pth", "--jobs", "2"],
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_the_same_is_said(far: str, arguments: list[str], tmp_path: Path) -> None:
     """The report of an address is that of the file, but for the path and the time."""
     if "--jobs" in arguments and far.startswith("memory"):

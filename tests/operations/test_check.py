@@ -238,13 +238,10 @@ def torch_error(path: Path, **options: object) -> str:
 
 
 OTHER_FILES = {
-    "empty": b"",
-    "page": b"<!DOCTYPE html><html><title>404</title></html>",
+    "empty": b"", "page": b"<!DOCTYPE html><html><title>404</title></html>",
     "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 123\n",
-    "json": b'{"error": "Entry not found"}',
-    "gzip": b"\x1f\x8b\x08\x00" * 20,
-    "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
-}
+    "json": b'{"error": "Entry not found"}', "gzip": b"\x1f\x8b\x08\x00" * 20, "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)

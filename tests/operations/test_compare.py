@@ -239,15 +239,10 @@ def test_one_distance_of_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sort", "order"),
     [
-        ("file", "abc"),
-        ("name", "abc"),
-        ("size", "bca"),
-        ("max-abs", "cba"),
-        ("l2", "acb"),
-        ("cosine", "abc"),
+        ("file", "abc"), ("name", "abc"), ("size", "bca"), ("max-abs", "cba"), ("l2", "acb"), ("cosine", "abc"),
         ("changed", "cab"),
     ],
-)
+)  # fmt: skip
 def test_diff_sorted(tmp_path: Path, sort: str, order: str) -> None:
     """What is furthest apart comes first; where that is not known last."""
     left = {"a.w": torch.tensor([1.0, 1.0]), "b.w": torch.full((5,), 100.0), "c.w": torch.tensor([100.0, 100.0, 100.0])}

@@ -186,16 +186,12 @@ def test_a_prefix_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"rename": ["nowhere=x"]}, "changes no name"),
-        ({"keep": ["nowhere*"]}, "`keep='nowhere"),
-        ({"drop": ["nowhere*"]}, "`drop='nowhere"),
-        ({"select": "modle"}, "`select='modle'`"),
-        ({"drop": ["*"]}, "No tensor would be left"),
-        ({"dtype": "bf16", "dtype_only": ["nowhere*"]}, "`dtype_only="),
-        ({"select": "epoch"}, "No tensor would be left"),
-        ({"select": "config"}, "No tensor would be left"),
+        ({"rename": ["nowhere=x"]}, "changes no name"), ({"keep": ["nowhere*"]}, "`keep='nowhere"),
+        ({"drop": ["nowhere*"]}, "`drop='nowhere"), ({"select": "modle"}, "`select='modle'`"),
+        ({"drop": ["*"]}, "No tensor would be left"), ({"dtype": "bf16", "dtype_only": ["nowhere*"]}, "`dtype_only="),
+        ({"select": "epoch"}, "No tensor would be left"), ({"select": "config"}, "No tensor would be left"),
     ],
-)
+)  # fmt: skip
 def test_what_matches_nothing_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     """An option without effect and an empty result are errors with exit code 3."""
     error = expect_refused(tmp_path, training_state(), NothingMatchedError, match, **options)

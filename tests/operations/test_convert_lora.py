@@ -216,22 +216,18 @@ def test_another_size_of_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "LOHA"}, "kind 'LOHA'"),
-        ({"peft_type": None}, "only LoRA"),
+        ({"peft_type": "LOHA"}, "kind 'LOHA'"), ({"peft_type": None}, "only LoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base before training"),
         ({"init_lora_weights": "olora"}, "changes the base before training"),
-        ({"alora_invocation_tokens": [1, 2]}, "no merged form"),
-        ({"layer_replication": [[0, 2]]}, "layers are repeated"),
+        ({"alora_invocation_tokens": [1, 2]}, "no merged form"), ({"layer_replication": [[0, 2]]}, "layers are repeated"),
         ({"trainable_token_indices": [1]}, "rows of an embedding"),
         ({"use_dora": True}, "use_dora is true in adapter_config.json, and 'blocks.0.q' has no magnitudes"),
         ({"lora_bias": True}, "lora_bias is true in adapter_config.json, and 'blocks.0.q' has no bias"),
-        ({"modules_to_save": ["head"]}, "should hold 'head' whole"),
-        ({"r": 3}, "of rank 2; adapter_config.json says 3"),
-        ({"r": 0}, "not a whole number above 0"),
-        ({"lora_alpha": "8"}, "not a finite number"),
+        ({"modules_to_save": ["head"]}, "should hold 'head' whole"), ({"r": 3}, "of rank 2; adapter_config.json says 3"),
+        ({"r": 0}, "not a whole number above 0"), ({"lora_alpha": "8"}, "not a finite number"),
         ({"alpha_pattern": {"(": 1}}, "not a regular expression"),
     ],
-)
+)  # fmt: skip
 def test_configurations_that_cannot_be_merged(config: dict[str, object], message: str, tmp_path: Path) -> None:
     """What PEFT does not merge, or what means something else than the tensors say, is refused by its name."""
     adapter = write_adapter(tmp_path / "a", pair("blocks.0.q"), **({"r": 2, "lora_alpha": 2} | config))

@@ -209,19 +209,12 @@ def test_words_of_every_sentence_find_no_page() -> None:
 @pytest.mark.parametrize(
     ("subject", "page"),
     [
-        ("deepspeed", "zero-to-fp32"),
-        ("DeepSpeed checkpoint", "zero-to-fp32"),
-        ("megatron", "model-optim-rng"),
-        ("megatron checkpoint to huggingface", "model-optim-rng"),
-        ("lora", "adapter-keys"),
-        ("how do I merge a LoRA adapter", "adapter-keys"),
-        ("fsdp", "rank-files"),
-        ("gguf", "gguf-file"),
-        ("lightning", "lightning"),
-        ("gptq", "quantised-weights"),
-        ("accelerate", "fsdp-checkpoint"),
+        ("deepspeed", "zero-to-fp32"), ("DeepSpeed checkpoint", "zero-to-fp32"), ("megatron", "model-optim-rng"),
+        ("megatron checkpoint to huggingface", "model-optim-rng"), ("lora", "adapter-keys"),
+        ("how do I merge a LoRA adapter", "adapter-keys"), ("fsdp", "rank-files"), ("gguf", "gguf-file"),
+        ("lightning", "lightning"), ("gptq", "quantised-weights"), ("accelerate", "fsdp-checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_a_subject_finds_its_page(subject: str, page: str) -> None:
     """A word or two that are no message find the page that speaks of them most."""
     assert ckpt_tools.explain(subject)[0].page == f"docs/howto/{page}.md"

@@ -50,13 +50,9 @@ def test_integers_are_exact(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("tensor", "values"),
     [
-        (torch.tensor([True, False]), [True, False]),
-        (torch.tensor([1 + 2j, -0.5j]), [1 + 2j, -0.5j]),
-        (torch.tensor([1 + 2j], dtype=torch.complex128).conj(), [1 - 2j]),
-        (torch.tensor(2.5), 2.5),
-        (torch.ones(0), []),
-        (torch.ones(2, 0), [[], []]),
-        (ROWS.t()[1:3, ::2], ROWS.t()[1:3, ::2].tolist()),
+        (torch.tensor([True, False]), [True, False]), (torch.tensor([1 + 2j, -0.5j]), [1 + 2j, -0.5j]),
+        (torch.tensor([1 + 2j], dtype=torch.complex128).conj(), [1 - 2j]), (torch.tensor(2.5), 2.5), (torch.ones(0), []),
+        (torch.ones(2, 0), [[], []]), (ROWS.t()[1:3, ::2], ROWS.t()[1:3, ::2].tolist()),
         (torch.tensor(1.0).expand(3, 2), [[1.0, 1.0]] * 3),
     ],
 )  # fmt: skip

@@ -43,13 +43,10 @@ def signed(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    "weights.safetensors": {"select": "model"},
-    "shards": {"select": "model", "shard_size": "5 KB"},
-    "dcp": {"format": "dcp"},
-    "old.pth": {"format": "pth-legacy"},
-    "wrapped.pth": {"select": "model", "add_module": True},
+    "weights.safetensors": {"select": "model"}, "shards": {"select": "model", "shard_size": "5 KB"},
+    "dcp": {"format": "dcp"}, "old.pth": {"format": "pth-legacy"}, "wrapped.pth": {"select": "model", "add_module": True},
     "plain.pth": {"select": "model"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

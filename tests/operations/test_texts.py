@@ -67,29 +67,23 @@ HEADER = json.dumps({"__metadata__": {"x": TEXT}, "w": {"dtype": "F32", "shape":
 HIDDEN = {
     "a member of a zip": archive({"data": in_json(TEXT)}),
     "a deflated member of a zip": archive({"data": in_json(TEXT) + b" " * 9000}, zipfile.ZIP_DEFLATED),
-    "a member of a tar": tar("algorithm.json", in_json(TEXT)),
-    "a file of JSON": in_json(TEXT),
+    "a member of a tar": tar("algorithm.json", in_json(TEXT)), "a file of JSON": in_json(TEXT),
     "JSON with escapes": in_json(TEXT).replace(TEXT[:4].encode(), "".join(f"\\u{ord(sign):04x}" for sign in TEXT[:4]).encode()),
     "lines of base64 in JSON": in_json(base64.encodebytes(EVIL).decode()),
     "what base64 passes over": in_json("!".join(TEXT)),
     "the other alphabet of base64": in_json(base64.urlsafe_b64encode(pickle.dumps({"\u07ff?>": Runs()}, 4)).decode()),
-    "protocol 0": in_json(base64.b64encode(OLD).decode()),
-    "without PROTO": in_json(base64.b64encode(EVIL[2:]).decode()),
-    "hexadecimal digits": in_json(EVIL.hex()),
-    "a character for each byte": in_json(EVIL.decode("latin-1")),
-    "protocol 0 as it is": in_json(OLD.decode()),
-    "zlib in base64": in_json(base64.b64encode(zlib.compress(EVIL)).decode()),
-    "gzip in base64": in_json(base64.b64encode(gzip.compress(EVIL)).decode()),
-    "a key": json.dumps({TEXT: 1}).encode(),
+    "protocol 0": in_json(base64.b64encode(OLD).decode()), "without PROTO": in_json(base64.b64encode(EVIL[2:]).decode()),
+    "hexadecimal digits": in_json(EVIL.hex()), "a character for each byte": in_json(EVIL.decode("latin-1")),
+    "protocol 0 as it is": in_json(OLD.decode()), "zlib in base64": in_json(base64.b64encode(zlib.compress(EVIL)).decode()),
+    "gzip in base64": in_json(base64.b64encode(gzip.compress(EVIL)).decode()), "a key": json.dumps({TEXT: 1}).encode(),
     "in a longer text": json.dumps({"source": f"load('{TEXT}')"}).encode(),
     "YAML": f"model: !!binary |\n  {base64.encodebytes(EVIL).decode()}\n".encode(),
-    "no quotes": f"model = {TEXT}\n".encode(),
-    "behind a quote without an end": f'5" x\nmodel = {TEXT}\n'.encode(),
+    "no quotes": f"model = {TEXT}\n".encode(), "behind a quote without an end": f'5" x\nmodel = {TEXT}\n'.encode(),
     "across blocks of the reader": b'["' + b'","'.join([b"ab cd"] * 524_286) + b'","' + TEXT.encode() + b'"]',
     "metadata of safetensors": struct.pack("<Q", len(HEADER)) + HEADER + bytes(4),
     "a small file that is no text": b"\x0a\x02\x08\x01\xff" + in_json(TEXT),
     "an attribute of HDF5": b"\x89HDF\r\n\x1a\n" + bytes(2 << 20) + in_json(TEXT) + bytes(99),
-}
+}  # fmt: skip
 
 
 def scanned(tmp_path: Path, data: bytes) -> ckpt_tools.Scanned:

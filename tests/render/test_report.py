@@ -32,14 +32,9 @@ from tests.support.terminal import run
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 HOSTILE = [
-    "</script><script>window.hacked=1</script>.w",
-    "<img src=x onerror=window.hacked=1>.w",
-    "<!--<script>.w",
-    "\u202eevil\u2028.w",
-    "__proto__.constructor.w",
-    "' onclick='window.hacked=1.w",
-    "&lt;b&gt;{{ 7 * 7 }}.w",
-]
+    "</script><script>window.hacked=1</script>.w", "<img src=x onerror=window.hacked=1>.w", "<!--<script>.w",
+    "\u202eevil\u2028.w", "__proto__.constructor.w", "' onclick='window.hacked=1.w", "&lt;b&gt;{{ 7 * 7 }}.w",
+]  # fmt: skip
 
 
 def embedded(text: str) -> dict[str, Any]:
