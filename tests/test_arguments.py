@@ -202,23 +202,6 @@ def test_numbers_of_other_kinds(tmp_path: Path) -> None:
     assert not any(name.startswith("fc") for name in torch.load(tmp_path / "less.pth"))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"reinit": 3}, "`reinit` is 3, a int"), ({"rename": [3]}, "`rename` is 3"), ({"rows": 3.5}, "`rows` is 3.5"),
-        ({"dtype": 16}, "`dtype` is 16"), ({"map_location": lambda tag: tag}, "`map_location` is <function"),
-        ({"overwrite": "no"}, "`overwrite` is 'no', a str"), ({"drop": b"x"}, "`drop` is b'x'"),
-    ],
-)  # fmt: skip
-def test_the_rest_is_one_sentence(tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    """What no argument can be is refused with the argument, the value and its type; nothing is written."""
-    with pytest.raises(UsageError) as caught:
-        ckpt_tools.convert(SINGLE, tmp_path / "out.pth", **options)
-    assert str(caught.value).startswith(says)
-    assert caught.value.option == next(iter(options))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("function", "paths"), [
     (PUBLIC["match"], (SINGLE, SINGLE)), (PUBLIC["convert"], (SINGLE, "out.pth", "model")),
     (ckpt_tools.open(SINGLE).fit, (SINGLE,)),

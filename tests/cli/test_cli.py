@@ -98,31 +98,6 @@ def test_help_has_an_example_and_every_option() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "then"),
-    [
-        (["show", "single.pth", "fc1"], "Below it are 'fc1.weight', 'fc1.bias'.\nckpt inspect --all single.pth lists"),
-        (["verify", "single.pth", "--key", "key.pub"], "There is no signature single.pth.sig."),
-        (["verify", "single.pth", "--key", "key.pub"], "--signature FILE.sig"),
-        (["convert", "single.pth", "OUT.pth", "--dtype", "norm*=bf16"], "ckpt inspect --all FILE lists the names and dtypes."),
-        (["convert", "single.pth", "OUT.pth", "--set-metadata", "a=b"], "Name OUT .safetensors or .gguf."),
-    ],
-)  # fmt: skip
-def test_an_error_says_what_to_do_next(given: list[str], then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused comes with the names that there are, or the option that is wanted."""
-    monkeypatch.chdir(ROOT / "fixtures")
-    told = ckpt(*(str(tmp_path / word) if word == "OUT.pth" else word for word in given))
-    assert told.exit_code in (2, 3)
-    assert then in told.output
-
-
-def test_help_of_nothing_and_of_no_command() -> None:
-    """`ckpt help` is `ckpt --help`, a typing error gets what is near."""
-    assert ckpt("help").output == ckpt("--help").output
-    assert (told := ckpt("help", "convrt")).exit_code == 2
-    assert "No such command or topic 'convrt'. Did you mean 'convert'?" in told.output
-
-
 def test_topics_are_complete() -> None:
     """The topics name every container and every variable that there is, and no other; a wrong topic names the topics."""
     table = (ROOT / "docs" / "containers.md").read_text().partition("\n\nEach of these")[0]
@@ -142,32 +117,6 @@ def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(training_file.parent)
     assert (told := ckpt("inspekt")).exit_code == 2
     assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        (["convert", "a", "b", "--strip_module"], "'--strip-module'?"),
-        (["convert", "a", "b", "--strip-modul"], "Did you mean '--strip-module'?"),
-        (["convert", "a", "b", "--half"], "'--dtype fp16'?"),
-        (["convert", "a", "b", "--base", "c"], "'--lora'?"),
-        (["convert", "a", "b", "--force"], "'--overwrite'?"),
-        (["convert", "a", "b", "--zork"], "No such option '--zork'.\n"),
-        (["check", "a", "--half"], "No such option '--half'.\n"),
-        (["merge", "a", "b"], "ckpt convert BASE OUT --lora ADAPTER"),
-        (["info", "a"], "ckpt inspect PATH"),
-        (["modle.pth"], "Did you mean 'model.pth'?"),
-        (["convert", "a", "b", "--shard-size", "5", "GB"], "3 paths were given (a, b, GB)"),
-    ],
-)
-def test_a_wrong_word_leads_to_the_right_one(
-    given: list[str], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Words of other programs, slips, and a value of two words are answered with what is meant, never with something else."""
-    (tmp_path / "model.pth").touch()
-    monkeypatch.chdir(tmp_path)
-    assert (told := ckpt(*given)).exit_code == 2
-    assert meant in told.output
 
 
 def test_an_address_alone_is_inspected() -> None:
@@ -197,16 +146,6 @@ def test_the_documentation_lists_every_option(name: str) -> None:
         for option in parameter.opts:
             if option.startswith("--") and option != "--help":
                 assert option in pages, f"{option} of ckpt {name} is documented nowhere"
-
-
-@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--objects", "--map-location", "--format"])
-def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, option: str) -> None:
-    """Of two --select the last would win in silence."""
-    values = {"--objects": "keep", "--map-location": "cpu", "--format": "pth"}
-    value = values.get(option, "model")
-    result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
-    assert result.returncode == 2
-    assert f"{option} is given 2 times" in result.stderr
 
 
 def test_every_command_of_a_finding_works(tmp_path: Path) -> None:

@@ -83,21 +83,6 @@ def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a.pth", "b.pth", "c.pth"], "many IN need --to-dir DIR"),
-        (["a.pth", "b.pth", "--jobs", "2"], "--jobs is for --to-dir"),
-        (["a.pth", "--to-dir", "out", "--in-place"], "--in-place edits IN itself"),
-        (["a.pth", "--to-dir", "out", "--like", "m:N", "--prove", "1x3"], "run ckpt prove for each"),
-    ],
-)
-def test_what_does_not_go_together(arguments: list[str], said: str) -> None:
-    """Options of one input, and of many, are told apart before a file is looked at."""
-    result = ckpt("convert", *arguments, code=2)
-    assert said in result.output
-
-
-@pytest.mark.parametrize(
     ("options", "names"),
     [
         ([], {"a.ckpt", "b.pth", "c.bin"}), (["--format", "safetensors"], {"a.safetensors", "b.safetensors", "c.safetensors"}),

@@ -54,16 +54,3 @@ def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
     ckpt(*asked, code=2)
     assert run(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
-
-
-def test_many_inputs_have_no_single_out(tmp_path: Path) -> None:
-    """-o names one file, --to-dir a folder."""
-    ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path, "-o", tmp_path / "x.pth", code=2)
-
-
-def test_a_report_has_a_name_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without -o the page has the checkpoint's name and lies in the current folder; one that is there is not replaced."""
-    monkeypatch.chdir(tmp_path)
-    assert run("report", DDP).output.startswith("wrote ddp.html, ")
-    assert (tmp_path / "ddp.html").exists()
-    ckpt("report", DDP, code=3)

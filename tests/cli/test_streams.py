@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 from tests.support.terminal import run
 
@@ -138,21 +137,6 @@ def test_a_pipe_has_no_pager(tmp_path: Path) -> None:
     assert "num_batches_tracked" in subprocess.run(run, capture_output=True, text=True, env=environment, check=True).stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("convert", DDP, "-"), ("convert", DDP, "-o", "-"), ("repair", DDP, "-"), ("average", DDP, DDP, "-"),
-        ("report", DDP, "-o", "-"), ("show", DDP, "fc1.bias", "-o", "-"), ("convert", "-", "o.pth"), ("diff", "-", DDP),
-    ],
-)  # fmt: skip
-def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]) -> None:
-    """Where a command neither reads standard input nor writes standard output, `-` is refused and no file is called so."""
-    monkeypatch.chdir(tmp_path)
-    result = ckpt(*arguments, code=2)
-    assert "Standard input is read by" in result.output or "never standard output" in result.output
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("arguments", ["inspect {}", "check --json {}", "--help", "--version"])
 @pytest.mark.parametrize("place", [">&-", ">/dev/full"])
 def test_a_report_that_cannot_be_printed(arguments: str, place: str) -> None:
@@ -169,13 +153,3 @@ def test_closed_streams_are_no_files(tmp_path: Path) -> None:
     result = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
     assert (result.returncode, result.stdout[:5]) == (0, "wrote")
     assert run("inspect", out).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["inspect", ""], ["scan", DDP, ""], ["check", ""], ["convert", "", "x.pth"], ["convert", DDP, ""], ["diff", DDP, ""]],
-)
-def test_a_path_that_is_empty(arguments: list[str | Path]) -> None:
-    """`ckpt scan "$FILE"` with a variable that is not set looked at the current folder, and said that all was well."""
-    result = run(*arguments)
-    assert (result.exit_code, result.output.splitlines()[-1][:23]) == (2, "Error: A path is empty:")

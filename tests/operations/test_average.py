@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools.torch
 from ckpt_tools import average
-from ckpt_tools.errors import ConvertError, UsageError
-from tests.support.samples import FIXTURES
+from ckpt_tools.errors import ConvertError
 from tests.support.terminal import run
 
 
@@ -100,17 +99,6 @@ def test_everything_else_comes_from_the_first(tmp_path: Path) -> None:
     assert list(load(tmp_path / "weights.pth")) == ["a.w"]
 
 
-def test_wrappers(tmp_path: Path) -> None:
-    """Wrapped and plain names disagree, and the error says `unwrap`, which writes plain names."""
-    paths = [FIXTURES / "ddp.pth", FIXTURES / "single.pth", FIXTURES / "single.safetensors"]
-    with pytest.raises(ConvertError, match="`unwrap=True`"):
-        average(paths, tmp_path / "out.pth")
-    average(paths, tmp_path / "out.pth", unwrap=True)
-    found, expected = load(tmp_path / "out.pth"), load(FIXTURES / "single.pth")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)  # three times the same model
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -125,13 +113,6 @@ def test_what_has_no_mean_is_refused(tmp_path: Path, other: Any, words: str) -> 
     with pytest.raises(ConvertError, match=words):
         average(paths, tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [float("nan"), 1.0]])
-def test_weights_that_do_not_fit(tmp_path: Path, weights: list[float]) -> None:
-    """Too few weights, a sum of zero, and NaN are refused as usage."""
-    with pytest.raises(UsageError, match="`weights`"):
-        average(files(tmp_path, {"a.w": torch.ones(2)}, {"a.w": torch.ones(2)}), tmp_path / "out.pth", weights=weights)
 
 
 def test_tied_names_keep_what_they_are(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     ConvertError,
     NothingMatchedError,
-    ObjectsError,
     OutputError,
-    OutputExistsError,
     UsageError,
 )
 from fixtures.make import UsersModule, network, tagged, training_state
@@ -92,14 +89,6 @@ def test_users_own_module_is_untouched(tmp_path: Path) -> None:
     assert codes(report) == []
 
 
-def test_renames_in_order(tmp_path: Path) -> None:
-    """Regular expressions with groups, one after another."""
-    loaded, report = run(tmp_path, network().state_dict(), rename=[r"^fc(\d)\.=head.\1.", r"head\.1=first", "features=f"])
-    assert list(loaded)[-4:] == ["first.weight", "first.bias", "head.2.weight", "head.2.bias"]
-    assert list(loaded._metadata) == ["", "f", "f.0", "f.1", "f.2", "first", "head.2"]
-    assert report.state_dicts[0].renamed == 11
-
-
 def test_names_in_every_state_dict_and_optimizer(tmp_path: Path) -> None:
     """All state dicts of a checkpoint are renamed, and the optimizer's `param_names` with them."""
     state = training_state(named=True)
@@ -142,79 +131,6 @@ def test_a_wrapper_around_a_part_is_said_with_the_option_that_works(tmp_path: Pa
     rule = note.text.split("`rename='")[1].split("'`")[0]
     loaded, _ = run(tmp_path, parts.state_dict(), rename=[rule])
     assert list(loaded) == ["features.0.weight", "features.0.bias"]
-
-
-def test_a_model_saved_whole_in_its_wrapper_names_the_command_that_works(tmp_path: Path) -> None:
-    """As `inspect` does."""
-    path = tmp_path / "whole.pth"
-    torch.save(torch.nn.DataParallel(torch.nn.Linear(2, 2)), path)
-    with pytest.raises(ObjectsError, match="--strip-module --objects plain"):
-        ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True)
-    ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True, objects="plain")
-    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("option", [{"strip_module": True}, {"unwrap": True}, {"strip_prefix": "x."}])
-def test_a_prefix_that_is_not_there_is_noted(tmp_path: Path, option: dict[str, Any]) -> None:
-    """Stripping nothing is a finding; the file is written all the same."""
-    loaded, report = run(tmp_path, network().state_dict(), **option)
-    assert_is(loaded, network())
-    assert codes(report) == ["no-prefix"]
-
-
-@pytest.mark.parametrize(
-    ("prefixes", "option"),
-    [(["module."], "`strip_module`"), (["_orig_mod."], "`unwrap`"), (["module._orig_mod."], "`unwrap`"), (["", ""], None)],
-)
-def test_a_copy_tells_that_names_are_still_wrapped(tmp_path: Path, prefixes: list[str], option: str | None) -> None:
-    """Without an option of names the wrapper stays, and one note says which option removes it, not one a state dict."""
-    states = {f"net{i}": {f"{prefix}fc.{name}": torch.ones(1) for name in "ab"} for i, prefix in enumerate(prefixes * 2)}
-    _, report = run(tmp_path, states)
-    notes = [note.text for note in report.notes if note.code == "still-wrapped"]
-    assert notes == ([] if option is None else [note for note in notes[:1] if f"{option} removes it" in note])
-    assert bool(notes) == (option is not None)
-    assert "still-wrapped" not in codes(run(tmp_path, states, add_module=True)[1])
-
-
-def test_a_prefix_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path) -> None:
-    """Lightning's `model.` is another word in another project: what all names begin with stands in the note."""
-    named = {f"net.{name}": value for name, value in network().state_dict().items()}
-    _, report = run(tmp_path, named, strip_prefix="model.")
-    assert "no name has the prefix; all begin with 'net.'" in report.notes[0].text
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"rename": ["nowhere=x"]}, "changes no name"), ({"keep": ["nowhere*"]}, "`keep='nowhere"),
-        ({"drop": ["nowhere*"]}, "`drop='nowhere"), ({"select": "modle"}, "`select='modle'`"),
-        ({"drop": ["*"]}, "No tensor would be left"), ({"dtype": "bf16", "dtype_only": ["nowhere*"]}, "`dtype_only="),
-        ({"select": "epoch"}, "No tensor would be left"), ({"select": "config"}, "No tensor would be left"),
-    ],
-)  # fmt: skip
-def test_what_matches_nothing_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
-    """An option without effect and an empty result are errors with exit code 3."""
-    error = expect_refused(tmp_path, training_state(), NothingMatchedError, match, **options)
-    assert error.exit_code == 3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strip_module": True, "add_module": True}, {"strip_prefix": ""}, {"add_prefix": ""}, {"rename": ["no separator"]},
-        {"rename": ["=x"]}, {"rename": ["(=x"]}, {"rename": [r"a=\1"]}, {"map_location": "gpu"}, {"map_location": "meta"},
-        {"map_location": "cuda:0=cpu,cpu"}, {"map_location": "cuda:0=cpu,cuda=cpu"}, {"map_location": ""}, {"dtype": "int8"},
-        {"dtype_only": ["*"]}, {"objects": "pickle"}, {"format": "onnx"},
-    ],
-)  # fmt: skip
-def test_options_that_cannot_be_read(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A malformed or contradictory option is a usage error with exit code 2."""
-    assert expect_refused(tmp_path, training_state(), UsageError, **options).exit_code == 2
-
-
-def test_nobody_is_left_without_a_name(tmp_path: Path) -> None:
-    """A rename that takes the whole name away is refused."""
-    expect_refused(tmp_path, {"weight": torch.ones(1)}, ConvertError, "without a name", rename=["weight="])
 
 
 def test_no_state_dict_to_rename_in(tmp_path: Path) -> None:
@@ -313,15 +229,6 @@ def test_map_location_reaches_every_storage(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), data)
 
 
-def test_map_location_means_nothing_for_safetensors(tmp_path: Path) -> None:
-    """safetensors has no tags: said, not refused."""
-    report = ckpt_tools.convert(FIXTURES / "cuda.pth", tmp_path / "out.safetensors", map_location="cpu")
-    assert "no-device-tags" in codes(report)
-    report = ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / "out.pth", map_location="cuda")
-    assert "no-device-tags" in codes(report)
-    assert set(tags_of(tmp_path / "out.pth")) == {"cpu"}
-
-
 # --- dtypes
 
 
@@ -336,16 +243,6 @@ def test_overflow_is_counted(tmp_path: Path, source: torch.dtype) -> None:
     assert report.overflowed == {"model.a.w": 2, "ema.a.w": 1}
     assert loaded["model"]["a.w"].isinf().tolist() == [True, True, False]
     assert run(tmp_path, {"c.w": torch.tensor([449.0, 1.0, -1e5])}, dtype="fp8_e4m3")[1].saturated == {"c.w": 2}
-
-
-def test_dtype_only(tmp_path: Path) -> None:
-    """Only tensors whose name or path matches are cast."""
-    loaded, report = run(tmp_path, training_state(), dtype="bf16", dtype_only=["module.fc*", "optimizer.*.exp_avg"])
-    cast = {name for name, value in loaded["model"].items() if value.dtype is torch.bfloat16}
-    assert cast == {f"module.fc{number}.{leaf}" for number in (1, 2) for leaf in ("weight", "bias")}
-    state = loaded["optimizer"]["state"][0]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.bfloat16, torch.float32)
-    assert report.casts == {"float32 -> bfloat16": 12}
 
 
 def test_dtype_by_glob(tmp_path: Path) -> None:
@@ -491,33 +388,12 @@ def test_safetensors_metadata_of_the_input(tmp_path: Path) -> None:
     assert [key for key, _ in report.dropped] == ["author"]
 
 
-@pytest.mark.parametrize("name", ["sparse", "complex128", "quantized"])
-def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
-    """Sparse, quantised and complex128 tensors are refused by name, with the `drop` that helps."""
-    tensors = {"sparse": torch.eye(2).to_sparse(), "complex128": torch.ones(2, dtype=torch.complex128)}
-    if name == "quantized":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.quantize", UserWarning)  # torch says once a process that it will go
-            tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
-    error = expect_refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
-    assert f"`drop='{name}.w'`" in error.fix
-
-
 @pytest.mark.parametrize("data", [{}, {"epoch": 3}, [], None], ids=repr)
 def test_files_without_tensors(tmp_path: Path, data: Any) -> None:
     """A checkpoint without tensors is one all the same."""
     loaded, report = run(tmp_path, data)
     assert_same(loaded, data)
     assert report.tensors == 0
-
-
-def test_empty_state_dict_to_safetensors_and_back(tmp_path: Path) -> None:
-    """No tensor at all goes both ways."""
-    torch.save({}, tmp_path / "in.pth")
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "m.safetensors")
-    ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "out.pth")
-    assert torch.load(tmp_path / "out.pth", weights_only=True) == {}
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
@@ -555,12 +431,6 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, target: str, options: dict[s
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, **options)
 
 
-def test_verify_without_checksums_is_noted(tmp_path: Path) -> None:
-    """safetensors carries none."""
-    report = ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / "out.pth", verify=True)
-    assert codes(report) == ["no-checksums"]
-
-
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     """The report of a dry run is that of the real one, but for the time; an existing output is no obstacle."""
     target = tmp_path / "out.pth"
@@ -573,17 +443,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert real.bytes == before.st_size
     reports = [report.to_json() | {"seconds": 0, "dry_run": None} for report in (dry, real)]
     assert reports[0] == reports[1]
-
-
-def test_an_existing_output_needs_overwrite(tmp_path: Path) -> None:
-    """Without --overwrite the old file stays; with it, it is replaced whole."""
-    target = tmp_path / "out.pth"
-    target.write_text("old")
-    with pytest.raises(OutputExistsError, match="already exists"):
-        ckpt_tools.convert(FIXTURES / "single.pth", target)
-    assert target.read_text() == "old"
-    ckpt_tools.convert(FIXTURES / "single.pth", target, overwrite=True)
-    assert_is(torch.load(target, weights_only=True), network())
 
 
 @pytest.mark.parametrize("link", [None, os.symlink, os.link])
@@ -614,16 +473,6 @@ def test_oddities_of_the_input_are_sentences(tmp_path: Path) -> None:
     assert [note.text for note in report.notes] == ["The input: __metadata__ is null."]
 
 
-def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    """The callback counts up to the size of the output."""
-    seen: list[tuple[int, int]] = []
-    report = ckpt_tools.convert(
-        FIXTURES / "single.pth", tmp_path / "o.pth", strip_module=True, progress=lambda *counts: seen.append(counts)
-    )
-    assert seen[-1] == (report.bytes, report.bytes)
-    assert seen == sorted(seen)
-
-
 def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
     """A pickled module's state dict leaves out what is neither parameter nor persistent buffer: named, and in the report."""
     module = nn.Linear(2, 2)
@@ -632,12 +481,6 @@ def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "module.pth")
     report = ckpt_tools.convert(tmp_path / "module.pth", tmp_path / "plain.pth", objects="plain", drop="loss_weight")
     assert [path for path, _ in report.dropped] == ["_buffers.cache", "loss_weight"]
-
-
-def test_underflow_is_counted(tmp_path: Path) -> None:
-    """Values that become zero in fp16 are in the report."""
-    torch.save({"a.w": torch.tensor([1e-8, 1e-8, 1.0, 0.0])}, tmp_path / "in.pth")
-    assert ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="fp16").underflowed == {"a.w": 2}
 
 
 def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:

@@ -64,12 +64,6 @@ def test_the_format_decides(path: Path, tmp_path: Path) -> None:
     assert ckpt_tools.inspect(tmp_path / "a.safetensor").container == "safetensors"
 
 
-def test_repair_reads_names_as_convert_does(path: Path, tmp_path: Path) -> None:
-    """repair X OUT.SAFETENSORS writes safetensors."""
-    ckpt_tools.repair(path, tmp_path / "out.SAFETENSORS")
-    assert ckpt_tools.inspect(tmp_path / "out.SAFETENSORS").container == "safetensors"
-
-
 @pytest.mark.parametrize("name", ["out", "llama-3.1-8B"])
 @pytest.mark.parametrize("index", [False, True])
 def test_a_folder_asks(path: Path, tmp_path: Path, name: str, index: bool) -> None:
@@ -108,12 +102,6 @@ def test_documents_are_not_called_checkpoints(path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 2
     assert "is a checkpoint's name" in result.stderr
     assert [file.name for file in path.parent.iterdir()] == ["in.pth"]
-
-
-def test_shards_of_no_format(path: Path, tmp_path: Path) -> None:
-    """A format that is none is a usage error for shards too."""
-    with pytest.raises(UsageError, match="`format='torch-zip'` is not one of pth"):
-        ckpt_tools.convert(path, tmp_path / "out", shard_size="1MB", format="torch-zip")  # type: ignore[arg-type]
 
 
 def test_names_of_copies(path: Path) -> None:

@@ -248,19 +248,6 @@ def test_two_writers(tmp_path: Path) -> None:
     assert report.exit_code == 1  # the tensors may be of two moments
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_containers_without_checksums_are_said(tmp_path: Path, legacy: bool) -> None:
-    """Nothing in a legacy stream or in safetensors tells that a tensor's bytes were changed: every report says so."""
-    path = tmp_path / "model.bin"
-    if legacy:
-        torch.save({"a": torch.ones(9)}, path, _use_new_zipfile_serialization=False)
-    else:
-        save_file({"a": torch.ones(9)}, path)
-    data = path.read_bytes()
-    report, _ = repaired(data[:-1] + bytes([data[-1] ^ 1]), tmp_path)
-    assert dict(report.notes)["no-checksums"].startswith("The file carries no checksums")
-
-
 def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     """Names and shapes that no checksum proves are taken only with --keep-damaged."""
     data, tensors = whole
@@ -571,21 +558,6 @@ def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
 # --- the command
 
 
-def test_exit_codes(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """0 all saved, 1 something missing, 3 nothing to save."""
-    data, _ = whole
-    cut, page = tmp_path / "cut.pth", tmp_path / "page.pth"
-    cut.write_bytes(data[: len(data) // 2])
-    page.write_text("<!DOCTYPE html><title>404</title>")
-    ckpt("repair", tmp_path / "model.pth", tmp_path / "a.pth")
-    result = ckpt("repair", cut, tmp_path / "b.pth", code=1)
-    assert "missing" in result.output
-    assert torch.load(tmp_path / "b.pth")
-    result = ckpt("repair", page, tmp_path / "c.pth", code=3)
-    assert "web page" in result.output
-    assert not (tmp_path / "c.pth").exists()
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"PK\x03\x04", b"PK\x03\x04" * 200, b"\x80\x02}.", b"version https://git-lfs", bytes(5000)]
 )
@@ -733,10 +705,3 @@ def test_damage_in_a_legacy_pickle_is_not_written_as_whole(tmp_path: Path, damag
     assert said in str(caught.value)
     assert not (tmp_path / "out.pth").exists()
     assert repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True).exit_code == 1
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_a_legacy_file_of_storages_alone(tmp_path: Path) -> None:
-    """It is whole without a tensor."""
-    torch.save({"a": torch.FloatStorage([1.0, 2.0])}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
-    assert repair(tmp_path / "in.pth", tmp_path / "out.pth").exit_code == 0

@@ -260,14 +260,6 @@ def test_keys_of_unknown_kinds(signed: tuple[Path, Path, Path]) -> None:
         ckpt_tools.sign(path, key=path.with_name("key.pem"), overwrite=True)
 
 
-def test_nothing_to_sign(tmp_path: Path) -> None:
-    """A file without tensors has nothing that a signature would cover."""
-    private, _ = write_keys(tmp_path, "key")
-    torch.save({"epoch": 3}, tmp_path / "settings.pth")
-    with pytest.raises(SignatureError, match="no tensors"):
-        ckpt_tools.sign(tmp_path / "settings.pth", key=private)
-
-
 def test_what_lies_beside_is_said_not_to_be_signed(signed: tuple[Path, Path, Path]) -> None:
     """Another epoch and another tensor's dict are no difference; the page says that settings are not covered."""
     path, public, _ = signed

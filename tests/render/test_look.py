@@ -6,7 +6,6 @@ import re
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -87,46 +86,6 @@ def test_names_that_the_terminal_cannot_show(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "near"),
-    [
-        (["inspekt", "x.pth"], "inspect"),
-        (["convert", "a", "b", "--strip-modul"], "--strip-module"),
-        (["inspect", FIXTURES / "sngle.pth"], "single.pth"),
-        (["convert", FIXTURES / "ddp.pth", "OUT", "--drop", "module.fc3.weight"], "module.fc2.weight"),
-        (
-            ["convert", FIXTURES / "ddp.pth", "OUT", "--strip-module", "--drop", "fc1.*"],
-            "'module.fc1.*'? --drop uses the names in IN.",
-        ),
-        (
-            ["convert", FIXTURES / "training.pth", "OUT", "--keep", "fc?.weight"],
-            "'module.fc?.weight'? --keep uses the names in IN.",
-        ),
-        (["inspect", FIXTURES / "training.pth", "--filter", "fc1.*"], "model.module.fc1.*"),
-        (["stats", FIXTURES / "ddp.pth", "--filter", "fc1.*"], "module.fc1.*"),
-        (["inspect", FIXTURES / "single.pt"], "single.pth"),
-        (["convert", FIXTURES / "training.pth", "OUT", "--select", "modle"], "model"),
-        (["convert", FIXTURES / "ddp.pth", "OUT", "--like", FIXTURES / "training.pth", "--like-select", "modle"], "model"),
-        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", FIXTURES / "sngle.pth"], "single.pth"),
-        (["match", FIXTURES / "ddp.pth", "--like", "fixtures.make:netwrk"], "network"),
-        (["diff", FIXTURES / "training.pth", FIXTURES / "single.pth", "--select", "modle=."], "model"),
-        (["stats", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
-        (["inspect", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
-        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", "llama-meta-to-hff"], "llama-meta-to-hf"),
-        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", "llama-hf-to-mta"], "llama-hf-to-meta"),
-    ],
-    ids=str,
-)
-def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
-    """A typing error in a command, option, file, name or path gets what is near."""
-    given = [str(tmp_path / "out.pth") if argument == "OUT" else str(argument) for argument in arguments]
-    output = CliRunner().invoke(main, given).output
-    assert re.search(f"[Dd]id you mean.*{re.escape(near)}", output), output
-    assert "Errno" not in output
-    if "--like-select" in given:
-        assert "--like-select modle matches nothing." in output
 
 
 @pytest.mark.parametrize(("name", "other"), [("nothere.pth", "outer.zip"), ("model.pth", "notes.pth"), ("a.pth", "b.pth")])
@@ -224,17 +183,3 @@ def test_names_are_sorted_by_their_numbers(tmp_path: Path, command: str) -> None
     shown = run(command, "--sort", "name", *flat, tmp_path / "model.pth").stdout
     places = [shown.index(f"\n{name}") for name in ("a.w", "l.02.b", "l.2.w", "l.10.w", "l.300.w")]
     assert places == sorted(places)
-
-
-def test_totals_count_one_set(tmp_path: Path) -> None:
-    """Tensors, elements and bytes of the total are those of the weights and of the optimizer; parameters are the weights'."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
-    totals = inspect(tmp_path / "run.pth").totals
-    assert (totals["tensors"], totals["elements"], totals["parameters"]) == (8, 20 * 3 + 2, 20)
-    assert totals["bytes"] == totals["elements"] * 4
-    shown = run("inspect", tmp_path / "run.pth").stdout
-    assert "tensors       8, 62 elements, 248 B" in shown

@@ -37,27 +37,12 @@ def test_a_folder_is_a_table(runs: Path) -> None:
     assert "module.fc" not in result.output
 
 
-def test_a_file_that_cannot_be_read_is_a_line_and_an_error(runs: Path) -> None:
-    """The table says which, standard error says why, and the exit code tells."""
-    (runs / "cut.pth").write_bytes((FIXTURES / "single.pth").read_bytes()[:3000])
-    result = ckpt("inspect", runs, code=3)
-    assert re.search(r"^cut\.pth +unreadable$", result.stdout, re.M)
-    assert "4 checkpoints, " in result.stdout
-    assert "; 1 cannot be read" in result.stdout
-    assert "Error: " in result.stderr
-
-
 @pytest.mark.parametrize(
     "options", [["--all"], ["--tree"], ["--flat"], ["--depth", "1"], ["--filter", "*fc*"], ["--sort", "size"]]
 )
 def test_options_about_tensors_show_pages(runs: Path, options: list[str]) -> None:
     """Whoever asks about tensors gets the page of each file."""
     assert run("inspect", *options, runs).output.count("weights_only  ") == 3
-
-
-def test_json_has_whole_documents(runs: Path) -> None:
-    """`--json` of a folder is a document for each file, as it was."""
-    assert run("inspect", "--json", runs).output.count('"container":"torch-zip"') == 3
 
 
 def test_a_folder_with_one_checkpoint_is_its_page(runs: Path) -> None:
