@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckpt_tools
+from tests.support.commands import ckpt as exactly
 from tests.support.commands import main
 from tests.support.samples import FIXTURES
 from tests.support.terminal import COMMANDS, ROOT, run, shell
@@ -214,3 +215,50 @@ def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stderr == ""
+
+
+# --- -q, -n and -o mean one thing in every command
+
+DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_and_long_go_together(name: str) -> None:
+    """Wherever a command has --quiet, --dry-run or --output, it has -q, -n or -o for it, and for nothing else."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for param in command.params:
+        for long, short in (("--quiet", "-q"), ("--dry-run", "-n"), ("--output", "-o")):
+            assert (long in param.opts) == (short in param.opts), param.opts
+
+
+def test_the_verbose_version() -> None:
+    """`ckpt --version -v` says what it runs on; no command has more to say than --all and --json show."""
+    assert run("--version", "-v").output == run("--version", "--verbose").output
+    exactly("-v", code=2)
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
+    """`-o OUT` writes what OUT in its place writes; both together are refused, and -n writes nothing."""
+    exactly(command, DDP, tmp_path / "a.pth")
+    exactly(command, "-n", DDP, "-o", tmp_path / "b.pth")
+    assert not (tmp_path / "b.pth").exists()
+    done = run(command, "-q", "-o", tmp_path / "b.pth", DDP)
+    assert (done.exit_code, done.output) == (0, "")
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+    twice = exactly(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth", code=2)
+    assert "OUT is given twice" in twice.output
+
+
+def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
+    """`average IN IN -o OUT` and `extract-lora BASE TUNED -o OUT`; without an OUT the latter is refused."""
+    exactly("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth")
+    exactly("average", SINGLE, SINGLE, tmp_path / "again.pth")
+    assert (tmp_path / "mean.pth").read_bytes() == (tmp_path / "again.pth").read_bytes()
+    base, tuned = FIXTURES / "lora" / "base.safetensors", FIXTURES / "lora" / "plain"
+    exactly("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned)
+    asked = ["extract-lora", base, tmp_path / "tuned.safetensors", "--rank", 4]
+    exactly(*asked, code=2)
+    assert run(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

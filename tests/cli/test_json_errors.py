@@ -39,40 +39,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-REFUSED = [
-    "inspect gone.pth", "convert gone.pth out.pth", "convert page.pth out.pth", "convert in.pth in.pth",
-    "match gone.pth --like in.pth", "match in.pth --like gone.pth", "repair gone.pth out.pth", "diff in.pth gone.pth",
-    "stats gone.pth", "average gone.pth in.pth out.pth", "convert in.pth --in-place --rename a=b --rename (=c",
-    "convert in.pth out.pth --drop absent", "check --against gone.pth in.pth", "convert gone.pth out --shard-size 1GB",
-    "scan gone.pth", "prove gone.pth in.pth --model torch.nn:Identity --input 1x2",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", REFUSED)
-def test_refusals(command: str) -> None:
-    """A missing file, a page in its place, an output that exists, an option that matches nothing."""
-    document = failure(run(*command.split(), "--json"))
-    assert document["what"]
-    assert document["error"] != "CkptError"
-
-
-USAGE = [
-    "inspect", "convert in.pth", "convert in.pth out.pth --dtype int3", "convert in.pth out.pth --absent",
-    "check --jobs 0 in.pth", "check --ignore absent in.pth", "check --output a.digest in.pth", "match in.pth",
-    "repair in.pth", "diff in.pth", "stats --depth x in.pth", "average in.pth out.pth",
-    "average a.pth b.pth out.pth --weights x", "convert in.pth out.onnx", "absent", "scan", "report in.pth -o page.html",
-    "convert in.pth out.pth --select a --select b", "prove in.pth in.pth --input 1x2",
-    "prove in.pth in.pth --model a:b --input x",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", USAGE)
-def test_usage(command: str) -> None:
-    """Options and arguments that cannot be parsed, or do not fit, with the command's --help or what to do."""
-    document = failure(run(*command.split(), "--json"))
-    assert (document["error"], document["exit_code"]) == ("UsageError", 2)
-
-
 def test_scan_has_a_format() -> None:
     """`--format json` is --json."""
     assert failure(run("scan", "--format", "json", "gone.pth")) == failure(run("scan", "--json", "gone.pth"))

@@ -117,9 +117,9 @@ def test_redirects_into_a_private_network_are_refused(
     """A public server does not send us to this machine or its network."""
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode())
     known = {"public.example": "93.184.216.34", "inside.example": "10.0.0.7"}
-    resolve, connect = socket.getaddrinfo, socket.create_connection
+    resolve, connect, port = socket.getaddrinfo, socket.create_connection, server.server_address[1]
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more))
-    monkeypatch.setattr(socket, "create_connection", lambda _, *rest, **more: connect(server.server_address, *rest, **more))
+    monkeypatch.setattr(socket, "create_connection", lambda _, *rest, **more: connect(("127.0.0.1", port), *rest, **more))
     with pytest.raises(RemoteError, match="private network"):
         ckpt_tools.inspect("http://public.example/model.pth")
 

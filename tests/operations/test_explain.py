@@ -16,7 +16,8 @@ def test_a_message_at_the_end_of_a_traceback() -> None:
     """A message finds its page behind other words too. (Golden files have the messages of all pages.)"""
     for page, message in (
         ("size-mismatch", "size mismatch for fc.weight"), ("central-directory", "Invalid magic number; corrupt file?"),
-        ("lfs-pointer", "_pickle.UnpicklingError: invalid load key, 'v'."), ("mixed-dtypes", "Got unsupported ScalarType BFloat16"),
+        ("lfs-pointer", "_pickle.UnpicklingError: invalid load key, 'v'."),
+        ("mixed-dtypes", "Got unsupported ScalarType BFloat16"),
     ):  # fmt: skip
         traceback = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run(loader)\n{message}\n'
         assert ckpt_tools.explain(traceback)[0].page == f"docs/howto/{page}.md"

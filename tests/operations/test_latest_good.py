@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tools import convert, latest_good
-from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 from tests.support.terminal import ROOT, run
 from tests.support.zips import flip_byte
@@ -189,10 +188,3 @@ def test_none_is_good(tmp_path: Path) -> None:
     assert "There is none with weights." in run("check", "--latest-good", tmp_path).stderr
     with pytest.raises(FileNotFoundError):
         latest_good(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("option", [["--digest"], ["--against", "x"]])
-def test_options_that_have_no_use(option: list[str], tmp_path: Path) -> None:
-    """Digests are of a checkpoint that is named."""
-    result = ckpt("check", "--latest-good", *option, tmp_path, code=2)
-    assert f"--latest-good does not go with {option[0]}" in result.stderr

@@ -34,28 +34,6 @@ def test_real_names(path: Path, tmp_path: Path, name: str, format: str) -> None:
     assert container == {"pth": "torch-zip"}.get(format, format)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("a.ggml", "a llama.cpp model"), ("a.ONNX", "an ONNX model"), ("a.h5", "an HDF5 file"), ("a.npz", "NumPy arrays"),
-     ("a.pt2", "an exported program"), ("a.zip", "an archive"), ("a.safetensor", r"Did you mean \.safetensors"),
-     ("a.saftensors", r"Did you mean \.safetensors"), ("a.sft", r"Did you mean \.safetensors"),
-     ("a.pht", r"Did you mean \.pth"),
-     ("a.ckptt", r"Did you mean \.ckpt"), ("s3://bucket/a.safetensor", r"Did you mean \.safetensors")],
-)  # fmt: skip
-def test_names_of_something_else(path: Path, tmp_path: Path, name: str, message: str) -> None:
-    """Another format's extension, and a slip in typing one, are refused by whatever writes a checkpoint; nothing is written."""
-    target = name if "://" in name else tmp_path / name
-    for write in (
-        lambda: ckpt_tools.convert(path, target),
-        lambda: ckpt_tools.average([path, path], target),
-        lambda: ckpt_tools.repair(path, target),
-        lambda: save({"a": torch.ones(1)}, target),
-    ):
-        with pytest.raises(UsageError, match=message):
-            write()
-    assert [file.name for file in tmp_path.iterdir()] == ["in.pth"]
-
-
 def test_the_format_decides(path: Path, tmp_path: Path) -> None:
     """--format is meant: any name will do."""
     ckpt_tools.convert(path, tmp_path / "a.gguf", format="pth")
