@@ -85,12 +85,11 @@ def test_flips_in_any_local_header(saved: tuple[Path, dict[str, torch.Tensor]]) 
     data, out = path.read_bytes(), path.with_name("out.pth")
     for name, start in records_of(data).items():
         for at in [*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + len(name))]:
-            for bit in (0, 4):
-                flipped = bytearray(data)
-                flipped[start + at] ^= 1 << bit
-                path.write_bytes(flipped)
-                report = repair(path, out, overwrite=True)
-                assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at, bit)
+            flipped = bytearray(data)
+            flipped[start + at] ^= 1 << at % 8
+            path.write_bytes(flipped)
+            report = repair(path, out, overwrite=True)
+            assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at)
 
 
 def test_flips_in_any_name_of_the_directory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
