@@ -55,16 +55,11 @@ def test_the_table_in_the_script_names_every_fixture() -> None:
 @pytest.mark.parametrize(
     ("one", "two"),
     [
-        ({"a": 1}, {"a": 1.0}),
-        ([float("nan")], [0.0]),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ([torch.ones(2)] * 2, [torch.ones(2), torch.ones(2)]),
-        (torch.ones(2, 2), torch.ones(2, 2).t().contiguous().t()),
-        (torch.ones(2), torch.nn.Parameter(torch.ones(2))),
-        (torch.ones(4)[:2], torch.ones(2)),
-        ([[]] * 2, [[], []]),
+        ({"a": 1}, {"a": 1.0}), ([float("nan")], [0.0]), ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ([torch.ones(2)] * 2, [torch.ones(2), torch.ones(2)]), (torch.ones(2, 2), torch.ones(2, 2).t().contiguous().t()),
+        (torch.ones(2), torch.nn.Parameter(torch.ones(2))), (torch.ones(4)[:2], torch.ones(2)), ([[]] * 2, [[], []]),
     ],
-)
+)  # fmt: skip
 def test_the_comparison_sees_differences(one: object, two: object) -> None:
     """What the oracles compare with would notice."""
     with pytest.raises(AssertionError):

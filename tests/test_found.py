@@ -9,21 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.torch import load_state_dict
-from tests.support.commands import main
+from tests.support.commands import ckpt
+from tests.support.terminal import run
 from train.checkpoint import PARTS
 from train.cli import command as train
 from train.config import Config
 
 FOUND = Path(__file__).parents[1] / "fixtures" / "found"
-
-
-def ckpt(*arguments: object) -> Result:
-    """The command line."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +34,17 @@ def reference() -> dict[str, torch.Tensor]:
     [
         ("whole-dp.pth", ["--objects", "plain", "--strip-module"]),
         ("whole-ddp.pth", ["--objects", "plain", "--strip-module"]),
-        ("partial-dp.pth", ["--rename", r"^features\.module\.=features."]),
-        ("mixed.pth", ["--strip-module"]),
-        ("lightning.ckpt", ["--select", "state_dict", "--strip-prefix", "net."]),
-        ("legacy.pth", []),
-        ("dcp", []),
-        ("shards", []),
-        ("torchscript.pt", ["--objects", "plain"]),
+        ("partial-dp.pth", ["--rename", r"^features\.module\.=features."]), ("mixed.pth", ["--strip-module"]),
+        ("lightning.ckpt", ["--select", "state_dict", "--strip-prefix", "net."]), ("legacy.pth", []), ("dcp", []),
+        ("shards", []), ("torchscript.pt", ["--objects", "plain"]),
     ],
-)
+)  # fmt: skip
 def test_one_command_gives_the_weights(
     name: str, options: list[str], reference: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """And torch loads them, strictly, without the author's class."""
     out = tmp_path / "out.pth"
-    done = ckpt("convert", FOUND / name, out, *options)
+    done = run("convert", FOUND / name, out, *options)
     assert done.exit_code in (0, None), done.output
     weights = torch.load(out, weights_only=True)
     assert weights.keys() == reference.keys()
@@ -75,7 +67,7 @@ def test_what_does_not_suffice_names_the_command_that_does(
     name: str, options: list[str], sentence: str, tmp_path: Path
 ) -> None:
     out = tmp_path / ("out.safetensors" if "safetensors" in options else "out.pth")
-    assert sentence in " ".join(ckpt("convert", FOUND / name, out, *options).output.split())
+    assert sentence in " ".join(run("convert", FOUND / name, out, *options).output.split())
 
 
 def test_a_wrapped_part_is_found(tmp_path: Path) -> None:
@@ -91,7 +83,7 @@ def test_a_wrapped_part_is_found(tmp_path: Path) -> None:
 def test_objects_become_state(reference: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """`{"model": model, "optimizer": optimizer}`: the weights of the one, the state of the other, for a plain load."""
     out = tmp_path / "out.pth"
-    assert ckpt("convert", FOUND / "objects.pth", out, "--objects", "plain").exit_code == 0
+    ckpt("convert", FOUND / "objects.pth", out, "--objects", "plain")
     state = torch.load(out, weights_only=True)
     assert state["model"].keys() == reference.keys()
     assert state["epoch"] == 3
@@ -101,27 +93,26 @@ def test_objects_become_state(reference: dict[str, torch.Tensor], tmp_path: Path
 
 def test_damage_is_found_and_what_is_whole_saved(reference: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """A cut file gives up its last tensors; a flipped bit is found by the checksum, and mended where it is the only one."""
-    assert ckpt("check", FOUND / "flipped.pth").exit_code == 1
+    ckpt("check", FOUND / "flipped.pth", code=1)
     mended = tmp_path / "mended.pth"
-    assert ckpt("repair", FOUND / "flipped.pth", mended).exit_code == 0
+    ckpt("repair", FOUND / "flipped.pth", mended)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in load_state_dict(mended).items())
     saved = tmp_path / "saved.pth"
-    assert ckpt("repair", FOUND / "cut.pth", saved).exit_code == 1
+    ckpt("repair", FOUND / "cut.pth", saved, code=1)
     left = load_state_dict(saved)
     assert 0 < len(left) < len(reference)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in left.items())
 
 
 def test_packed_weights_are_said_and_not_made_up(tmp_path: Path) -> None:
-    done = ckpt("convert", FOUND / "quantized.pth", tmp_path / "out.safetensors")
-    assert done.exit_code == 3
+    done = ckpt("convert", FOUND / "quantized.pth", tmp_path / "out.safetensors", code=3)
     assert "_packed_params" in done.output
 
 
 def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -> None:
     """A run under DataParallel on digits, in the bare network: the accuracy that the run printed."""
     out = tmp_path / "lenet.safetensors"
-    assert ckpt("convert", FOUND / "run.pth", out, "--select", "model", "--strip-module").exit_code == 0
+    ckpt("convert", FOUND / "run.pth", out, "--select", "model", "--strip-module")
     accuracy = json.loads((FOUND / "run.json").read_text())["accuracy"]
     for arguments in ([str(FOUND / "run.pth")], [str(out), "--model", "lenet"]):
         said = CliRunner().invoke(train, ["--evaluate", *arguments])
@@ -131,13 +122,10 @@ def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "container"),
     [
-        ("legacy.pth", "torch-legacy"),
-        ("dcp", "dcp"),
-        ("shards", "sharded"),
-        ("torchscript.pt", "torchscript"),
+        ("legacy.pth", "torch-legacy"), ("dcp", "dcp"), ("shards", "sharded"), ("torchscript.pt", "torchscript"),
         ("run.pth", "torch-zip"),
     ],
-)
+)  # fmt: skip
 def test_each_is_in_the_container_that_it_stands_for(name: str, container: str) -> None:
     assert ckpt_tools.inspect(FOUND / name).container == container
 

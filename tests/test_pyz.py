@@ -146,29 +146,6 @@ def test_the_current_folder_is_not_imported(one_file: Path, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_cut_file_is_refused(one_file: Path, tmp_path: Path) -> None:
-    """Python itself refuses a file of which a part is missing, wherever it was cut; nothing of it runs."""
-    made = one_file.read_bytes()
-    for size in (100, len(made) // 2, len(made) - 1):
-        (tmp_path / "cut.pyz").write_bytes(made[:size])
-        done = subprocess.run(
-            [sys.executable, *BARE, "cut.pyz", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1
-        assert "ckpt, version" not in done.stdout
-
-
-def test_torch_is_used_where_it_is(one_file: Path, place: Path) -> None:
-    """A Python that has torch runs from the file what needs it."""
-    done = subprocess.run(
-        [sys.executable, str(one_file), "stats", "ddp.pth"], cwd=place, capture_output=True, text=True, check=True
-    )
-    plain = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools", "stats", "ddp.pth"], cwd=place, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == plain.stdout
-
-
 @pytest.mark.parametrize("line", ["stats ddp.pth", "check --values ddp.pth", "convert ddp.pth x.pth --dtype bf16"])
 def test_a_folder_left_behind_is_no_torch(line: str, one_file: Path, place: Path, tmp_path: Path) -> None:
     """A folder `torch` without a package in it, as uninstalling may leave one, is as none."""

@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import ckpt_tools
 from tests.support.every_option import asked, make_files, tried, without_times
 from tests.support.without import ROOT, Done, hide, run
 
+PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}
 PYTORCH = "This needs PyTorch: pip install torch"
 
 
@@ -186,12 +189,12 @@ def test_the_library(place: Path, tmp_path: Path) -> None:
 def test_what_is_not_needed_is_not_imported(place: Path) -> None:
     """Where they are installed, `inspect` of a local file imports neither torch nor what pages and addresses need."""
     code = (
-        "import sys\nfrom ckpt_tools.cli import main\n"
+        "import sys\nfrom tests.support.commands import main\n"
         "try:\n    main(['inspect', 'ddp.pth'])\nexcept SystemExit:\n    print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True, env=PATHS)
     loaded = done.stdout.splitlines()[-1].split()
-    assert "ckpt_tools.operations.inspect" in loaded
+    assert "ckpt_tools" in loaded
     assert {"torch", "numpy", "safetensors", "fsspec", "jinja2", "markupsafe", "cryptography", "h5py"}.isdisjoint(loaded)
 
 
@@ -227,3 +230,34 @@ def test_no_network(place: Path, tmp_path: Path) -> None:
     )
     assert [one.code for one in done[:-1]] == [0, 1, 1, 1, 0], [one.err for one in done]
     assert "a network call" in done[-1].err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_crcs_are_zlibs_with_isal_and_without(installed: bool, place: Path, tmp_path: Path) -> None:
+    """The extra `fast` brings another CRC-32: used where it is installed, and the same number either way."""
+    counting = "import zlib\ncalls = 0\ndef crc32(*args):\n    global calls\n    calls += 1\n    return zlib.crc32(*args)\n"
+    (tmp_path / "isal").mkdir()
+    (tmp_path / "isal" / "__init__.py").touch()
+    (tmp_path / "isal" / "isal_zlib.py").write_text(counting if installed else "raise ImportError")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_tools\n"
+        "ckpt_tools.convert('ddp.pth', sys.argv[1] + '/out.pth', verify=True)\n"
+        "print(getattr(sys.modules.get('isal.isal_zlib'), 'calls', 0) > 0)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    made = subprocess.run(command, cwd=place, check=True, capture_output=True, text=True, env=PATHS)
+    assert made.stdout == f"{installed}\n"
+    with zipfile.ZipFile(tmp_path / "out.pth") as archive:
+        assert archive.testzip() is None
+
+
+def test_another_system(place: Path, tmp_path: Path) -> None:
+    """Where there is neither copy_file_range nor preadv nor pread (macOS, Windows), the result is the same file."""
+    names = "('copy_file_range', 'preadv', 'pread', 'statvfs', 'fchmod')"
+    code = f"import os\nfor name in {names}:\n    vars(os).pop(name, None)\nimport ckpt_tools, sys\n"
+    code += "ckpt_tools.convert('ddp.pth', sys.argv[1], strip_module=True)"
+    command = [sys.executable, "-c", code, str(tmp_path / "there.pth")]
+    subprocess.run(command, cwd=place, check=True, env=PATHS)
+    ckpt_tools.convert(place / "ddp.pth", tmp_path / "here.pth", strip_module=True)
+    with zipfile.ZipFile(tmp_path / "there.pth") as one, zipfile.ZipFile(tmp_path / "here.pth") as other:
+        assert [row.CRC for row in one.infolist()] == [row.CRC for row in other.infolist()]

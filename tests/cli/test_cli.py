@@ -10,42 +10,19 @@ import sys
 from pathlib import Path
 
 import click
-import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import ckpt_tools
-from ckpt_tools.cli import COMMANDS, main
-from ckpt_tools.cli.help.topics import TOPICS
-from ckpt_tools.cli.shell import other_words
+from tests.support.commands import ckpt as exactly
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
+from tests.support.terminal import COMMANDS, ROOT, run, shell
 
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
-
-
-def ckpt(*arguments: object) -> Result:
-    """Run a command in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, output not on a terminal."""
-    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+ckpt = run
 
 
 # --- inspect
-
-
-def test_inspect_shows_the_page(training_file: Path) -> None:
-    """The page names the container, the state dict with its wrapper, folded tensors, values, and the mending command."""
-    result = ckpt("inspect", training_file)
-    assert result.exit_code == 0
-    for part in ("torch-zip", "wrapped in module.", "model.module.\n", "  0.{weight, bias}", "epoch = 3", "best_acc = 0.5"):
-        assert part in result.output
-    assert f"ckpt convert {training_file} {training_file.with_suffix('')}.fixed.pth --strip-module" in result.output
 
 
 def test_the_suggested_command_works(training_file: Path) -> None:
@@ -55,62 +32,6 @@ def test_the_suggested_command_works(training_file: Path) -> None:
     fixed = training_file.with_name("training.fixed.pth")
     assert all(not name.startswith("module.") for name in torch.load(fixed)["model"])
     assert "--strip-module" not in ckpt("inspect", fixed).output
-
-
-@pytest.mark.parametrize(
-    "options", [[], ["--all"], ["--tree"], ["--flat"], ["--depth", "2"], ["--sort", "size"], ["--sort", "name"]]
-)
-def test_inspect_views(training_file: Path, options: list[str]) -> None:
-    """Every view shows the tensors and ends well."""
-    result = ckpt("inspect", *options, training_file)
-    assert result.exit_code == 0
-    assert "module" in result.output
-
-
-def test_all_shows_every_tensor(training_file: Path) -> None:
-    """--all has one line a tensor, --depth sums up, --filter chooses, --sort size begins with the largest."""
-    names = ["model." + name for name in torch.load(training_file)["model"]]
-    everything = ckpt("inspect", "--all", training_file).output
-    assert all(f"{name} " in everything for name in names)
-    assert "model.*" in ckpt("inspect", "--depth", "1", training_file).output
-    filtered = ckpt("inspect", "--filter", "*.running_mean", training_file).output
-    assert "running_mean" in filtered
-    assert "running_var" not in filtered
-    by_size = ckpt("inspect", "--sort", "size", "--filter", "model.*", training_file).output
-    assert by_size.index("module.0.weight") < by_size.index("module.1.weight")
-
-
-def test_filter_that_matches_nothing_says_so(training_file: Path) -> None:
-    """An empty table is explained."""
-    assert "no tensor matches" in ckpt("inspect", "--filter", "nope*", training_file).output
-
-
-def test_json_follows_its_schema(training_file: Path) -> None:
-    """Every document of --json, errors included, is one line that the schema accepts."""
-    bad = training_file.with_name("bad.pth")
-    bad.write_bytes(b"")
-    documents = [
-        training_file,
-        bad,
-        *sorted((ROOT / "fixtures").glob("*.pth")),
-        *sorted((ROOT / "fixtures").glob("*.safetensors")),
-    ]
-    result = shell("inspect", "--json", *documents)
-    assert result.returncode == 3
-    lines = result.stdout.splitlines()
-    assert len(lines) == len(documents)
-    for line in lines:
-        jsonschema.validate(json.loads(line), SCHEMA)
-    assert json.loads(lines[0])["values"]["epoch"] == 3
-    assert json.loads(lines[1])["error"] == "NotACheckpointError"
-
-
-def test_json_is_the_library(training_file: Path) -> None:
-    """The command line is a thin layer: the same document comes from `ckpt_tools.inspect`."""
-    import ckpt_tools
-
-    shown = json.loads(ckpt("inspect", "--json", training_file).output)
-    assert shown == json.loads(json.dumps(ckpt_tools.inspect(training_file).to_json()))
 
 
 def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
@@ -157,85 +78,15 @@ def test_pipes_get_no_colour_and_no_blanks(training_file: Path) -> None:
     shown = shell("inspect", training_file).stdout
     assert "\x1b" not in shown
     assert all(line == line.rstrip() for line in shown.splitlines())
-
-
-def test_terminal_width_and_colour_are_followed(training_file: Path) -> None:
-    """On a terminal of 60 columns no line is longer, but for the path and commands, which must paste whole."""
-    shown = shell("inspect", training_file, FORCE_COLOR="1", COLUMNS="60").stdout
-    assert "\x1b[" in shown
-    plain = shell("inspect", training_file, FORCE_COLOR="1", NO_COLOR="1", COLUMNS="60").stdout
-    assert "\x1b[3" not in plain
+    assert "\x1b[" in shell("inspect", training_file, FORCE_COLOR="1").stdout
+    assert "\x1b[3" not in shell("inspect", training_file, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 # --- convert
 
 
-def test_convert_reports(training_file: Path, tmp_path: Path) -> None:
-    """The report says where it wrote, how many names changed, with examples."""
-    result = ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module")
-    assert result.exit_code == 0
-    assert "9 of 9 renamed" in result.output
-    assert "module.0.weight -> 0.weight" in result.output
-
-
-def test_convert_json(training_file: Path, tmp_path: Path) -> None:
-    """--json gives the report as one document."""
-    report = json.loads(ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module", "--json").output)
-    assert report["state_dicts"][0]["renamed"] == 9
-    assert report["bytes"] == (tmp_path / "out.pth").stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "text"),
-    [
-        (["--strip-module", "--add-module"], 2, "contradict"),
-        (["--map-location", "gpu"], 2, "is not a device"),
-        (["--rename", "nonsense"], 2, "REGEX=REPLACEMENT"),
-        (["--rename", "([=x"], 2, "not a regular expression"),
-        (["--dtype-only", "*"], 2, "--dtype is missing"),
-        (["--dtype", "fp12"], 2, "fp12"),
-        (["--no-such-option"], 2, "no-such-option"),
-        (["--rename", "zzz=y"], 3, "changes no name"),
-        (["--keep", "zzz"], 3, "matches nothing"),
-        (["--drop", "zzz"], 3, "matches nothing"),
-        (["--select", "modell"], 3, "'model'"),
-        (["--drop", "*"], 3, "No tensor would be left"),
-    ],
-)
-def test_mistakes_are_one_clear_message(training_file: Path, tmp_path: Path, options: list[str], code: int, text: str) -> None:
-    """A wrong option ends with exit code 2, an impossible wish with 3; no traceback, nothing written."""
-    out = tmp_path / "out.pth"
-    result = shell("convert", training_file, out, *options)
-    assert result.returncode == code
-    assert text in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not out.exists()
-
-
-def test_existing_output_needs_overwrite(training_file: Path) -> None:
-    """An existing OUT is left alone without --overwrite, and replaced with it; OUT may be IN."""
-    before = training_file.read_bytes()
-    result = shell("convert", training_file, training_file, "--strip-module")
-    assert result.returncode == 3
-    assert "--overwrite" in result.stderr
-    assert training_file.read_bytes() == before
-    assert ckpt("convert", training_file, training_file, "--strip-module", "--overwrite").exit_code == 0
-    assert "0.weight" in torch.load(training_file)["model"]
-
-
-def test_several_state_dicts_to_safetensors_says_how(training_file: Path, tmp_path: Path) -> None:
-    """The refusal names the --select that works, and that command works."""
-    result = shell("convert", training_file, tmp_path / "out.safetensors")
-    assert result.returncode == 3
-    assert "--select model" in result.stderr
-    assert "--drop optimizer" in result.stderr
-    assert ckpt("convert", training_file, tmp_path / "out.safetensors", "--select", "model").exit_code == 0
-
-
 def test_help_has_an_example_and_every_option() -> None:
     """Each --help shows a command to copy."""
-    assert "ckpt convert in.pth out.pth --strip-module" in ckpt("--help").output
-    assert "ckpt inspect model.pth" in ckpt("inspect", "--help").output
     short, whole = ckpt("convert", "--help").output, ckpt("convert", "--help-all").output
     command = main.get_command(click.Context(main), "convert")
     assert command is not None
@@ -248,72 +99,16 @@ def test_help_has_an_example_and_every_option() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_is_a_command_too(name: str) -> None:
-    """`ckpt help COMMAND` prints what `ckpt COMMAND --help` does."""
-    assert (told := ckpt("help", name)).exit_code == 0
-    assert told.output == ckpt(name, "--help").output
-
-
-@pytest.mark.parametrize(
-    ("given", "then"),
-    [
-        (["show", "single.pth", "fc1"], "Below it are 'fc1.weight', 'fc1.bias'.\nckpt inspect --all single.pth lists"),
-        (["verify", "single.pth", "--key", "key.pub"], "There is no signature single.pth.sig."),
-        (["verify", "single.pth", "--key", "key.pub"], "--signature FILE.sig"),
-        (["convert", "single.pth", "OUT.pth", "--dtype", "norm*=bf16"], "ckpt inspect --all FILE lists the names and dtypes."),
-        (["convert", "single.pth", "OUT.pth", "--set-metadata", "a=b"], "Name OUT .safetensors or .gguf."),
-    ],
-)  # fmt: skip
-def test_an_error_says_what_to_do_next(given: list[str], then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused comes with the names that there are, or the option that is wanted."""
-    monkeypatch.chdir(ROOT / "fixtures")
-    told = ckpt(*(str(tmp_path / word) if word == "OUT.pth" else word for word in given))
-    assert told.exit_code in (2, 3)
-    assert then in told.output
-
-
-def test_biases_are_counted_in_english(tmp_path: Path) -> None:
-    """What is merged and extracted is told with a plural that there is."""
-    state = torch.load(ROOT / "fixtures" / "single.pth")
-    torch.save({name: value * 2 for name, value in state.items()}, tmp_path / "tuned.pth")
-    told = ckpt("extract-lora", ROOT / "fixtures" / "single.pth", tmp_path / "tuned.pth", tmp_path / "adapter", "--rank", "2")
-    assert " biases" in told.output
-    assert "biass" not in told.output
-
-
-def test_the_list_of_commands_is_not_cut() -> None:
-    """What `ckpt --help` says of each command fits on a line of 80 columns."""
-    assert "..." not in CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("\nCommands:")[2]
-
-
-def test_help_of_nothing_and_of_no_command() -> None:
-    """`ckpt help` is `ckpt --help`, a typing error gets what is near."""
-    assert ckpt("help").output == ckpt("--help").output
-    assert (told := ckpt("help", "convrt")).exit_code == 2
-    assert "No such command or topic 'convrt'. Did you mean 'convert'?" in told.output
-
-
-@pytest.mark.parametrize("topic", TOPICS)
-def test_topics(topic: str) -> None:
-    """`ckpt help TOPIC` prints a page that fits the terminal; `ckpt help --help` and a wrong topic name them all."""
-    told = ckpt("help", topic)
-    assert (told.exit_code, told.output) == (0, TOPICS[topic])
-    assert max(map(len, told.output.splitlines())) <= 112
-    assert topic in ckpt("help", "--help").output
-    assert topic in ckpt("help", "nonsense").output
-
-
 def test_topics_are_complete() -> None:
-    """The topics name every container and every variable that there is, and no other."""
+    """The topics name every container and every variable that there is, and no other; a wrong topic names the topics."""
     table = (ROOT / "docs" / "containers.md").read_text().partition("\n\nEach of these")[0]
     containers = {name for row in re.findall(r"^\| ([a-z][^|]*) \| ", table, re.MULTILINE) for name in row.split(", ")}
-    listed = TOPICS["formats"].partition("Each may be packed")[0]
-    assert {name for row in re.findall(r"^(\S.*?)  ", listed, re.MULTILINE) for name in row.split(", ")} == containers - {
-        "container"
-    }
-    page = (ROOT / "docs" / "commands.md").read_text()
-    assert set(re.findall(r"CKPT_\w+", TOPICS["environment"])) - set(re.findall(r"CKPT_\w+", page)) == {"CKPT_CHECK_FORMAT"}
+    listed = ckpt("help", "formats").output.partition("Each may be packed")[0]
+    found = {name for row in re.findall(r"^(\S.*?)  ", listed, re.MULTILINE) for name in row.split(", ")}
+    assert found == containers - {"container"}
+    page, said = (ROOT / "docs" / "commands.md").read_text(), ckpt("help", "environment").output
+    assert set(re.findall(r"CKPT_\w+", said)) - set(re.findall(r"CKPT_\w+", page)) == {"CKPT_CHECK_FORMAT"}
+    assert "environment" in ckpt("help", "nonsense").output
 
 
 def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,41 +118,6 @@ def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(training_file.parent)
     assert (told := ckpt("inspekt")).exit_code == 2
     assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        (["convert", "a", "b", "--strip_module"], "'--strip-module'?"),
-        (["convert", "a", "b", "--strip-modul"], "Did you mean '--strip-module'?"),
-        (["convert", "a", "b", "--half"], "'--dtype fp16'?"),
-        (["convert", "a", "b", "--base", "c"], "'--lora'?"),
-        (["convert", "a", "b", "--force"], "'--overwrite'?"),
-        (["convert", "a", "b", "--zork"], "No such option '--zork'.\n"),
-        (["check", "a", "--half"], "No such option '--half'.\n"),
-        (["merge", "a", "b"], "ckpt convert BASE OUT --lora ADAPTER"),
-        (["info", "a"], "ckpt inspect PATH"),
-        (["modle.pth"], "Did you mean 'model.pth'?"),
-        (["convert", "a", "b", "--shard-size", "5", "GB"], "3 paths were given (a, b, GB)"),
-    ],
-)
-def test_a_wrong_word_leads_to_the_right_one(
-    given: list[str], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Words of other programs, slips, and a value of two words are answered with what is meant, never with something else."""
-    (tmp_path / "model.pth").touch()
-    monkeypatch.chdir(tmp_path)
-    assert (told := ckpt(*given)).exit_code == 2
-    assert meant in told.output
-
-
-def test_every_word_of_other_programs_leads_to_something_that_is_there() -> None:
-    """The commands and options that are named in the place of others exist."""
-    named = [text.split()[1] for text in other_words.COMMANDS.values()]
-    assert set(named) <= {*COMMANDS, "--version"}
-    options = {name for command in COMMANDS for name in re.findall(r"--[\w-]+", ckpt(command, "--help").output)}
-    options |= set(re.findall(r"--[\w-]+", ckpt("convert", "--help-all").output))
-    assert {text.split()[0] for text in other_words.OPTIONS.values()} <= options
 
 
 def test_an_address_alone_is_inspected() -> None:
@@ -375,11 +135,6 @@ def test_a_file_called_like_a_command_stays_the_command(training_file: Path, mon
     assert ckpt("./check").output.startswith("check\ncontainer ")
 
 
-def test_version() -> None:
-    """`ckpt --version` and `python -m ckpt_tools` agree on the name."""
-    assert shell("--version").stdout.startswith(f"ckpt, version {ckpt_tools.__version__}")
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_documentation_lists_every_option(name: str) -> None:
     """The README or a page of docs/ names every option that --help names; docs/commands.md names every command."""
@@ -392,16 +147,6 @@ def test_the_documentation_lists_every_option(name: str) -> None:
         for option in parameter.opts:
             if option.startswith("--") and option != "--help":
                 assert option in pages, f"{option} of ckpt {name} is documented nowhere"
-
-
-@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--objects", "--map-location", "--format"])
-def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, option: str) -> None:
-    """Of two --select the last would win in silence."""
-    values = {"--objects": "keep", "--map-location": "cpu", "--format": "pth"}
-    value = values.get(option, "model")
-    result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
-    assert result.returncode == 2
-    assert f"{option} is given 2 times" in result.stderr
 
 
 def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
@@ -453,7 +198,6 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
     assert one.stdout == several.stdout
     documents = [json.loads(line) for line in several.stdout.splitlines()]
     assert [document.get("error") for document in documents] == [None, None, None, "NotACheckpointError", None, None]
-    assert shell("inspect", "--jobs", "2", tmp_path / "0.pth", tmp_path / "1.pth").stdout.count("torch-zip") == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
@@ -464,18 +208,57 @@ def test_a_message_that_cannot_be_printed_leaves_the_exit_code(tmp_path: Path) -
         assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 3
 
 
-def test_dequantize_names_its_types(tmp_path: Path) -> None:
-    """Another dtype behind --dequantize is no name of a file: the error says which are possible."""
-    for word in ("int8", "fp8_e4m3", "float64"):
-        result = ckpt("convert", "in.safetensors", tmp_path / "out.safetensors", "--dequantize", word)
-        assert result.exit_code == 2
-        assert f"'{word}' is not one of 'bf16', 'fp16', 'fp32'" in result.output
-
-
 def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
     """torch warns at import where NumPy is missing; a command that imports torch does not show it."""
-    code = "import sys; sys.modules['numpy'] = None; from ckpt_tools.cli import main; main()"
+    code = "import sys; sys.modules['numpy'] = None; from tests.support.commands import main; main()"
     command = [sys.executable, "-c", code, "convert", str(FIXTURES / "ddp.pth"), str(tmp_path / "out.pth"), "--dtype", "bf16"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stderr == ""
+
+
+# --- -q, -n and -o mean one thing in every command
+
+DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_and_long_go_together(name: str) -> None:
+    """Wherever a command has --quiet, --dry-run or --output, it has -q, -n or -o for it, and for nothing else."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for param in command.params:
+        for long, short in (("--quiet", "-q"), ("--dry-run", "-n"), ("--output", "-o")):
+            assert (long in param.opts) == (short in param.opts), param.opts
+
+
+def test_the_verbose_version() -> None:
+    """`ckpt --version -v` says what it runs on; no command has more to say than --all and --json show."""
+    assert run("--version", "-v").output == run("--version", "--verbose").output
+    exactly("-v", code=2)
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
+    """`-o OUT` writes what OUT in its place writes; both together are refused, and -n writes nothing."""
+    exactly(command, DDP, tmp_path / "a.pth")
+    exactly(command, "-n", DDP, "-o", tmp_path / "b.pth")
+    assert not (tmp_path / "b.pth").exists()
+    done = run(command, "-q", "-o", tmp_path / "b.pth", DDP)
+    assert (done.exit_code, done.output) == (0, "")
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+    twice = exactly(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth", code=2)
+    assert "OUT is given twice" in twice.output
+
+
+def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
+    """`average IN IN -o OUT` and `extract-lora BASE TUNED -o OUT`; without an OUT the latter is refused."""
+    exactly("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth")
+    exactly("average", SINGLE, SINGLE, tmp_path / "again.pth")
+    assert (tmp_path / "mean.pth").read_bytes() == (tmp_path / "again.pth").read_bytes()
+    base, tuned = FIXTURES / "lora" / "base.safetensors", FIXTURES / "lora" / "plain"
+    exactly("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned)
+    asked = ["extract-lora", base, tmp_path / "tuned.safetensors", "--rank", 4]
+    exactly(*asked, code=2)
+    assert run(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

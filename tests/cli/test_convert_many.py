@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ckpt_tools.operations.convert.several import targets
-from tests.cli.test_cli import ckpt
 from tests.cli.test_json_schemas import validator
+from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
+from tests.support.terminal import run
 
 DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
 
@@ -40,14 +41,14 @@ def test_one_bad_file_stops_no_other(tmp_path: Path, cut: Path, jobs: int) -> No
     assert re.search(rf"^{re.escape(str(DDP))} +{re.escape(str(out))}/ddp.safetensors +11 +11 ", done.stdout, re.M)
     assert re.search(r"^wrote 2 of 3 files, .*; 1 refused$", done.stdout, re.M)
     assert sorted(path.name for path in out.iterdir()) == ["ddp.safetensors", "single.safetensors"]
-    assert ckpt("convert", DDP, tmp_path / "alone.safetensors", "--unwrap").exit_code == 0
+    ckpt("convert", DDP, tmp_path / "alone.safetensors", "--unwrap")
     assert (out / "ddp.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
     assert set(load_file(out / "single.safetensors")) == set(load_file(out / "ddp.safetensors"))
 
 
 def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
     """In the order of the inputs a report, or the error in its place, each as its schema has it."""
-    result = ckpt("convert", SINGLE, cut, DDP, "--to-dir", tmp_path / "out", "--json")
+    result = run("convert", SINGLE, cut, DDP, "--to-dir", tmp_path / "out", "--json")
     documents = list(map(json.loads, result.stdout.splitlines()))
     for document, name in zip(documents, ("convert", "error", "convert"), strict=True):
         validator(name).validate(document)
@@ -57,14 +58,14 @@ def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
 
 def test_all_done_is_zero(tmp_path: Path) -> None:
     """Where nothing failed the exit code says so, and --quiet prints nothing; a dry run writes nothing."""
-    dry = ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--dry-run")
+    dry = run("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--dry-run")
     assert "would write 2 of 2 files" in dry.output
     assert not (tmp_path / "out").exists()
-    done = ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--quiet")
+    done = run("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--quiet")
     assert (done.exit_code, done.output) == (0, "")
-    again = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out")
+    again = run("convert", SINGLE, "--to-dir", tmp_path / "out")
     assert (again.exit_code, "--overwrite" in again.output) == (3, True)
-    assert ckpt("convert", SINGLE, "--to-dir", tmp_path / "out", "--overwrite").exit_code == 0
+    ckpt("convert", SINGLE, "--to-dir", tmp_path / "out", "--overwrite")
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -73,48 +74,34 @@ def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[
     (tmp_path / "a").mkdir()
     for path in (tmp_path / "a" / "ddp.pth", tmp_path / "a" / "other.pth"):
         path.write_bytes(DDP.read_bytes())
-    twice = ckpt("convert", SINGLE, DDP, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "out", *options)
-    assert twice.exit_code == 2
+    twice = ckpt("convert", SINGLE, DDP, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "out", *options, code=2)
     assert f"'{DDP}', '{tmp_path}/a/ddp.pth'" in twice.output
     assert not (tmp_path / "out").exists()
-    same = ckpt("convert", SINGLE, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "a", *options)
-    assert same.exit_code == 2
+    same = ckpt("convert", SINGLE, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "a", *options, code=2)
     assert "is the input" in same.output
     assert not (tmp_path / "a" / "single.pth").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "names"),
     [
-        (["a.pth", "b.pth", "c.pth"], "many IN need --to-dir DIR"),
-        (["a.pth", "b.pth", "--jobs", "2"], "--jobs is for --to-dir"),
-        (["a.pth", "--to-dir", "out", "--in-place"], "--in-place edits IN itself"),
-        (["a.pth", "--to-dir", "out", "--like", "m:N", "--prove", "1x3"], "run ckpt prove for each"),
+        ([], {"a.ckpt", "b.pth", "c.bin"}), (["--format", "safetensors"], {"a.safetensors", "b.safetensors", "c.safetensors"}),
+        (["--format", "pth-legacy"], {"a.pth", "b.pth", "c.pth"}), (["--shard-size", "5GB"], {"a", "b", "c"}),
     ],
-)
-def test_what_does_not_go_together(arguments: list[str], said: str) -> None:
-    """Options of one input, and of many, are told apart before a file is looked at."""
-    result = ckpt("convert", *arguments)
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-def test_names_of_outputs() -> None:
-    """An output has its input's name, with the extension of the format; of what is not written here `.pth`."""
-    out = Path("out")
-    named = targets(["a.ckpt", "b.gguf", "c.tar.gz", "runs/d", "s3://bucket/e.bin"], out, {})
-    assert [path.name for path in named] == ["a.ckpt", "b.gguf", "c.pth", "d.pth", "e.bin"]
-    formats = {"safetensors": "a.safetensors", "pth-legacy": "a.pth", "dcp": "a", "gguf": "a.gguf"}
-    for format, name in formats.items():
-        assert targets(["x/a.ckpt"], out, {"format": format}) == [out / name]
-    assert targets(["a.pth"], out, {"shard_size": "5GB"}) == [out / "a"]
+)  # fmt: skip
+def test_names_of_outputs(options: list[str], names: set[str], tmp_path: Path) -> None:
+    """An output has its input's name, with the extension of the format; of what is packed `.pth`."""
+    files = [tmp_path / name for name in ("a.ckpt", "b.tar.gz", "c.bin")]
+    for file in files:
+        file.write_bytes(gzip.compress(SINGLE.read_bytes()) if file.suffix == ".gz" else SINGLE.read_bytes())
+    ckpt("convert", *files, "--to-dir", tmp_path / "out", *options)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 def test_the_folder_cannot_be_made(tmp_path: Path) -> None:
     """A file where the folder should be is one error, before the first input is read."""
     (tmp_path / "out").write_text("")
-    result = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out" / "below")
-    assert result.exit_code == 3
+    result = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out" / "below", code=3)
     assert result.output.count("Error: ") == 1
 
 
@@ -123,6 +110,5 @@ def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
     for name in ("1.pth", "2.pth"):
         (tmp_path / "a b" / name).write_bytes(DDP.read_bytes())
-    refused = ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out")
-    assert refused.exit_code == 3
+    refused = ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out", code=3)
     assert f"ckpt convert '{tmp_path}/a b'/*.pth --to-dir DIR takes all of them." in " ".join(refused.output.split())

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -49,42 +50,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> str:
-    """What a command prints."""
-    arguments = [sys.executable, "-m", "ckpt_tools", *shlex.split(command.removeprefix("ckpt "))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=folder, check=False, env=environment)
-    assert done.returncode in (0, 1), done.stderr  # 1: differences found
-    return done.stdout
-
-
 def without_time(text: str) -> str:
     """The output but for how long it took."""
     return re.sub(r"^(time +).*$", r"\1", text, flags=re.MULTILINE).strip()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
-def test_commands_print_what_is_shown(block: str, folder: Path) -> None:
+def test_commands_print_what_is_shown(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A console block of a page is what its command really prints."""
     command, _, shown = block.removeprefix("$ ").partition("\n")
-    assert without_time(run(command, folder)) == without_time(shown)
+    monkeypatch.chdir(folder)
+    assert without_time(run_command(command)) == without_time(shown)
 
 
 @pytest.mark.parametrize(("code", "shown"), EXAMPLES, ids=[code.splitlines()[-1] for code, _ in EXAMPLES])
-def test_python_prints_what_is_shown(code: str, shown: str, folder: Path) -> None:
+def test_python_prints_what_is_shown(code: str, shown: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python block of a page runs as written, without a warning, and prints the block below it."""
     if "cryptography" in code:
         pytest.importorskip("cryptography", reason="the extra `sign`")
     frameworks = re.findall(r"^(?:import|from) (lightning|transformers|accelerate)\b", code, re.MULTILINE)
     for framework in frameworks:
         pytest.importorskip(framework)
-    warnings = "default" if frameworks else "error"  # theirs are their own
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", code], capture_output=True, encoding="utf-8", cwd=folder, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == shown.strip()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if frameworks else "error")  # theirs are their own
+        assert run_python(code, {"__name__": "__main__"}).strip() == shown.strip()
 
 
 def test_links_lead_somewhere() -> None:
@@ -118,7 +109,7 @@ def test_what_mends_it_does(command: str, tmp_path: Path) -> None:
     name = MENDED[command]
     whole = (ROOT / "fixtures" / name.replace("cut", "single")).read_bytes()
     source.write_bytes(whole[:-2000] if name == "cut.pth" else whole)
-    done = run(command.replace("IN", str(source)).replace("OUT", str(target)), tmp_path)
+    done = run_command(command.replace("IN", str(source)).replace("OUT", str(target)))
     if "OUT" not in command:
         assert "  ckpt convert " in done
         return

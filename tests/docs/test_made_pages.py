@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.cli import COMMANDS
 from docs import llms, man
+from tests.support.terminal import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,20 +22,23 @@ AVOIDED = {
 }
 
 
-def texts(source: str) -> Iterator[str]:
-    """Every text in a module, docstrings and the fixed parts of f-strings among them."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield " ".join(node.value.split())
+@functools.cache
+def texts() -> list[tuple[Path, str]]:
+    """Every text of the package with its module, docstrings and the fixed parts of f-strings among them."""
+    return [
+        (path.relative_to(PACKAGE), " ".join(node.value.split()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 @pytest.mark.parametrize("pattern", AVOIDED)
 def test_plain_english(pattern: str) -> None:
     """No message, help text or docstring has the pattern."""
     found = [
-        f"{path.relative_to(PACKAGE)}: {text[max(0, match.start() - 40) : match.end() + 40]}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for text in texts(path.read_text())
+        f"{path}: {text[max(0, match.start() - 40) : match.end() + 40]}"
+        for path, text in texts()
         for match in re.finditer(pattern, text)
     ]
     assert not found, f"write: {AVOIDED[pattern]}"

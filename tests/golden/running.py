@@ -26,6 +26,11 @@ from tests.support.samples import FIXTURES
 from tests.support.schemas import hold
 
 COLUMNS = 100
+EDITED = {  # files that rows edit in place, as they are before each row
+    "copy.pth": "fixtures/ddp.pth",
+    "copy2.pth": "fixtures/ddp.pth",
+    "copy2.safetensors": "fixtures/single.safetensors",
+}
 # what differs from run to run, and its stand-in
 MASKS = [
     (re.compile(r"\x1b\[[\d;]*m"), ""),
@@ -72,6 +77,8 @@ def workplace(folder: Path) -> Iterator[None]:
 
 def run(row: str, names: dict[str, Any]) -> str:
     """The block of one row: `ckpt ...` is a command, anything else Python. What is written is told, and removed."""
+    for name, source in EDITED.items():
+        shutil.copyfile(source, name)
     there = set(os.listdir())
     out, errors = (Terminal() if "--json" not in row and " | " not in row else io.StringIO()), io.StringIO()
     torch.manual_seed(0)

@@ -32,8 +32,6 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
         Path("key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         Path("public.pem").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
         ckpt_tools.sign("fixtures/single.pth", key="key.pem", output="single.sig")
-        for name, source in (("copy.pth", "ddp.pth"), ("copy2.pth", "ddp.pth"), ("copy2.safetensors", "single.safetensors")):
-            Path(name).write_bytes((FIXTURES / source).read_bytes())  # for edits in place, which later rows see
         with warnings.catch_warnings():
             inputs.make(Path("made"))
         yield {"server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss}

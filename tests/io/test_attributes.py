@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, OutputError
-from tests.support.commands import main
+from tests.support.terminal import run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes")
 KERNEL = 2 << 20
@@ -47,7 +46,7 @@ COMMANDS = {
     "cast": lambda path, out: ckpt_tools.convert(path, out, dtype="fp16"),
     "average": lambda path, out: ckpt_tools.average([path, path], out),
     "repair": lambda path, out: ckpt_tools.repair(path, out),
-    "report": lambda path, out: CliRunner().invoke(main, ["report", str(path), "-o", str(out)]),
+    "report": lambda path, out: run("report", path, "-o", out),
 }
 
 

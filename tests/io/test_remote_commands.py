@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from ckpt_tools import (
     average,
@@ -23,8 +23,9 @@ from ckpt_tools import (
 from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.servers import Server
+from tests.support.terminal import run
 
 SIZE = 400  # a tensor of SIZE x SIZE: 640 kB
 
@@ -49,34 +50,23 @@ def far(request: pytest.FixtureRequest, server: Server, memory: Any, tmp_path: P
     return "memory://far/"
 
 
-def command(*arguments: str) -> Result:
-    """`ckpt ARGUMENTS`."""
-    return CliRunner().invoke(main, list(arguments))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["check", "@a.pth"],
-        ["check", "--values", "--digest", "@flipped.pth"],
-        ["check", "@cut.pth"],
-        ["check", "@shards/model.safetensors.index.json", "@b.pth"],
-        ["check", "--against", "@a.pth", "@b.pth"],
-        ["stats", "@a.pth"],
-        ["stats", "@shards/model.safetensors.index.json"],
-        ["diff", "@a.pth", "@b.pth"],
-        ["diff", "--values", "@a.pth", "@shards/model.safetensors.index.json"],
-        ["match", "@a.pth", "--like", "@b.pth"],
+        ["check", "@a.pth"], ["check", "--values", "--digest", "@flipped.pth"], ["check", "@cut.pth"],
+        ["check", "@shards/model.safetensors.index.json", "@b.pth"], ["check", "--against", "@a.pth", "@b.pth"],
+        ["stats", "@a.pth"], ["stats", "@shards/model.safetensors.index.json"], ["diff", "@a.pth", "@b.pth"],
+        ["diff", "--values", "@a.pth", "@shards/model.safetensors.index.json"], ["match", "@a.pth", "--like", "@b.pth"],
         ["inspect", "@a.pth", "@b.pth", "--jobs", "2"],
     ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_the_same_is_said(far: str, arguments: list[str], tmp_path: Path) -> None:
     """The report of an address is that of the file, but for the path and the time."""
     if "--jobs" in arguments and far.startswith("memory"):
         pytest.skip("other processes have another memory")
-    remote = command(*(argument.replace("@", far) for argument in arguments), "--json")
-    local = command(*(argument.replace("@", f"{tmp_path}/far/") for argument in arguments), "--json")
+    remote = run(*(argument.replace("@", far) for argument in arguments), "--json")
+    local = run(*(argument.replace("@", f"{tmp_path}/far/") for argument in arguments), "--json")
     assert (remote.exit_code, remote.stderr) == (local.exit_code, local.stderr)
     assert documents(remote, far) == documents(local, f"{tmp_path}/far/")
 
@@ -97,12 +87,11 @@ def documents(result: Result, folder: str) -> list[Any]:
 def test_average_and_report(far: str, memory: Any, tmp_path: Path) -> None:
     """A mean is written to a file or, as convert does, to an address; a page of two addresses is written to a file."""
     average([f"{far}a.pth", f"{far}b.pth"], tmp_path / "mean.pth", unwrap=True)
-    assert command("average", f"{far}a.pth", f"{far}b.pth", "memory://out/mean.pth", "--unwrap").exit_code == 0
+    ckpt("average", f"{far}a.pth", f"{far}b.pth", "memory://out/mean.pth", "--unwrap")
     assert memory.cat("/out/mean.pth") == (tmp_path / "mean.pth").read_bytes()
     expected = load_state_dict(f"{far}a.pth")["l1.weight"] + 0.5
     assert torch.allclose(load_state_dict(tmp_path / "mean.pth")["l1.weight"], expected, atol=1e-6)
-    result = command("report", f"{far}a.pth", f"{far}b.pth", "-o", str(tmp_path / "page.html"), "--values")
-    assert result.exit_code == 0, result.stderr
+    ckpt("report", f"{far}a.pth", f"{far}b.pth", "-o", str(tmp_path / "page.html"), "--values")
     assert "<title>a.pth" in (tmp_path / "page.html").read_text()
 
 
@@ -146,8 +135,7 @@ def test_what_goes_to_no_address(memory: Any, tmp_path: Path) -> None:
         ["check", path, "--digest", "-o", "memory://x/a.digest"],
         ["match", path, "--like", path, "-o", "memory://x/plan.toml"],
     ):
-        result = command(*arguments)
-        assert result.exit_code == 3
+        result = ckpt(*arguments, code=3)
         assert "memory://x/" in result.stderr
         assert "Write a local file, and copy it." in result.stderr
     assert not memory.store
@@ -181,7 +169,7 @@ def test_only_what_is_needed_is_fetched(server: Server, tmp_path: Path) -> None:
         (["average", url, str(tmp_path / "a.pth"), str(tmp_path / "mean.pth")], 1.2),
     ):
         server.sent = 0
-        assert command(*arguments).exit_code == 0
+        ckpt(*arguments)
         assert server.sent < most * size, arguments
 
 
@@ -191,4 +179,4 @@ def test_a_name_like_a_ranks_file(far: str, tmp_path: Path) -> None:
     ours.write_bytes((tmp_path / "far" / "a.pth").read_bytes())
     if far.startswith("memory"):
         pytest.importorskip("fsspec").filesystem("memory").put_file(str(ours), "/far/model_1.pt")
-    assert command("inspect", f"{far}model_1.pt").exit_code == 0
+    ckpt("inspect", f"{far}model_1.pt")

@@ -70,7 +70,7 @@ def test_a_reader_that_goes_away(tmp_path: Path, command: str) -> None:
 
 
 def test_what_is_dangerous_is_kept_by_a_word_alone(tmp_path: Path) -> None:
-    """--objects keep of a dangerous file is refused without --allow-dangerous, in place too; with it OUT is called dangerous."""
+    """--objects keep of a dangerous file is refused without --allow-dangerous, in place too; with it OUT is said to be so."""
 
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools.torch
 from ckpt_tools import average
-from ckpt_tools.errors import ConvertError, OutputExistsError, UsageError
-from tests.support.commands import main
-from tests.support.samples import FIXTURES
+from ckpt_tools.errors import ConvertError
+from tests.support.terminal import run
 
 
 def files(folder: Path, *states: Any) -> list[Path]:
@@ -102,17 +99,6 @@ def test_everything_else_comes_from_the_first(tmp_path: Path) -> None:
     assert list(load(tmp_path / "weights.pth")) == ["a.w"]
 
 
-def test_wrappers(tmp_path: Path) -> None:
-    """Wrapped and plain names disagree, and the error says `unwrap`, which writes plain names."""
-    paths = [FIXTURES / "ddp.pth", FIXTURES / "single.pth", FIXTURES / "single.safetensors"]
-    with pytest.raises(ConvertError, match="`unwrap=True`"):
-        average(paths, tmp_path / "out.pth")
-    average(paths, tmp_path / "out.pth", unwrap=True)
-    found, expected = load(tmp_path / "out.pth"), load(FIXTURES / "single.pth")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)  # three times the same model
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -127,32 +113,6 @@ def test_what_has_no_mean_is_refused(tmp_path: Path, other: Any, words: str) -> 
     with pytest.raises(ConvertError, match=words):
         average(paths, tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [float("nan"), 1.0]])
-def test_weights_that_do_not_fit(tmp_path: Path, weights: list[float]) -> None:
-    """Too few weights, a sum of zero, and NaN are refused as usage."""
-    with pytest.raises(UsageError, match="`weights`"):
-        average(files(tmp_path, {"a.w": torch.ones(2)}, {"a.w": torch.ones(2)}), tmp_path / "out.pth", weights=weights)
-
-
-def test_on_the_command_line(tmp_path: Path) -> None:
-    """Exit codes, the page, --json, --overwrite and --dry-run."""
-    one, other = map(str, files(tmp_path, {"a.w": torch.zeros(2)}, {"a.w": torch.ones(2)}))
-    out = str(tmp_path / "out.pth")
-    runner = CliRunner()
-    assert runner.invoke(main, ["average", one, other, out, "--dry-run"]).exit_code == 0
-    assert not Path(out).exists()
-    result = runner.invoke(main, ["average", one, other, out, "--weights", "3,1"])
-    assert result.exit_code == 0, result.output
-    assert "0.75 x" in result.output
-    assert load(Path(out))["a.w"].tolist() == [0.25, 0.25]
-    assert runner.invoke(main, ["average", one, other, out]).exit_code == OutputExistsError.exit_code
-    result = runner.invoke(main, ["average", one, other, one, "--overwrite", "--json"])  # in place of an input
-    assert json.loads(result.output)["averaged"] == 1
-    assert load(Path(one))["a.w"].tolist() == [0.5, 0.5]
-    assert runner.invoke(main, ["average", one, out]).exit_code == 2
-    assert runner.invoke(main, ["average", one, other, out, "--weights", "a,b", "--overwrite"]).exit_code == 2
 
 
 def test_tied_names_keep_what_they_are(tmp_path: Path) -> None:
@@ -198,10 +158,10 @@ def test_where_the_largest_spread_is(tmp_path: Path) -> None:
         mean = stack.mean(0)
         expected = float((stack - mean).square().sum(1).mean().sqrt() / mean.norm())
         assert report.spread == {"name": "b.w", "relative": pytest.approx(expected)}
-    shown = CliRunner().invoke(main, ["average", *map(str, paths), str(tmp_path / "shown.pth")]).stdout
+    shown = run("average", *map(str, paths), tmp_path / "shown.pth").stdout
     assert "spread     largest in b.w: 7.42% of the mean's length" in shown
     assert average(paths, tmp_path / "none.pth", dry_run=True).spread is None
-    same = CliRunner().invoke(main, ["average", str(paths[0]), str(paths[0]), str(tmp_path / "same.pth")]).stdout
+    same = run("average", paths[0], paths[0], tmp_path / "same.pth").stdout
     assert "\nspread" not in same
     odd = files(tmp_path, {"a.w": torch.zeros(2)}, {"a.w": torch.tensor([float("nan"), 1.0])})
     assert average(odd, tmp_path / "odd.pth").spread is None

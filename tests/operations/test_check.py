@@ -1,7 +1,5 @@
 """`ckpt check`: what is whole is healthy, what is damaged is named, and nothing is read twice or imported."""
 
-import ast
-import inspect
 import json
 import os
 import pathlib
@@ -9,47 +7,23 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools import check
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
-from ckpt_tools.formats.base import CUT_ARCHIVE, PROGRAMS
-from ckpt_tools.io.content import CHUNK
-from ckpt_tools.io.output import Source
-from ckpt_tools.operations.check.latest import find_latest_good
-from ckpt_tools.operations.check.passes import Crc, Span, read_through
-from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
-from ckpt_tools.tree.findings import CODES
-from tests.hostile import pickles as p
-from tests.hostile.refusals import write
-from tests.hostile.zips import torch_zip
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.samples import (
     FIXTURES,
-    PTH,
-    SAFETENSORS,
-    corpus,
 )
+from tests.support.terminal import ROOT, run
 from tests.support.zips import flip_byte, rewrite
-
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads((ROOT / "docs" / "check.schema.json").read_text())
-
-
-def ckpt(*arguments: object) -> Result:
-    """Run the command line in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def codes(path: Path, **options: object) -> list[str]:
@@ -63,40 +37,9 @@ def saved(path: Path, *, tensors: int = 5, rows: int = 50) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", PTH + SAFETENSORS, ids=lambda path: path.name)
-def test_fixtures_are_whole(path: Path) -> None:
-    """No fixture is damaged: what is found about them are warnings at most, and every byte was read."""
-    report = check(path)
-    assert not [finding for finding in report.findings if finding.severity == "problem"]
-    assert report.bytes_read == report.file_bytes == path.stat().st_size
-
-
-@pytest.mark.parametrize("row", corpus("torch-zip", "safetensors"))
-def test_real_checkpoints_are_whole(row: dict[str, Path]) -> None:
-    """No real checkpoint is called damaged."""
-    if row["path"].stat().st_size > 50 << 20:
-        pytest.skip("large")
-    if row["path"].suffix == ".distcp":
-        pytest.skip("a shard, no checkpoint of its own")
-    report = check(row["path"])
-    assert report.verdict != "unreadable"
-    assert not [finding for finding in report.findings if finding.severity == "problem"]
-
-
-def test_exit_codes(tmp_path: Path, wrapped_file: Path) -> None:
-    """0 healthy, 1 findings, 3 unreadable; the worst of several counts."""
-    healthy, text = saved(tmp_path / "healthy.pth"), tmp_path / "text.pth"
-    text.write_text("no checkpoint")
-    assert ckpt("check", healthy).exit_code == 0
-    assert ckpt("check", healthy, wrapped_file).exit_code == 1
-    assert ckpt("check", healthy, text, wrapped_file).exit_code == 3
-    assert ckpt("check", wrapped_file, "--ignore", "wrapper-prefix").exit_code == 0
-    assert ckpt("check").exit_code == 2
-
-
 def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
     """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
-    done = ckpt("check", wrapped_file, "--ignore", "wrapper-prefixes")
+    done = run("check", wrapped_file, "--ignore", "wrapper-prefixes")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "--ignore wrapper-prefixes: no finding has this code." in done.stderr
     assert "Did you mean 'wrapper-prefix'?" in done.stderr
@@ -108,26 +51,12 @@ def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
     assert "docs/check.md" in caught.value.fix
 
 
-def test_every_code_can_be_ignored() -> None:
-    """The codes that may be ignored are those in the source and those in docs/check.md, no more and no less."""
-    said = {
-        CUT_ARCHIVE,
-        "missing",
-        "unexpected",
-        "trailing-bytes",
-        "odd-version",
-        "odd-format-version",
-        "odd-storage-alignment",
-    }
-    said |= {code for code, _ in PROGRAMS.values()}
-    for path in (ROOT / "ckpt_tools").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Finding", "Warned", "_warn"):
-                said |= {str(code.value) for code in node.args[:1] if isinstance(code, ast.Constant)}
-    assert said - {"together", "parts-missing"} == CODES  # which only inspect and convert --partial say
+def test_every_documented_code_can_be_ignored() -> None:
+    """Those in the table of docs/check.md are codes."""
     table = (ROOT / "docs" / "check.md").read_text().partition("## Findings")[2]
-    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    assert {code for row in rows for code in re.findall(r"`(.*?)`", row)} == CODES
+    found = {code for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for code in re.findall(r"`(.*?)`", row)}
+    assert len(found) > 50
+    assert check(FIXTURES / "ddp.pth", ignore=sorted(found)).verdict == "healthy"
 
 
 def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
@@ -200,18 +129,6 @@ def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
     assert "unused-storage" not in codes(tmp_path / "model.pth")
 
 
-def test_deflated_records_are_checked(tmp_path: Path) -> None:
-    """A deflated record is inflated for its CRC-32 and its digest."""
-    path, packed = saved(tmp_path / "model.pth"), tmp_path / "packed.pth"
-    import zipfile
-
-    rewrite(path, packed, method=zipfile.ZIP_DEFLATED)
-    report = check(packed, against=path)
-    assert report.verdict == "healthy"
-    assert report.against is not None
-    assert report.against.equal == 5
-
-
 def test_safetensors_headers(tmp_path: Path) -> None:
     """A header without a format and one that is not padded are told."""
     path = tmp_path / "model.safetensors"
@@ -244,7 +161,8 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     lone = tmp_path / "one" / shard.name
     lone.write_bytes(shard.read_bytes())
     assert [(told.code, told.severity) for told in check(lone).findings] == [("alone", "warning")]
-    assert find_latest_good([lone], Wanted(values=True)).report is None
+    (tmp_path / "one" / "x.pth").unlink(missing_ok=True)
+    assert ckpt_tools.latest_good(tmp_path / "one") is None
     save_file({"c": torch.ones(3)}, tmp_path / "model-00003-of-00003.safetensors")
     assert codes(tmp_path) == ["stray-shard"]
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
@@ -282,43 +200,6 @@ def test_parts_of_a_distributed_checkpoint_are_compared(tmp_path: Path) -> None:
 # --- the pass
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
-def test_spans_get_their_bytes(tmp_path: Path, size: int) -> None:
-    """Whatever the size, spans that overlap, cross blocks or are empty get exactly their bytes, and the file is read once."""
-    path = tmp_path / "file"
-    data = bytes(i * 7 % 251 for i in range(1009)) * (size // 1009 + 1)
-    path.write_bytes(data[:size])
-    wanted = [
-        (0, size),
-        (size // 2, size // 4),
-        (size // 3, 0),
-        (max(size - 10, 0), min(size, 10)),
-        (size // 2, 5 * (size > 9)),
-    ]
-    taken = [bytearray() for _ in wanted]
-    steps: list[int] = []
-    source = Source(path)
-    read_through(source, [Span(*span, (into.extend,)) for span, into in zip(wanted, taken, strict=True)], steps.append)
-    source.close()
-    assert [bytes(into) for into in taken] == [data[:size][at : at + length] for at, length in wanted]
-    assert sum(steps) == size
-
-
-def test_many_records_share_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand small records take a handful of reads, not one each."""
-    path = saved(tmp_path / "model.pth", tensors=1000, rows=1)
-    source, reads = Source(path), list[int]()
-
-    def read_into(offset: int, buffer: memoryview) -> None:
-        reads.append(offset)
-        Source.read_into(source, offset, buffer)
-
-    monkeypatch.setattr(source, "read_into", read_into)
-    read_through(source, [Span(at, 10, (Crc().take,)) for at in range(0, source.size - 10, 20)])
-    source.close()
-    assert len(reads) == 1
-
-
 # --- what keeps a file from loading
 
 
@@ -330,13 +211,10 @@ def torch_error(path: Path, **options: object) -> str:
 
 
 OTHER_FILES = {
-    "empty": b"",
-    "page": b"<!DOCTYPE html><html><title>404</title></html>",
+    "empty": b"", "page": b"<!DOCTYPE html><html><title>404</title></html>",
     "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 123\n",
-    "json": b'{"error": "Entry not found"}',
-    "gzip": b"\x1f\x8b\x08\x00" * 20,
-    "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
-}
+    "json": b'{"error": "Entry not found"}', "gzip": b"\x1f\x8b\x08\x00" * 20, "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
@@ -359,29 +237,6 @@ def test_zeros_carry_pytorchs_error(tmp_path: Path) -> None:
     path.write_bytes(bytes(5000))
     (finding,) = check(path).findings
     assert torch_error(path).startswith(finding.says)
-
-
-def test_a_cut_file_carries_pytorchs_error(tmp_path: Path) -> None:
-    """How many tensors are whole, torch's error, and the command that saves them."""
-    path = saved(tmp_path / "model.pth", tensors=40, rows=100)
-    path.write_bytes(path.read_bytes()[:160_000])
-    report = check(path)
-    assert report.verdict == "unreadable"
-    assert "of 40 tensors complete" in report.findings[0].found
-    assert torch_error(path).startswith(report.findings[0].says)
-    assert "ckpt repair" in report.findings[0].fix
-
-
-def test_what_pytorch_says_stands_once(tmp_path: Path) -> None:
-    """Of a file that was cut off torch's words are quoted in a line of their own, by `check` and by `inspect`."""
-    path = saved(tmp_path / "cut.pth")
-    path.write_bytes(path.read_bytes()[:3000])
-    said = "PyTorch: RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
-    for output in (ckpt("check", path).stdout, ckpt("inspect", path).stderr):
-        assert output.count("central directory") == 1
-        assert said in output
-    document = json.loads(ckpt("inspect", "--json", path).stdout)
-    assert f"PyTorch: {document['says']}" == said
 
 
 def _cut_in_the_tensors(path: Path, kept: float) -> None:
@@ -408,10 +263,10 @@ def test_repair_is_advised_where_it_saves_something(tmp_path: Path, name: str, k
     if advised:
         given, target = command.split()
         assert given == str(path)
-        assert ckpt("repair", given, target).exit_code == 1  # one of two is saved
+        assert run("repair", given, target).exit_code == 1  # one of two is saved
         assert Path(target).exists()
     else:
-        assert ckpt("repair", path, path.with_name(f"saved{path.suffix}")).exit_code == 3
+        ckpt("repair", path, path.with_name(f"saved{path.suffix}"), code=3)
 
 
 @pytest.mark.parametrize("data", [b"\xfe" * 3000, (50).to_bytes(8, "little") + b'{"a": ' + b"\xff" * 60])
@@ -422,7 +277,7 @@ def test_no_repair_is_advised_where_nothing_begins(tmp_path: Path, data: bytes) 
     (finding,) = check(path).findings
     assert finding.code == "unreadable"
     assert "repair" not in finding.fix
-    assert ckpt("repair", path, tmp_path / "out.safetensors").exit_code == 3
+    ckpt("repair", path, tmp_path / "out.safetensors", code=3)
 
 
 def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
@@ -432,7 +287,7 @@ def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
     path.write_bytes(b"\xfe" * 16 + (tmp_path / "in.safetensors").read_bytes())
     (finding,) = check(path).findings
     assert "ckpt repair" in finding.fix
-    assert ckpt(*finding.fix.split()[1:]).exit_code == 0
+    ckpt(*finding.fix.split()[1:])
 
 
 @pytest.mark.parametrize(
@@ -458,31 +313,6 @@ def devices(path: Path, **options: object) -> list[tuple[str, str]]:
     return [(finding.severity, finding.found) for finding in found if finding.code == "no-such-device"]
 
 
-def test_cuda_tags_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file tagged cuda:0 on a machine without: a note with torch's error and convert's command."""
-    path, mixed = FIXTURES / "cuda.pth", FIXTURES / "mixed_devices.pth"
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 0)
-    (finding,) = [finding for finding in check(path).findings if finding.code == "no-such-device"]
-    if not torch.cuda.is_available():
-        assert torch_error(path) == finding.says
-    assert "--map-location cpu" in finding.fix
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
-    assert "no-such-device" not in codes(path)
-    (finding,) = [finding for finding in check(mixed).findings if finding.code == "no-such-device"]
-    assert "CUDA device 3 but torch.cuda.device_count() is 1" in finding.says
-
-
-@pytest.mark.parametrize("present", [0, 1, 8])
-def test_the_exit_code_is_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: int) -> None:
-    """What a GPU wrote is healthy wherever it is checked, unless it was said which device will be there."""
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: present)
-    path = tmp_path / "gpu.pth"
-    ckpt_tools.convert(FIXTURES / "cuda.pth", path, strip_module=True)
-    assert ckpt("check", path).exit_code == 0
-    assert ckpt("check", path, "--device", "cpu").exit_code == 1
-    assert ckpt("check", path, "--device", "cuda:0").exit_code == 0
-
-
 def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
     """Tags of other devices are a problem, those of the devices up to its number are none; no device is a usage error."""
     mixed = FIXTURES / "mixed_devices.pth"
@@ -499,14 +329,6 @@ def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
     assert devices(apple, device="cpu") == [("problem", "storages tagged mps: not there on a machine with cpu")]
     with pytest.raises(UsageError, match="is not a device"):
         check(mixed, device="cuda:x")
-
-
-def test_cuda_tags_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag with a number of thousands of digits, or with none, is a device that is not here."""
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
-    for tag in (f"cuda:{'1' * 5000}", "cuda:x"):
-        path = write(tmp_path, torch_zip(p.pickle(p.dict_of(w=p.tensor(on=p.storage(device=tag)))), {"0": bytes(24)}))
-        assert "no-such-device" in codes(path)
 
 
 def renamed_global(path: Path, old: bytes, new: bytes) -> None:
@@ -574,19 +396,6 @@ def numpy_scalar(path: Path, module: bytes = b"numpy._core.multiarray", name: by
     return path
 
 
-def test_numpy_2_seen_by_numpy_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 1.26 NumPy 1 has no `numpy._core`; 1.26 has the parts that most pickles name, and does not fail."""
-    path = numpy_scalar(tmp_path / "model.pth")
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._version", lambda package: (1, 25))
-    (finding,) = [finding for finding in check(path).findings if finding.code == "numpy-2"]
-    assert finding.says == "ModuleNotFoundError: No module named 'numpy._core'"
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._version", lambda package: (1, 26))
-    assert "numpy-2" not in codes(path)
-    other = numpy_scalar(tmp_path / "other.pth", b"numpy._core.numeric", b"_frombuffer")
-    (finding,) = [finding for finding in check(other).findings if finding.code == "numpy-2"]
-    assert finding.says == "ModuleNotFoundError: No module named 'numpy._core.numeric'"
-
-
 @pytest.mark.parametrize(("module", "name"), [("multiarray", "scalar"), ("multiarray", "array"), ("numeric", "_frombuffer")])
 def test_numpy_1_seen_by_numpy_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     """Old names are a note; NumPy 2 warns of all but the two that most pickles have, and the quoted warning is its own."""
@@ -606,57 +415,6 @@ def test_numpy_1_seen_by_numpy_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # --- several files, JSON
 
 
-def test_json_follows_its_schema(tmp_path: Path, wrapped_file: Path, training_file: Path) -> None:
-    """Every document is one line that the schema accepts, unreadable files and comparisons included."""
-    empty = tmp_path / "empty.pth"
-    empty.write_bytes(b"")
-    arguments = ("--values", "--digest", "--against", training_file, "--json")
-    result = ckpt("check", wrapped_file, training_file, empty, *PTH, *arguments)
-    lines = result.output.splitlines()
-    assert len(lines) == 3 + len(PTH)
-    for line in lines:
-        jsonschema.validate(json.loads(line), SCHEMA)
-    assert [json.loads(line)["verdict"] for line in lines[:3]] == ["findings", "findings", "unreadable"]
-
-
-def test_json_lines_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line of a file is printed before the next file is checked: of thousands none waits for the last."""
-    path, printed = saved(tmp_path / "one.pth"), list[str]()
-    monkeypatch.setattr("ckpt_tools.render.json.print_document", lambda document: printed.append(document["path"]))
-
-    def one_by_one(*_: object, **__: object) -> Iterator[Checked]:
-        for count in range(3):
-            assert len(printed) == count
-            yield check(path)
-
-    monkeypatch.setattr("ckpt_tools.operations.check.run.check_many", one_by_one)
-    ckpt("check", path, path, path, "--json")
-    assert printed == [str(path)] * 3
-
-
-def test_processes_give_the_same_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes and one report the same, in the order asked for."""
-    monkeypatch.setattr("ckpt_tools.operations.check.run._POOL_FROM", 0)
-    paths = [saved(tmp_path / f"{name}.pth") for name in "cab"]
-    steps: list[tuple[int, int]] = []
-    shared = list(check_many(paths, Wanted(digest=True), jobs=2, progress=lambda *step: steps.append(step)))
-    alone = list(check_many(paths, Wanted(digest=True)))
-    for report in shared + alone:
-        report.seconds = 0
-    assert shared == alone
-    size = sum(path.stat().st_size for path in paths)
-    assert steps[-1] == (size, size)
-
-
-def test_the_page_of_several(tmp_path: Path, wrapped_file: Path) -> None:
-    """Several files end in a table with a line for each."""
-    healthy = saved(tmp_path / "healthy.pth")
-    lines = ckpt("check", healthy, wrapped_file).output.splitlines()
-    assert lines[0] == f"{healthy}: healthy"
-    assert lines[-2].split()[:3] == [str(healthy), "healthy", "5"]
-    assert lines[-1].split()[1] == "findings"
-
-
 # --- digests
 
 
@@ -671,24 +429,13 @@ def test_digests_are_what_the_documentation_says(tmp_path: Path) -> None:
     assert digest.sha256 == hashlib.sha256(b"float32 [2,3]\n" + values.numpy().tobytes()).hexdigest()
 
 
-def test_both_containers_have_one_digest(tmp_path: Path) -> None:
-    """The same model in .pth and .safetensors, in every dtype that both hold, compares equal."""
-    names = ("float32", "bfloat16", "float16", "int64", "uint8", "bool", "float8_e4m3fn", "complex64")
-    tensors = {f"{name}.weight": torch.arange(8).to(getattr(torch, name)) for name in names}
-    torch.save(tensors, tmp_path / "model.pth")
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    result = ckpt("check", tmp_path / "model.safetensors", "--against", tmp_path / "model.pth")
-    assert result.exit_code == 0
-    assert "8 of 8 tensors equal" in result.output
-
-
 def test_a_digest_file_goes_round(tmp_path: Path) -> None:
     """Digests written to a file verify the checkpoint later, and show a change, a loss and an addition."""
     path, digests = tmp_path / "model.pth", tmp_path / "model.digest"
     tensors = {"a.weight": torch.randn(3), "b.weight": torch.randn(3), "na\tme\n\u202e": torch.ones(1)}
     torch.save(tensors, path)
-    assert ckpt("check", path, "--digest", "-o", digests).exit_code == 0
-    assert ckpt("check", path, "--against", digests).exit_code == 0
+    ckpt("check", path, "--digest", "-o", digests)
+    ckpt("check", path, "--against", digests)
     torch.save({"a.weight": tensors["a.weight"] + 1, "na\tme\n\u202e": torch.ones(1), "c.weight": torch.ones(1)}, path)
     report = check(path, against=digests)
     assert report.against is not None
@@ -696,56 +443,35 @@ def test_a_digest_file_goes_round(tmp_path: Path) -> None:
     assert report.against.different == [(("a.weight",), "other bytes")]
     assert report.against.missing == [("b.weight",)]
     assert report.against.unexpected == [("c.weight",)]
-    assert ckpt("check", path, "--against", digests).exit_code == 1
+    ckpt("check", path, "--against", digests, code=1)
 
 
 def test_digest_files_are_not_overwritten(tmp_path: Path) -> None:
     """Like every output: --overwrite is needed."""
     path, digests = saved(tmp_path / "model.pth"), tmp_path / "digests"
     digests.write_text("precious")
-    assert ckpt("check", path, "--digest", "-o", digests).exit_code == OutputExistsError.exit_code
+    assert run("check", path, "--digest", "-o", digests).exit_code == OutputExistsError.exit_code
     assert digests.read_text() == "precious"
-    assert ckpt("check", path, "--digest", "-o", digests, "--overwrite").exit_code == 0
-    assert ckpt("check", path, "-o", digests).exit_code == 2
-    assert ckpt("check", path, path, "--digest", "-o", digests).exit_code == 2
+    ckpt("check", path, "--digest", "-o", digests, "--overwrite")
+    ckpt("check", path, "-o", digests, code=2)
+    ckpt("check", path, path, "--digest", "-o", digests, code=2)
 
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "",
-        "x",
-        "0\tfloat32\t[1]\t[]",
-        f"{'0' * 64}\tfloat32\t[-1]\t[]",
-        f"{'0' * 64}\tfloat32\t[1]\t{{}}",
-        f"{'0' * 64}\tfloat32\t1\t[]",
-    ],
+    ["x", "0\tfloat32\t[1]\t[]", *(f"{'0' * 64}\tfloat32\t{rest}" for rest in ("[-1]\t[]", "[1]\t{}", "1\t[]"))],
 )
 def test_damaged_digest_files(tmp_path: Path, line: str) -> None:
     """A line that is none is refused with its number; another version, and a file of bytes, too."""
-    path = tmp_path / "digests"
-    path.write_text(f"# ckpt digest 1: x\n{line}\n")
-    if line:
-        with pytest.raises(DigestError, match="line 2"):
-            load_digests(path)
-    else:
-        assert load_digests(path) == (str(path), [])
-    path.write_text("# ckpt digest 2: x\n")
-    with pytest.raises(DigestError, match="another version"):
-        load_digests(path)
-    path.write_bytes(b"# ckpt digest 1: \xff\n")
-    with pytest.raises(DigestError):
-        load_digests(path)
-
-
-def test_against_finds_renamed_tensors(tmp_path: Path, training_file: Path) -> None:
-    """Weights taken out of a training checkpoint are found again by name, wrapped or not."""
-    model = torch.load(training_file)["model"]
-    torch.save({name.removeprefix("module."): tensor for name, tensor in model.items()}, tmp_path / "plain.pth")
-    report = check(training_file, against=tmp_path / "plain.pth")
-    assert report.against is not None
-    assert (report.against.equal, report.against.renamed) == (len(model), len(model))
-    assert not report.against.missing
+    path, model = tmp_path / "digests", saved(tmp_path / "model.pth")
+    for text, said in (
+        (f"1: x\n{line}\n", "line 2"),
+        ("2: x\n", "another version"),
+        ("1: \xff", "digests"),
+    ):
+        path.write_bytes(b"# ckpt digest " + text.encode("latin-1"))
+        with pytest.raises(DigestError, match=said):
+            check(model, against=path)
 
 
 def test_equal_matrices_are_told(tmp_path: Path) -> None:
@@ -792,7 +518,7 @@ def test_float8_without_infinity(tmp_path: Path) -> None:
 
 def test_values_across_blocks(tmp_path: Path) -> None:
     """Elements that a block border cuts in two are counted once: a safetensors file may begin at any byte."""
-    path, count = tmp_path / "model.safetensors", CHUNK // 4 + 100
+    path, count = tmp_path / "model.safetensors", 1_100_000
     values = torch.zeros(count)
     values[::997] = float("nan")
     header = f'{{"a":{{"dtype":"F32","shape":[{count}],"data_offsets":[0,{4 * count}]}}}}'.encode()
@@ -834,17 +560,6 @@ def test_a_fresh_head_of_bert(tmp_path: Path) -> None:
     assert codes(tmp_path / "model.pth", values=True) == []
 
 
-def test_every_finding_is_documented(tmp_path: Path) -> None:
-    """docs/check.md lists the codes that check can give."""
-    import re
-
-    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
-    package = Path(inspect.getfile(inspect.unwrap(check))).parent
-    written = {code for file in package.glob("*.py") for code in re.findall(r'Finding\(\s*"([a-z0-9-]+)"', file.read_text())}
-    assert len(written) > 15
-    assert not [code for code in written if f"`{code}`" not in page]
-
-
 def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
     """Ten thousand normal numbers and one that no initialiser gives: the spread hardly tells, the largest does."""
     torch.manual_seed(0)
@@ -854,11 +569,3 @@ def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
     state["classifier.weight"][3, 4] = 0.3
     torch.save(state, tmp_path / "trained.pth")
     assert codes(tmp_path / "trained.pth", values=True) == []
-
-
-def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    """`progress` is called with the bytes read and the bytes in total, as of every other call."""
-    path = saved(tmp_path / "in.pth")
-    told: list[tuple[int, int]] = []
-    check(path, progress=lambda done, size: told.append((done, size)))
-    assert told[-1] == (path.stat().st_size, path.stat().st_size)

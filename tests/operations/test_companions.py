@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import NotACheckpointError, OutputError
-from ckpt_tools.operations.convert import companions
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.rank_files import fsdp2, save_ranks
 
 CONFIG = b'{"architectures": ["Net"], "torch_dtype": "float32"}\n'
@@ -53,8 +50,7 @@ def test_they_come_along(folder: Path, tmp_path: Path, options: dict[str, str]) 
 
 def test_only_weights(folder: Path, tmp_path: Path) -> None:
     """`--only-weights` leaves them, and says so; a dry run says what would come."""
-    shown = CliRunner().invoke(main, ["convert", str(folder), str(tmp_path / "out"), "--shard-size", "1KB", "--only-weights"])
-    assert shown.exit_code == 0, shown.output
+    shown = ckpt("convert", folder, tmp_path / "out", "--shard-size", "1KB", "--only-weights")
     assert "config.json (--only-weights)" in shown.output
     assert not (tmp_path / "out" / "config.json").exists()
     dry = ckpt_tools.convert(folder, tmp_path / "dry", shard_size="1KB", dry_run=True)
@@ -140,19 +136,6 @@ def test_the_folders_own_file_is_taken_before_the_inner_one(tmp_path: Path) -> N
     assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
 
 
-def test_whole_or_not_at_all(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When one of them cannot be written the folder does not appear, nor a part of it."""
-
-    def fails(*_: object) -> None:
-        raise OutputError("full")
-
-    monkeypatch.setattr(companions, "copy", fails)
-    for options in ({"shard_size": "1KB"}, {"format": "dcp"}):
-        with pytest.raises(OutputError, match="full"):
-            ckpt_tools.convert(folder, tmp_path / "out", **options)  # type: ignore[arg-type]
-    assert os.listdir(tmp_path) == ["in"]
-
-
 def test_into_its_own_folder(folder: Path) -> None:
     """Sharded anew where it is, everything else stays where it is, and there is nothing to say."""
     report = ckpt_tools.convert(folder, folder, shard_size=1, dtype="bf16", overwrite=True)
@@ -198,31 +181,6 @@ def test_to_an_address_and_from_one(folder: Path, tmp_path: Path) -> None:
     assert ckpt_tools.convert(folder, address, shard_size="1KB").companions == sorted(TAKEN)
     assert ckpt_tools.convert(address, tmp_path / "back", shard_size="1KB").companions == sorted(TAKEN)
     assert (tmp_path / "back" / "config.json").read_bytes() == CONFIG
-
-
-def test_nothing_is_left_at_an_address(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload that fails behind them takes them away again."""
-    import fsspec
-
-    def fails(*_: object) -> None:
-        raise OutputError("gone")
-
-    monkeypatch.setattr("ckpt_tools.operations.convert.folder._check_there", fails)
-    with pytest.raises(OutputError, match="gone"):
-        ckpt_tools.convert(folder, f"memory://{tmp_path.name}/failed", shard_size="1KB")
-    fs = fsspec.filesystem("memory")
-    assert not fs.exists(f"{tmp_path.name}/failed") or fs.ls(f"{tmp_path.name}/failed") == []
-
-
-def test_one_that_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is an error before anything is written; `only_weights` does without it."""
-    monkeypatch.setattr(
-        companions, "begins_as_checkpoint", lambda head: (_ for _ in ()).throw(NotACheckpointError("unreadable"))
-    )
-    with pytest.raises(NotACheckpointError, match="unreadable"):
-        ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB")
-    assert not (tmp_path / "out").exists()
-    assert ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB", only_weights=True).files == 1
 
 
 def test_one_file_has_none(folder: Path, tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
+from ckpt_tools import Converted
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
@@ -25,16 +23,13 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     ConvertError,
     NothingMatchedError,
-    ObjectsError,
     OutputError,
-    OutputExistsError,
     UsageError,
 )
-from ckpt_tools.operations.convert.report import Converted
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES
-from tests.support.zips import big_endian, flip_byte, rewrite
+from tests.support.zips import big_endian, flip_byte
 
 
 def run(tmp_path: Path, data: Any, **options: Any) -> tuple[Any, Converted]:
@@ -74,35 +69,6 @@ def assert_is(state_dict: Any, model: nn.Module) -> None:
 # --- names
 
 
-@pytest.mark.parametrize("wraps", [1, 2])
-def test_strip_module(tmp_path: Path, wraps: int) -> None:
-    """A wrapped state dict becomes the plain model's, repeated wrappers too."""
-    model: nn.Module = network()
-    for _ in range(wraps):
-        model = nn.DataParallel(model)
-    loaded, report = run(tmp_path, model.state_dict(), strip_module=True)
-    assert_is(loaded, network())
-    assert [(row.tensors, row.renamed, row.examples[0]) for row in report.state_dicts] == [
-        (11, 11, ("module." * wraps + "features.0.weight", "features.0.weight"))
-    ]
-    assert codes(report) == []
-
-
-def test_add_module(tmp_path: Path) -> None:
-    """A plain state dict becomes what nn.DataParallel's own is."""
-    loaded, _ = run(tmp_path, network().state_dict(), add_module=True)
-    assert_is(loaded, nn.DataParallel(network()))
-
-
-@pytest.mark.parametrize(
-    "name", ["compiled", "compiled_parallel", "parallel_compiled", "fsdp", "data_parallel", "ddp", "single", "cuda"]
-)
-def test_unwrap(name: str, tmp_path: Path) -> None:
-    """Whatever wrapped the network, the plain network loads the result."""
-    ckpt_tools.convert(FIXTURES / f"{name}.pth", tmp_path / "out.pth", unwrap=True)
-    assert_is(torch.load(tmp_path / "out.pth", map_location="cpu", weights_only=True), network())
-
-
 def test_averaged_model(tmp_path: Path) -> None:
     """`n_averaged` stands beside the names: it keeps its own, and the others are stripped all the same."""
     model = AveragedModel(nn.DataParallel(network()))
@@ -121,30 +87,6 @@ def test_users_own_module_is_untouched(tmp_path: Path) -> None:
     loaded, report = run(tmp_path, nn.DataParallel(model).state_dict(), rename=[r"^module\.="])
     assert_is(loaded, model)
     assert codes(report) == []
-
-
-def test_values_beside_tensors_keep_their_names(tmp_path: Path) -> None:
-    """In a mixed dict only tensors and their modules' extra state are names."""
-    data = {"module.w": torch.ones(1), "epoch": 3, "module._extra_state": {"a": 1}, "meta": {"x": 1}, 7: "seven"}
-    loaded, _ = run(tmp_path, data, strip_module=True)
-    assert list(loaded) == ["w", "epoch", "_extra_state", "meta", 7]
-    loaded, _ = run(tmp_path, data, add_prefix="a.")
-    assert list(loaded) == ["a.module.w", "epoch", "a.module._extra_state", "meta", 7]
-
-
-def test_prefixes(tmp_path: Path) -> None:
-    """Any literal prefix can be removed and put in front."""
-    data = OrderedDict((f"encoder.{name}", value) for name, value in network().state_dict().items())
-    loaded, _ = run(tmp_path, data, strip_prefix="encoder.", add_prefix="backbone.")
-    assert list(loaded) == [f"backbone.{name}" for name in network().state_dict()]
-
-
-def test_renames_in_order(tmp_path: Path) -> None:
-    """Regular expressions with groups, one after another."""
-    loaded, report = run(tmp_path, network().state_dict(), rename=[r"^fc(\d)\.=head.\1.", r"head\.1=first", "features=f"])
-    assert list(loaded)[-4:] == ["first.weight", "first.bias", "head.2.weight", "head.2.bias"]
-    assert list(loaded._metadata) == ["", "f", "f.0", "f.1", "f.2", "first", "head.2"]
-    assert report.state_dicts[0].renamed == 11
 
 
 def test_names_in_every_state_dict_and_optimizer(tmp_path: Path) -> None:
@@ -191,123 +133,12 @@ def test_a_wrapper_around_a_part_is_said_with_the_option_that_works(tmp_path: Pa
     assert list(loaded) == ["features.0.weight", "features.0.bias"]
 
 
-def test_a_model_saved_whole_in_its_wrapper_names_the_command_that_works(tmp_path: Path) -> None:
-    """As `inspect` does."""
-    path = tmp_path / "whole.pth"
-    torch.save(torch.nn.DataParallel(torch.nn.Linear(2, 2)), path)
-    with pytest.raises(ObjectsError, match="--strip-module --objects plain"):
-        ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True)
-    ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True, objects="plain")
-    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("option", [{"strip_module": True}, {"unwrap": True}, {"strip_prefix": "x."}])
-def test_a_prefix_that_is_not_there_is_noted(tmp_path: Path, option: dict[str, Any]) -> None:
-    """Stripping nothing is a finding; the file is written all the same."""
-    loaded, report = run(tmp_path, network().state_dict(), **option)
-    assert_is(loaded, network())
-    assert codes(report) == ["no-prefix"]
-
-
-@pytest.mark.parametrize(
-    ("prefixes", "option"),
-    [(["module."], "`strip_module`"), (["_orig_mod."], "`unwrap`"), (["module._orig_mod."], "`unwrap`"), (["", ""], None)],
-)
-def test_a_copy_tells_that_names_are_still_wrapped(tmp_path: Path, prefixes: list[str], option: str | None) -> None:
-    """Without an option of names the wrapper stays, and one note says which option removes it, not one a state dict."""
-    states = {f"net{i}": {f"{prefix}fc.{name}": torch.ones(1) for name in "ab"} for i, prefix in enumerate(prefixes * 2)}
-    _, report = run(tmp_path, states)
-    notes = [note.text for note in report.notes if note.code == "still-wrapped"]
-    assert notes == ([] if option is None else [note for note in notes[:1] if f"{option} removes it" in note])
-    assert bool(notes) == (option is not None)
-    assert "still-wrapped" not in codes(run(tmp_path, states, add_module=True)[1])
-
-
-def test_a_prefix_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path) -> None:
-    """Lightning's `model.` is another word in another project: what all names begin with stands in the note."""
-    named = {f"net.{name}": value for name, value in network().state_dict().items()}
-    _, report = run(tmp_path, named, strip_prefix="model.")
-    assert "no name has the prefix; all begin with 'net.'" in report.notes[0].text
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"rename": ["nowhere=x"]}, "changes no name"),
-        ({"keep": ["nowhere*"]}, "`keep='nowhere"),
-        ({"drop": ["nowhere*"]}, "`drop='nowhere"),
-        ({"select": "modle"}, "`select='modle'`"),
-        ({"drop": ["*"]}, "No tensor would be left"),
-        ({"dtype": "bf16", "dtype_only": ["nowhere*"]}, "`dtype_only="),
-        ({"select": "epoch"}, "No tensor would be left"),
-        ({"select": "config"}, "No tensor would be left"),
-    ],
-)
-def test_what_matches_nothing_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
-    """An option without effect and an empty result are errors with exit code 3."""
-    error = expect_refused(tmp_path, training_state(), NothingMatchedError, match, **options)
-    assert error.exit_code == 3
-
-
-def test_a_near_miss_is_suggested(tmp_path: Path) -> None:
-    """A misspelt --select gets the name that was meant."""
-    assert "'model'" in expect_refused(tmp_path, training_state(), NothingMatchedError, select="modle").why
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strip_module": True, "add_module": True},
-        {"strip_prefix": ""},
-        {"add_prefix": ""},
-        {"rename": ["no separator"]},
-        {"rename": ["=x"]},
-        {"rename": ["(=x"]},
-        {"rename": [r"a=\1"]},
-        {"map_location": "gpu"},
-        {"map_location": "meta"},
-        {"map_location": "cuda:0=cpu,cpu"},
-        {"map_location": "cuda:0=cpu,cuda=cpu"},
-        {"map_location": ""},
-        {"dtype": "int8"},
-        {"dtype_only": ["*"]},
-        {"objects": "pickle"},
-        {"format": "onnx"},
-    ],
-)
-def test_options_that_cannot_be_read(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A malformed or contradictory option is a usage error with exit code 2."""
-    assert expect_refused(tmp_path, training_state(), UsageError, **options).exit_code == 2
-
-
-def test_nobody_is_left_without_a_name(tmp_path: Path) -> None:
-    """A rename that takes the whole name away is refused."""
-    expect_refused(tmp_path, {"weight": torch.ones(1)}, ConvertError, "without a name", rename=["weight="])
-
-
 def test_no_state_dict_to_rename_in(tmp_path: Path) -> None:
     """A lone tensor has no names."""
     expect_refused(tmp_path, torch.ones(2), NothingMatchedError, "no state dict", strip_module=True)
 
 
 # --- selection
-
-
-@pytest.mark.parametrize(
-    ("where", "pick"),
-    [
-        ("model", lambda state: state["model"]),
-        ("nets.1", lambda state: state["nets"][1]),
-        ("nets.0.ema", lambda state: state["nets"][0]["ema"]),
-        ("optimizer.state.0.exp_avg", lambda state: state["optimizer"]["state"][0]["exp_avg"]),
-    ],
-)
-def test_select(tmp_path: Path, where: str, pick: Any) -> None:
-    """A subtree by its dotted path becomes the whole output: a state dict, an element of a list, one tensor."""
-    state = training_state()
-    state["nets"] = [{"ema": network().state_dict()}, network().state_dict()]
-    loaded, _ = run(tmp_path, state, select=where)
-    assert_same(pick(torch.load(tmp_path / "in.pth", weights_only=True)), loaded)
 
 
 def test_keep_and_drop(tmp_path: Path) -> None:
@@ -360,29 +191,12 @@ def test_globs_that_would_take_from_a_shared_dict(tmp_path: Path) -> None:
     assert "`drop='model_best'`" in error.fix
 
 
-def test_dtype_only_by_name_in_a_shared_dict(tmp_path: Path) -> None:
-    """A name counts at every path of the dict."""
-    weights = {"a.w": torch.ones(1), "b.w": torch.ones(2)}
-    loaded, _ = run(tmp_path, {"model": weights, "best": weights}, dtype="bf16", dtype_only="a.*")
-    assert [tensor.dtype for tensor in loaded["best"].values()] == [torch.bfloat16, torch.float32]
-
-
 # --- devices
 
 
 def tags_of(path: Path) -> list[str]:
     """The device tags that torch meets in a file, in the order of the storages."""
     return list(load_with_tags(path)[1].values())
-
-
-@pytest.mark.parametrize("target", ["cpu", "cuda", "cuda:1", "mps", "xpu:1"])
-def test_map_location_for_all(target: str, tmp_path: Path) -> None:
-    """One device for every storage; cpu makes the file load on a machine without CUDA."""
-    report = ckpt_tools.convert(FIXTURES / "mixed_devices.pth", tmp_path / "out.pth", map_location=target)
-    assert set(tags_of(tmp_path / "out.pth")) == {target}
-    assert sum(report.devices.values()) == sum(tag != target for tag in tags_of(FIXTURES / "mixed_devices.pth"))
-    if target == "cpu":
-        torch.load(tmp_path / "out.pth", weights_only=True)
 
 
 def test_map_location_places_as_torch_load_does(tmp_path: Path) -> None:
@@ -415,43 +229,7 @@ def test_map_location_reaches_every_storage(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), data)
 
 
-def test_map_location_means_nothing_for_safetensors(tmp_path: Path) -> None:
-    """safetensors has no tags: said, not refused."""
-    report = ckpt_tools.convert(FIXTURES / "cuda.pth", tmp_path / "out.safetensors", map_location="cpu")
-    assert "no-device-tags" in codes(report)
-    report = ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / "out.pth", map_location="cuda")
-    assert "no-device-tags" in codes(report)
-    assert set(tags_of(tmp_path / "out.pth")) == {"cpu"}
-
-
-def test_map_location_without_effect_is_noted(tmp_path: Path) -> None:
-    """No storage with that tag: the file is written, and the report says so."""
-    _, report = run(tmp_path, network().state_dict(), map_location="cuda:0=cpu")
-    assert codes(report) == ["devices-unchanged"]
-
-
 # --- dtypes
-
-
-@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half), ("fp64", torch.double)])
-def test_dtype(tmp_path: Path, word: str, dtype: torch.dtype) -> None:
-    """Float tensors are cast as torch casts them; integers, bools and complex numbers stay."""
-    data = {"a.w": torch.randn(50), "b.w": torch.arange(3), "c.w": torch.tensor([True]), "d.w": torch.ones(2).half()}
-    data["e.w"] = torch.ones(2, dtype=torch.complex64)
-    loaded, report = run(tmp_path, data, dtype=word)
-    assert_same({name: value.to(dtype) if value.is_floating_point() else value for name, value in data.items()}, loaded)
-    assert sum(report.casts.values()) == (1 if dtype is torch.half else 2)
-
-
-@pytest.mark.parametrize("word", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bfloat16])
-def test_dtype_of_small_floats(tmp_path: Path, source: torch.dtype, word: str) -> None:
-    """fp8 has no storage class of its own: what it becomes has one, and loads with torch's values."""
-    target = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
-    values = torch.tensor([0.5, 2.0, 1024.0]).to(source)
-    loaded, _ = run(tmp_path, {"a.w": values, "b.w": values[1:]}, dtype=word)
-    cast = values.to(target)
-    assert_same({"a.w": cast, "b.w": cast[1:]}, loaded)
 
 
 @pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
@@ -464,45 +242,7 @@ def test_overflow_is_counted(tmp_path: Path, source: torch.dtype) -> None:
     loaded, report = run(tmp_path, data, dtype="fp16")
     assert report.overflowed == {"model.a.w": 2, "ema.a.w": 1}
     assert loaded["model"]["a.w"].isinf().tolist() == [True, True, False]
-
-
-def test_dtype_only(tmp_path: Path) -> None:
-    """Only tensors whose name or path matches are cast."""
-    loaded, report = run(tmp_path, training_state(), dtype="bf16", dtype_only=["module.fc*", "optimizer.*.exp_avg"])
-    cast = {name for name, value in loaded["model"].items() if value.dtype is torch.bfloat16}
-    assert cast == {f"module.fc{number}.{leaf}" for number in (1, 2) for leaf in ("weight", "bias")}
-    state = loaded["optimizer"]["state"][0]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.bfloat16, torch.float32)
-    assert report.casts == {"float32 -> bfloat16": 12}
-
-
-@pytest.mark.parametrize("word", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
-def test_dtype_by_torchs_name(tmp_path: Path, word: str) -> None:
-    """torch's own names do as well as the short ones."""
-    loaded, _ = run(tmp_path, {"a.w": torch.ones(3).double() if word == "float32" else torch.ones(3)}, dtype=word)
-    assert loaded["a.w"].dtype is getattr(torch, word)
-
-
-@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize(("word", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
-def test_dtype_fp8(tmp_path: Path, source: torch.dtype, word: str, dtype: torch.dtype) -> None:
-    """What is beyond the largest number becomes it, and is counted; all else is rounded as torch rounds it; views stay."""
-    inside = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(20).to(source)
-    beyond = torch.tensor([449.0, -1e4, 57344.0, 57345.0, 1e5, float("inf"), -float("inf"), float("nan"), 1e-9, 0.0])
-    beyond = beyond.to(source)
-    loaded, report = run(tmp_path, {"a.w": inside, "b.w": inside[::2], "c.w": beyond}, dtype=word)
-    assert torch.equal(loaded["a.w"].view(torch.uint8), inside.to(dtype).view(torch.uint8))
-    assert torch.equal(loaded["b.w"].view(torch.uint8), inside[::2].to(dtype).view(torch.uint8))
-    largest, wide = torch.finfo(dtype).max, beyond.float()
-    found = loaded["c.w"].float()
-    finite = ~(wide.isinf() | wide.isnan())
-    assert torch.equal(found[finite], wide[finite].clamp(-largest, largest).to(dtype).float())
-    assert found[7].isnan()
-    assert found[5] == (largest if dtype is torch.float8_e4m3fn else float("inf"))
-    if source is not dtype:
-        counted = (wide.abs() > largest) & (finite if dtype is torch.float8_e5m2 else ~wide.isnan())
-        assert report.saturated == ({"c.w": int(counted.sum())} if counted.any() else {})
-        assert not report.overflowed
+    assert run(tmp_path, {"c.w": torch.tensor([449.0, 1.0, -1e5])}, dtype="fp8_e4m3")[1].saturated == {"c.w": 2}
 
 
 def test_dtype_by_glob(tmp_path: Path) -> None:
@@ -549,34 +289,6 @@ def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     assert codes(report) == ["still-wrapped", "steps-kept"]
     loaded, report = run(tmp_path, training_state(), dtype="bf16", dtype_only=["*.step"])
     assert {row["step"].dtype for row in loaded["optimizer"]["state"].values()} == {torch.bfloat16}
-
-
-def test_dtype_keeps_ties_and_views(tmp_path: Path) -> None:
-    """Tied weights stay tied, strided and offset views stay views, Parameters stay Parameters."""
-    base = torch.arange(24.0).reshape(4, 6)
-    tied = nn.Parameter(torch.ones(3))
-    loaded, _ = run(tmp_path, {"a.w": base[1:, ::2], "b.w": base.t(), "c.w": tied, "d.w": tied}, dtype="fp16")
-    half = base.half()
-    parameter = nn.Parameter(torch.ones(3).half())
-    assert_same({"a.w": half[1:, ::2], "b.w": half.t(), "c.w": parameter, "d.w": parameter}, loaded)
-
-
-def test_dtype_of_a_part_of_a_storage_is_refused(tmp_path: Path) -> None:
-    """Tied tensors cannot be cast one without the other."""
-    weight = torch.ones(3)
-    expect_refused(
-        tmp_path, {"a.w": weight, "b.w": weight[1:]}, ConvertError, "share one storage", dtype="bf16", dtype_only=["a.*"]
-    )
-
-
-def test_dtype_through_safetensors(tmp_path: Path) -> None:
-    """Casts and the change of container go together."""
-    source, target = tmp_path / "in.pth", tmp_path / "out.safetensors"
-    torch.save(network().state_dict(), source)
-    ckpt_tools.convert(source, target, dtype="bf16")
-    for name, value in load_file(target).items():
-        expected = network().state_dict()[name]
-        assert torch.equal(value, expected.bfloat16() if expected.is_floating_point() else expected)
 
 
 # --- containers
@@ -655,18 +367,6 @@ def test_safetensors_tells_what_has_no_text(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "back.pth")._metadata == {"a": {"version": 1}}
 
 
-def test_safetensors_ties(tmp_path: Path) -> None:
-    """A tied weight is written once; the way back ties it again, at its place."""
-    first, second = tmp_path / "a.safetensors", tmp_path / "b.pth"
-    report = ckpt_tools.convert(FIXTURES / "tied.pth", first)
-    assert report.aliases == {"decoder.weight": "embedding.weight"}
-    assert "decoder.weight" not in load_file(first)
-    ckpt_tools.convert(first, second)
-    loaded = torch.load(second, weights_only=True)
-    assert list(loaded) == list(torch.load(FIXTURES / "tied.pth", weights_only=True))
-    assert loaded["decoder.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
-
-
 def test_ties_survive_renaming_in_safetensors(tmp_path: Path) -> None:
     """Aliases follow the names, dropped originals leave their bytes to the alias."""
     middle = tmp_path / "m.safetensors"
@@ -688,43 +388,12 @@ def test_safetensors_metadata_of_the_input(tmp_path: Path) -> None:
     assert [key for key, _ in report.dropped] == ["author"]
 
 
-@pytest.mark.parametrize("name", ["sparse", "complex128", "quantized"])
-def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
-    """Sparse, quantised and complex128 tensors are refused by name, with the `drop` that helps."""
-    tensors = {"sparse": torch.eye(2).to_sparse(), "complex128": torch.ones(2, dtype=torch.complex128)}
-    if name == "quantized":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.quantize", UserWarning)  # torch says once a process that it will go
-            tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
-    error = expect_refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
-    assert f"`drop='{name}.w'`" in error.fix
-
-
 @pytest.mark.parametrize("data", [{}, {"epoch": 3}, [], None], ids=repr)
 def test_files_without_tensors(tmp_path: Path, data: Any) -> None:
     """A checkpoint without tensors is one all the same."""
     loaded, report = run(tmp_path, data)
     assert_same(loaded, data)
     assert report.tensors == 0
-
-
-def test_empty_state_dict_to_safetensors_and_back(tmp_path: Path) -> None:
-    """No tensor at all goes both ways."""
-    torch.save({}, tmp_path / "in.pth")
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "m.safetensors")
-    ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "out.pth")
-    assert torch.load(tmp_path / "out.pth", weights_only=True) == {}
-
-
-def test_deflated_zip(tmp_path: Path) -> None:
-    """Deflated records, which torch reads, are written as torch writes: stored."""
-    rewrite(FIXTURES / "training.pth", tmp_path / "in.pth", method=zipfile.ZIP_DEFLATED)
-    expected = torch.load(tmp_path / "in.pth", weights_only=True)
-    for options in ({}, {"verify": True}, {"dtype": "fp64"}):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options)
-        if not options.get("dtype"):
-            assert_same(expected, torch.load(tmp_path / "out.pth", weights_only=True, mmap=True))
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
@@ -742,22 +411,6 @@ def test_big_endian(tmp_path: Path, target: str) -> None:
     loaded = load_file(tmp_path / target) if target.endswith("s") else torch.load(tmp_path / target, weights_only=True)
     assert_same({name: loaded[name] for name in data}, data)
     assert "big-endian" in [finding.code for finding in ckpt_tools.inspect(tmp_path / "in.pth").findings]
-
-
-def test_big_endian_with_a_cast(tmp_path: Path) -> None:
-    """The swap comes before the cast."""
-    torch.save({"a.w": torch.arange(5.0)}, tmp_path / "little.pth")
-    big_endian(tmp_path / "little.pth", tmp_path / "in.pth", {"0": 4})
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="bf16")
-    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(5.0).bfloat16())
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-def test_output_is_mapped_and_aligned(tmp_path: Path, mmap: bool) -> None:
-    """torch.load reads the result with and without mmap."""
-    ckpt_tools.convert(FIXTURES / "training.pth", tmp_path / "out.pth", strip_module=True)
-    loaded = torch.load(tmp_path / "out.pth", mmap=mmap, weights_only=True)
-    assert torch.equal(loaded["model"]["fc1.weight"], torch.load(FIXTURES / "training.pth")["model"]["module.fc1.weight"])
 
 
 # --- checks, dry runs, existing outputs
@@ -778,12 +431,6 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, target: str, options: dict[s
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, **options)
 
 
-def test_verify_without_checksums_is_noted(tmp_path: Path) -> None:
-    """safetensors carries none."""
-    report = ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / "out.pth", verify=True)
-    assert codes(report) == ["no-checksums"]
-
-
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     """The report of a dry run is that of the real one, but for the time; an existing output is no obstacle."""
     target = tmp_path / "out.pth"
@@ -796,17 +443,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert real.bytes == before.st_size
     reports = [report.to_json() | {"seconds": 0, "dry_run": None} for report in (dry, real)]
     assert reports[0] == reports[1]
-
-
-def test_an_existing_output_needs_overwrite(tmp_path: Path) -> None:
-    """Without --overwrite the old file stays; with it, it is replaced whole."""
-    target = tmp_path / "out.pth"
-    target.write_text("old")
-    with pytest.raises(OutputExistsError, match="already exists"):
-        ckpt_tools.convert(FIXTURES / "single.pth", target)
-    assert target.read_text() == "old"
-    ckpt_tools.convert(FIXTURES / "single.pth", target, overwrite=True)
-    assert_is(torch.load(target, weights_only=True), network())
 
 
 @pytest.mark.parametrize("link", [None, os.symlink, os.link])
@@ -829,35 +465,12 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
             ckpt_tools.convert(FIXTURES / "single.pth", target)
 
 
-def test_report_is_json(tmp_path: Path) -> None:
-    """The report goes to JSON and back, and says what was done."""
-    _, report = run(tmp_path, training_state(), strip_module=True, dtype="bf16", drop=["scheduler"])
-    data = json.loads(json.dumps(report.to_json()))
-    assert data["state_dicts"][0]["examples"][0] == ["module.features.0.weight", "features.0.weight"]
-    assert data["casts"] == {"float32 -> bfloat16": 26}
-    assert data["dropped"] == [["scheduler", "`keep` / `drop`"]]
-    assert data["tensors"] == 35
-    assert data["seconds"] > 0
-    section = (FIXTURES.parent / "docs" / "json.md").read_text().partition("# `ckpt convert --json`")[2].partition("\n# ")[0]
-    assert [field for field in data if f"`{field}`" not in section.replace("[]`", "`")] == []
-
-
 def test_oddities_of_the_input_are_sentences(tmp_path: Path) -> None:
     """What is odd about the input stands behind a colon: some oddities have a verb of their own, others have none."""
     header = b'{"__metadata__":null,"a.w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (tmp_path / "in.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "o.pth")
     assert [note.text for note in report.notes] == ["The input: __metadata__ is null."]
-
-
-def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    """The callback counts up to the size of the output."""
-    seen: list[tuple[int, int]] = []
-    report = ckpt_tools.convert(
-        FIXTURES / "single.pth", tmp_path / "o.pth", strip_module=True, progress=lambda *counts: seen.append(counts)
-    )
-    assert seen[-1] == (report.bytes, report.bytes)
-    assert seen == sorted(seen)
 
 
 def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
@@ -868,12 +481,6 @@ def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
     torch.save(module, tmp_path / "module.pth")
     report = ckpt_tools.convert(tmp_path / "module.pth", tmp_path / "plain.pth", objects="plain", drop="loss_weight")
     assert [path for path, _ in report.dropped] == ["_buffers.cache", "loss_weight"]
-
-
-def test_underflow_is_counted(tmp_path: Path) -> None:
-    """Values that become zero in fp16 are in the report."""
-    torch.save({"a.w": torch.tensor([1e-8, 1e-8, 1.0, 0.0])}, tmp_path / "in.pth")
-    assert ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="fp16").underflowed == {"a.w": 2}
 
 
 def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, NothingMatchedError, OutputExistsError, UsageError
-from tests.support.samples import FIXTURES
 
-LORA = FIXTURES / "lora"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -94,38 +92,6 @@ def test_the_error_is_the_best_of_the_rank(tmp_path: Path) -> None:
         assert row.size == pytest.approx(float(values.norm()), rel=1e-6)
         left, size = left + float(values[3:].square().sum()), size + float(values.square().sum())
     assert report.error == pytest.approx((left / size) ** 0.5, rel=1e-5)
-
-
-def test_a_large_difference_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The road for large weights, which holds some rows only, finds the same factors as a whole decomposition."""
-    from ckpt_tools.values import factors, low_rank
-
-    torch.manual_seed(6)
-    base = {"a.weight": torch.randn(90, 70)}
-    spectrum = torch.diag(0.5 ** torch.arange(70.0))
-    change = torch.linalg.qr(torch.randn(90, 70))[0] @ spectrum @ torch.linalg.qr(torch.randn(70, 70))[0]
-    paths = saved(tmp_path, base, {"a.weight": base["a.weight"] + change})
-    whole = ckpt_tools.extract_lora(paths, tmp_path / "whole", rank=4)
-    monkeypatch.setattr(factors, "_WHOLE", 0)
-    monkeypatch.setattr(low_rank, "BLOCK", 700)
-    streamed = ckpt_tools.extract_lora(paths, tmp_path / "streamed", rank=4)
-    assert streamed.modules[0].error == pytest.approx(whole.modules[0].error, rel=1e-4)
-    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "streamed"))
-    product = [
-        tensors["base_model.model.a.lora_B.weight"] @ tensors["base_model.model.a.lora_A.weight"] for tensors in (one, other)
-    ]
-    torch.testing.assert_close(product[0], product[1], rtol=0, atol=1e-5)
-
-
-def test_the_same_bytes_every_time(tmp_path: Path) -> None:
-    """One input, one adapter, bit for bit."""
-    base = weights()
-    paths = saved(tmp_path, base, {name: value + 1 / (1 + value.abs()) for name, value in base.items()})
-    made = []
-    for name in ("one", "two"):
-        ckpt_tools.extract_lora(paths, tmp_path / name, rank=2)
-        made.append((tmp_path / name / "adapter_model.safetensors").read_bytes())
-    assert made[0] == made[1]
 
 
 def test_biases(tmp_path: Path) -> None:

@@ -24,29 +24,6 @@ def described(path: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "plain",
-            {"kind": "LoRA", "modules": 4, "targets": {"q": 2, "v": 2}, "ranks": {"2": 4}, "alpha": 4.0, "rslora": False},
-        ),
-        ("rslora", {"ranks": {"3": 4}, "alpha": 5.0, "rslora": True}),
-        ("dora", {"kind": "DoRA", "modules": 6, "targets": {"q": 2, "v": 2, "emb": 1, "conv": 1}}),
-        ("patterns", {"ranks": {"1": 1, "2": 1, "3": 2}}),
-        ("saved", {"saved": ["head.bias", "head.weight"]}),
-        ("embedding", {"elements": 42, "delta_bytes": 168}),
-        ("conv", {"elements": 3 * 2 * 9 + 3 * 2}),
-        ("bf16-factors", {"delta_bytes": 2 * (36 * 2 + 30 * 2 + 42)}),
-    ],
-)
-def test_what_an_adapter_is(kind: str, expected: dict[str, object], tmp_path: Path) -> None:
-    """Kind, rank, alpha, modules and the size of the change, of the file of an adapter."""
-    found = described(LORA / kind / "adapter_model.safetensors")
-    assert {key: found[key] for key in expected} == expected
-    assert found["problem"] is None
-
-
 def test_the_page_and_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A folder is inspected as its adapter; the page says what it is, and the command that it shows merges it."""
     shutil.copytree(LORA / "plain", tmp_path / "adapter", ignore=shutil.ignore_patterns("merged*"))

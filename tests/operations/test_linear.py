@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.edit.slimming import averaged
 from ckpt_tools.errors import CkptError, MatchError
-from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.parts.grouping import model_group
-from ckpt_tools.formats.sharded import storage_groups
-from ckpt_tools.io.content import Literal
-from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import Entry, Storage
-from ckpt_tools.tree.prefixes import between
-from ckpt_tools.values.boxes import Chunk, assemble
 from tests.support.counting import instructions
 
 FEW, MANY = 40, 160
@@ -63,37 +53,9 @@ def _prefixed(count: int, folder: Path) -> Work:
     return lambda: expect_refused(lambda: ckpt_tools.convert(source, folder / "out.pth", like=like), MatchError)
 
 
-def _one_leaf(count: int, folder: Path) -> Work:
-    names = [f"layers.{number}.weight" for number in range(count)]
-    return lambda: between(names, ["weight", *(f"p{number}" for number in range(count))])
-
-
-def _averages(count: int, folder: Path) -> Work:
-    path = saved(folder / "in.pth", {"nets": [{"ema": {"w": torch.ones(1)}} for _ in range(count)]})
-    with ckpt_tools.open_checkpoint(path) as checkpoint:
-        return lambda: expect_refused(lambda: averaged(checkpoint.root), CkptError)
-
-
 def _shards(count: int, folder: Path) -> Work:
     path = saved(folder / "in.pth", tensors(count))
     return lambda: ckpt_tools.convert(path, folder / "out", shard_size=8, format="pth", overwrite=True)
-
-
-def _rank_files(count: int, folder: Path) -> Work:
-    names = [f"{kind}{number}.pt" for number in range(count) for kind in ("notes", "a_rank0_of_job")]
-    return lambda: model_group(names)
-
-
-def _chained_storages(count: int, folder: Path) -> Work:
-    storages = [Storage(str(number), DTYPES["float32"], 4, "cpu", Literal(bytes(4))) for number in range(count + 1)]
-    entries = [Entry(storage, DTYPES["float32"], (1,), (1,), 0) for storage in storages]
-    items = [(f"n{number}", (entries[number], entries[number + 1])) for number in range(count)]
-    return lambda: storage_groups(items)
-
-
-def _columns(count: int, folder: Path) -> Work:
-    chunks = [Chunk((0, number), (2, 1), Literal(bytes(8))) for number in range(count)]
-    return lambda: assemble("w", (2, count), 4, chunks)
 
 
 def _dcp(count: int, folder: Path) -> Work:
@@ -136,10 +98,7 @@ def expect_refused(call: Work, kind: type[CkptError]) -> None:
         call()
 
 
-WORK = [
-    _parameters, _like, _prefixed, _one_leaf, _averages, _shards, _rank_files, _chained_storages, _columns,
-    _dcp, _dcp_safetensors, _inspect, _check, _optimizer, _diff,
-]  # fmt: skip
+WORK = [_parameters, _like, _prefixed, _shards, _dcp, _dcp_safetensors, _inspect, _check, _optimizer, _diff]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -155,23 +114,3 @@ def test_instructions_grow_with_the_names(work: Callable[[int, Path], Work], tmp
             call()  # caches and imports
         counts.append(instructions(call))
     assert counts[1] <= MOST * counts[0]
-
-
-def test_the_ties_of_a_shard_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tied names that the index does not list are looked up in what was read of their shard once."""
-    one = torch.ones(2)
-    source = saved(tmp_path / "in.pth", {f"w{number}": one for number in range(20)})
-    ckpt_tools.convert(source, tmp_path / "shards", format="safetensors", shard_size="1MB")
-    index = tmp_path / "shards" / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"] = dict(list(content["weight_map"].items())[:1])
-    index.write_text(json.dumps(content))
-    read, asked = safetensors.aliases_in, list[int]()
-
-    def counted(metadata: dict[str, str]) -> Any:
-        asked.append(1)
-        return read(metadata)
-
-    monkeypatch.setattr(safetensors, "aliases_in", counted)
-    assert len(ckpt_tools.inspect(tmp_path / "shards").tensors) == 20
-    assert len(asked) < 6

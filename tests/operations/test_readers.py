@@ -98,8 +98,8 @@ def test_honest_frames_are_plain(protocol: int, tmp_path: Path) -> None:
 
 
 def test_four_readers_beside_scan() -> None:
-    """Of 3,000 pickles, most of them wrong: what one of four unpicklers resolves or calls is shown, or not called plain."""
-    command = [sys.executable, "-m", "tests.fuzz.readers", "--cases", "3000", "--seed", "7"]
+    """Of 800 pickles, most of them wrong: what one of four unpicklers resolves or calls is shown, or not called plain."""
+    command = [sys.executable, "-m", "tests.fuzz.readers", "--cases", "800", "--seed", "7"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-1000:]
-    assert "'readings': 12000" in said.stdout
+    assert "'readings': 3200" in said.stdout

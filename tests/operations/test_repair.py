@@ -1,60 +1,40 @@
 """`ckpt repair`: what is whole comes back bit for bit, what is not is listed, and the input is never touched."""
 
-import json
-import os
 import pickle
 import shlex
-import shutil
 import struct
 import zipfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt_tools import (
+    Repaired,
     check,
     convert,
-    limits,
-    open_checkpoint,
     repair,
 )
 from ckpt_tools.errors import (
-    ChecksumError,
     CkptError,
-    LimitError,
     OutputExistsError,
     RepairError,
     UnsupportedContainerError,
     UsageError,
 )
-from ckpt_tools.io.output import Source
-from ckpt_tools.operations.repair import garbage, run
-from ckpt_tools.operations.repair.report import Repaired
-from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
-from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
-from tests.support.commands import main
-from tests.support.samples import PTH, SAFETENSORS
-from tests.support.trees import value_at
-from tests.support.zips import flip_byte, rewrite
+from tests.support.commands import ckpt
+from tests.support.samples import PTH
+from tests.support.zips import flip_byte
 
 Tensors = dict[str, torch.Tensor]
-
-
-def ckpt(*arguments: object) -> Result:
-    """Run the command line in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def model(path: Path, *, tensors: int = 20, rows: int = 30) -> Tensors:
@@ -89,27 +69,7 @@ def whole(tmp_path: Path) -> tuple[bytes, Tensors]:
 # --- cut, and without a directory
 
 
-def test_half_of_64_megabytes(tmp_path: Path) -> None:
-    """A file of 64 MB cut in the middle gives back at least 49 % of the tensor bytes."""
-    tensors = model(tmp_path / "model.pth", tensors=256, rows=3125)
-    data = (tmp_path / "model.pth").read_bytes()
-    assert len(data) > 64_000_000
-    report, found = repaired(data[: len(data) // 2], tmp_path)
-    assert report.saved_bytes >= 0.49 * report.tensor_bytes
-    assert len(found) == report.saved
-    assert equal(found, tensors)
-
-
-def test_without_a_directory_all_is_saved(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """A file that ends where its directory should begin loses nothing."""
-    data, tensors = whole
-    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
-    assert report.exit_code == 0
-    assert list(found) == list(tensors)
-    assert equal(found, tensors)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1))
 def test_cut_anywhere(whole: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
     """Wherever the cut is: what comes back is right, in order, and is every tensor whose bytes and checksum are there."""
@@ -225,7 +185,7 @@ def test_flipped_bits(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signature", [b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"])
-@pytest.mark.parametrize("number", range(0, 26, 5))
+@pytest.mark.parametrize("number", [0, 10, 25])
 def test_any_header_may_be_gone(whole: tuple[bytes, Tensors], tmp_path: Path, signature: bytes, number: int) -> None:
     """One local header, directory entry or descriptor overwritten: every tensor is saved by what the other places say."""
     data, tensors = whole
@@ -273,16 +233,6 @@ def test_a_zip_in_a_tensor(tmp_path: Path) -> None:
     assert found["archive.bytes"].equal(inner)
 
 
-def test_deflated_records(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """Records that another program has deflated."""
-    _, tensors = whole
-    rewrite(tmp_path / "model.pth", tmp_path / "packed.pth", method=zipfile.ZIP_DEFLATED)
-    data = (tmp_path / "packed.pth").read_bytes()
-    _, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
-    assert equal(found, tensors)
-    assert len(found) == 20
-
-
 def test_two_writers(tmp_path: Path) -> None:
     """A record of another rank is whole by the checksum behind it: it is taken, and said."""
     ones, twos = torch.full((300,), 1.0), torch.full((300,), 2.0)
@@ -296,19 +246,6 @@ def test_two_writers(tmp_path: Path) -> None:
     assert found["b.weight"].equal(ones)
     assert "mixed-writers" in dict(report.notes)
     assert report.exit_code == 1  # the tensors may be of two moments
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-def test_containers_without_checksums_are_said(tmp_path: Path, legacy: bool) -> None:
-    """Nothing in a legacy stream or in safetensors tells that a tensor's bytes were changed: every report says so."""
-    path = tmp_path / "model.bin"
-    if legacy:
-        torch.save({"a": torch.ones(9)}, path, _use_new_zipfile_serialization=False)
-    else:
-        save_file({"a": torch.ones(9)}, path)
-    data = path.read_bytes()
-    report, _ = repaired(data[:-1] + bytes([data[-1] ^ 1]), tmp_path)
-    assert dict(report.notes)["no-checksums"].startswith("The file carries no checksums")
 
 
 def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
@@ -331,17 +268,6 @@ def test_a_cut_pickle(whole: tuple[bytes, Tensors], tmp_path: Path, keep_damaged
         repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=keep_damaged)
     assert "get the file again" in caught.value.fix
     assert not (tmp_path / "out.pth").exists()
-
-
-def test_big_endian(tmp_path: Path) -> None:
-    """A cut big-endian file is swapped as convert swaps it."""
-    from tests.support.zips import big_endian
-
-    tensors = model(tmp_path / "model.pth")
-    big_endian(tmp_path / "model.pth", tmp_path / "big.pth", {str(i): 4 for i in range(20)})
-    data = (tmp_path / "big.pth").read_bytes()
-    _, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
-    assert equal(found, tensors)
 
 
 @pytest.mark.parametrize("name", [b"byteordeq", b"byt\0order"])
@@ -451,26 +377,7 @@ def test_safetensors_headers_are_written_anew(tmp_path: Path) -> None:
     assert found["a"].item() == 2.5
 
 
-@pytest.mark.parametrize("path", SAFETENSORS, ids=lambda path: path.name)
-def test_whole_safetensors_stay_what_they_are(path: Path, tmp_path: Path) -> None:
-    """Nothing is lost by repairing what is whole."""
-    assert repair(path, tmp_path / "out.safetensors").exit_code == 0
-    compared = check(tmp_path / "out.safetensors", against=path).against
-    assert compared is not None
-    assert not compared.different
-    assert not compared.missing
-
-
 # --- what hurts
-
-
-def saved_with(path: Path, network: nn.Module, rename: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
-    """The state dict of a network with some names changed, and its `_metadata` as it was."""
-    state = network.state_dict()
-    for old, new in (rename or {}).items():
-        state[new] = state.pop(old)
-    torch.save(state, path)
-    return state
 
 
 def test_missing_counters(tmp_path: Path) -> None:
@@ -554,9 +461,6 @@ def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
     state._metadata["fc"] = {"version": 1}
     torch.save(state, tmp_path / "model.pth")
     assert [row.code for row in repair(tmp_path / "model.pth", tmp_path / "out.pth").mended] == ["stale-metadata"]
-    with open_checkpoint(tmp_path / "out.pth") as checkpoint:
-        rows = as_dict(value_at(as_dict(checkpoint.root).attributes, "_metadata")).items
-    assert [path for path, _ in rows].count("fc") == 1
     assert torch.load(tmp_path / "out.pth")._metadata["fc"] == {"version": 1}
 
 
@@ -579,14 +483,6 @@ def test_ties_only_when_asked(tmp_path: Path) -> None:
 
 
 # --- records
-
-
-def test_the_record_of_the_directory_is_the_right_one() -> None:
-    """Of two whole records of one name that one counts which the directory has, wherever it lies."""
-    listed = Found("a/data.pkl", 0, 40, 5, 5, False, "directory")
-    for proof in ("descriptor", "header", "size", ""):
-        other = Found("a/data.pkl", 100, 140, 5, 5, False, proof)
-        assert by_name([listed, other]) == by_name([other, listed]) == {"a/data.pkl": listed}
 
 
 def test_a_whole_record_of_another_size(tmp_path: Path) -> None:
@@ -623,18 +519,6 @@ def test_holes_are_filled(tmp_path: Path, target: str) -> None:
     assert found["0.weight"].equal(network.state_dict()["0.weight"])
     assert found["2.weight"].unique().numel() > 1000
     assert report.exit_code == 1
-
-
-def test_one_scheme_fills_weights_only(tmp_path: Path) -> None:
-    """`--reinit normal:0.02` is for lost matrices; a lost bias is zero."""
-    network = nn.Sequential(nn.Linear(50, 60), nn.Linear(60, 50))
-    torch.save(network.state_dict(), tmp_path / "model.pth")
-    data = (tmp_path / "model.pth").read_bytes()
-    at = data.index(network.state_dict()["1.weight"].numpy().tobytes())
-    shutil.copy(tmp_path / "model.pth", tmp_path / "like.pth")
-    report, found = repaired(data[: at + 100], tmp_path, like=tmp_path / "like.pth", reinit="normal:0.02")
-    assert report.filled == {"1.weight": "normal:0.02", "1.bias": "zeros"}
-    assert not found["1.bias"].any()
 
 
 class Renaming(nn.Sequential):
@@ -674,23 +558,6 @@ def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
 # --- the command
 
 
-def test_exit_codes(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """0 all saved, 1 something missing, 3 nothing to save."""
-    data, _ = whole
-    cut, page = tmp_path / "cut.pth", tmp_path / "page.pth"
-    cut.write_bytes(data[: len(data) // 2])
-    page.write_text("<!DOCTYPE html><title>404</title>")
-    assert ckpt("repair", tmp_path / "model.pth", tmp_path / "a.pth").exit_code == 0
-    result = ckpt("repair", cut, tmp_path / "b.pth")
-    assert result.exit_code == 1
-    assert "missing" in result.output
-    assert torch.load(tmp_path / "b.pth")
-    result = ckpt("repair", page, tmp_path / "c.pth")
-    assert result.exit_code == 3
-    assert "web page" in result.output
-    assert not (tmp_path / "c.pth").exists()
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"PK\x03\x04", b"PK\x03\x04" * 200, b"\x80\x02}.", b"version https://git-lfs", bytes(5000)]
 )
@@ -713,45 +580,6 @@ def test_out_is_never_in(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     with pytest.raises(OutputExistsError):
         repair(tmp_path / "hard.pth", tmp_path / "model.pth")
     assert (tmp_path / "model.pth").read_bytes() == data
-
-
-def test_dry_run(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """The same report, and nothing is written, not beside OUT either."""
-    data, _ = whole
-    (tmp_path / "model.pth").write_bytes(data.replace(b"\n", b"\r\n"))
-    result = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", "--dry-run", "--json")
-    report = json.loads(result.output)
-    assert (report["dry_run"], report["saved"], report["tensors"]) == (True, 20, 20)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
-
-
-def test_the_json_is_documented(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """docs/json.md names every field of the report."""
-    result = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", "--json")
-    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text().partition("# `ckpt repair --json`")[2]
-    for name in json.loads(result.output):
-        assert f"`{name}`" in page or f"`{name}[]`" in page
-
-
-def test_json_follows_its_schema(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """Of a whole file, a cut one, one that is filled up, one with damaged bytes that are kept, one with wrapped names."""
-    schema = json.loads((Path(__file__).parents[2] / "docs" / "repair.schema.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    data, tensors = whole
-    (tmp_path / "cut.pth").write_bytes(data[: len(data) // 2])
-    (tmp_path / "more.pth").write_bytes(b"something else" + data)
-    flip_byte(Path(shutil.copy(tmp_path / "model.pth", tmp_path / "flipped.pth")), tensors["layer3.weight"].numpy().tobytes())
-    torch.save({"module.module.a.w": torch.ones(2)}, tmp_path / "wrapped.pth")
-    seen = set()
-    for name, *options in (
-        ("model.pth",), ("cut.pth",), ("cut.pth", "--like", tmp_path / "model.pth", "--reinit", "zeros"),
-        ("flipped.pth", "--keep-damaged"), ("wrapped.pth",), ("wrapped.pth", "--dry-run"), ("more.pth",),
-    ):  # fmt: skip
-        result = ckpt("repair", tmp_path / name, tmp_path / "out.pth", "--json", "--overwrite", *options)
-        (document,) = map(json.loads, result.output.splitlines())
-        jsonschema.validate(document, schema)
-        seen |= {field for field, value in document.items() if value}
-    assert seen == set(schema["required"])
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -788,7 +616,7 @@ def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedContainerError, match=f"does not mend {said}") as caught:
         repair(path, tmp_path / "out.pth")
     _, _, command = caught.value.fix.partition(": ckpt ")
-    assert ckpt(*shlex.split(command)).exit_code == 0
+    ckpt(*shlex.split(command))
     assert not (tmp_path / "out.pth").exists()
 
 
@@ -797,7 +625,7 @@ def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
     name = "a\x1b[31m.weight"
     torch.save({name: torch.ones(10), "b.weight": torch.full((10,), 7.0)}, tmp_path / "model.pth")
     flip_byte(tmp_path / "model.pth", torch.ones(10).numpy().tobytes())
-    output = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth").output
+    output = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", code=1).output
     assert "\x1b" not in output
     assert r"a\x1b[31m.weight" in output
 
@@ -805,45 +633,16 @@ def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
 # --- hostile
 
 
-def headers_that_overlap(path: Path, size: int) -> Source:
-    """A file of nothing but local headers, each claiming all that follows."""
+def test_headers_without_end(tmp_path: Path) -> None:
+    """Headers that each claim all that follows, and a million signatures: proving stops at a few times the file."""
     header = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 1, 0, 0, 5, 0) + b"a/b/c"
-    data = bytearray(header * (size // len(header)))
+    data = bytearray(header * (3_000_000 // len(header)))
     for at in range(0, len(data) - len(header) + 1, len(header)):
         struct.pack_into("<2I", data, at + 18, *(len(data) - at - len(header),) * 2)
-    path.write_bytes(data)
-    return Source(path)
-
-
-def test_headers_that_overlap_cannot_take_for_ever(tmp_path: Path) -> None:
-    """Thousands of headers, each claiming all that follows: proving stops at a few times the file."""
-    with closing(headers_that_overlap(tmp_path / "in.pth", 3_000_000)) as source, pytest.raises(LimitError, match="overlap"):
-        walk_zip(source)
-
-
-def test_the_limit_of_proving_can_be_raised(tmp_path: Path) -> None:
-    """The error names the limit; with another value the same file is walked to its end."""
-    with closing(headers_that_overlap(tmp_path / "in.pth", 60_000)) as source:
-        with limits.raised(work_bytes=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
-            walk_zip(source)
-        assert "`limits.raised(work_bytes=2000000)`" in caught.value.fix
-        assert len(walk_zip(source).records) == 60_000 // 35
-
-
-def test_signatures_have_a_limit(tmp_path: Path) -> None:
-    """A million of them is more than any checkpoint has."""
-    (tmp_path / "in.pth").write_bytes(b"PK\x07\x08" * 1_000_100)
-    source = Source(tmp_path / "in.pth")
-    with pytest.raises(LimitError):
-        walk_zip(source)
-    source.close()
-
-
-def test_checksum_errors_are_not_swallowed() -> None:
-    """The walk catches damage where it inflates; this pins that ChecksumError is such damage."""
-    from ckpt_tools.errors import DamagedFileError
-
-    assert issubclass(ChecksumError, DamagedFileError)
+    for content in (data, b"PK\x07\x08" * 1_000_100):
+        (tmp_path / "in.pth").write_bytes(content)
+        with pytest.raises(RepairError):
+            repair(tmp_path / "in.pth", tmp_path / "out.pth")
 
 
 # --- torch-legacy
@@ -883,109 +682,26 @@ def test_garbage_around_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Pa
     assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
 
 
-def test_text_mode_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """A text-mode transfer of the old format is undone too."""
-    data, tensors = whole_legacy
-    report, found = repaired(data.replace(b"\n", b"\r\n"), tmp_path)
-    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+DAMAGED = {
+    "name": (b"torch._utils\n", b"torch._utilr\n", "names 'torch._utilr._rebuild_tensor_v2', where 'torch._utils._rebuild"),
+    "module": (b"ctorch._utils\n", b"ch._utils\n", "'h._utils._rebuild_tensor_v2', where 'torch._utils._rebuild_tensor_v2'"),
+    "function": (b"\n_rebuild_tensor_v2\n", b"\n_reb_tensor_v2\n", "it names storages, and makes no tensor of them"),
+    "device": (b"X\3\0\0\0cpu", b"X\3\0\0\0cpt", "lies on 'cpt', which is not a device"),
+    "number": (b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:x", "lies on 'cuda:x', which is not a device"),
+    "gradient": (b"\x89ccollections\nOrderedDict", b"\x88ccollections\nOrderedDict", "needs a gradient, and holds int64"),
+}
 
 
-def test_a_legacy_file_cut_in_its_pickle(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """Without the names there is nothing to save."""
-    data, _ = whole_legacy
-    with pytest.raises(RepairError):
-        repaired(data[:300], tmp_path)
-
-
-@pytest.mark.parametrize("size", range(1, 8))
-def test_line_ends_at_the_ends_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Whether a transfer went over a file, and what it was before, is the same wherever the blocks end."""
-    monkeypatch.setattr(garbage, "CHUNK", size)
-    for data in (b"a\r\nb\r\n\r\nc", b"\r\n\r\n\r\n", b"a\r\nb\n", b"\n", b"a\r"):
-        (tmp_path / "file").write_bytes(data)
-        with closing(Source(tmp_path / "file")) as source:
-            assert garbage.is_text_mode(source) == (b"\r\n" in data and b"\n" not in data.replace(b"\r\n", b""))
-            assert b"".join(garbage.without_carriage_returns(source)) == data.replace(b"\r\n", b"\n")
-
-
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_what_was_written_is_read_back(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that gives back another byte than it took: said, and OUT is not there; an old OUT stays."""
-    model(tmp_path / "in.pth")
-    out = tmp_path / f"out.{suffix}"
-    out.write_bytes(b"old")
-    real = run.write  # type: ignore[attr-defined]
-
-    def worn_out(pieces: Any, output: Any, *more: Any) -> int:
-        count = real(pieces, output, *more)
-        os.pwrite(output.fd, bytes([os.pread(output.fd, 1, count // 2)[0] ^ 1]), count // 2)
-        return count
-
-    monkeypatch.setattr(run, "write", worn_out)
-    with pytest.raises(RepairError, match="is not what was read"):
-        repair(tmp_path / "in.pth", out, overwrite=True)
-    assert out.read_bytes() == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", out.name]
-
-
-def test_a_damaged_name_in_legacy_is_not_written_as_whole(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
-    """A flipped bit in the name of torch's own function: torch would refuse the output, so that there is none."""
-    damaged = whole_legacy[0].replace(b"torch._utils\n", b"torch._utilr\n", 1)
-    (tmp_path / "in.pth").write_bytes(damaged)
-    with pytest.raises(RepairError, match=r"names 'torch\._utilr\._rebuild_tensor_v2', where 'torch\._utils\._rebuild"):
-        repair(tmp_path / "in.pth", tmp_path / "out.pth")
-    assert not (tmp_path / "out.pth").exists()
-    report = repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
-    assert (report.exit_code, "damaged-names" in [code for code, _ in report.notes]) == (1, True)
-
-
-@pytest.mark.parametrize(("value", "said"), [(b"cpt", "lies on 'cpt'"), (b"cuda:x", "lies on 'cuda:x'")])
-def test_a_damaged_device_in_legacy_is_not_written_as_whole(tmp_path: Path, value: bytes, said: str) -> None:
-    """A device tag that torch knows no kind of comes of damage: torch would refuse the output."""
-    storage = torch.arange(3.0)
-    torch.save({"w": storage}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
-    whole = (tmp_path / "in.pth").read_bytes()
-    assert whole.count(b"X\x03\0\0\0cpu") == 1
-    tag = b"X" + len(value).to_bytes(4, "little") + value
-    (tmp_path / "in.pth").write_bytes(whole.replace(b"X\x03\0\0\0cpu", tag))
-    with pytest.raises(RepairError, match=f"w {said}, which is not a device"):
-        repair(tmp_path / "in.pth", tmp_path / "out.pth")
-    assert not (tmp_path / "out.pth").exists()
-    report = repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
-    assert (report.exit_code, "damaged-values" in [code for code, _ in report.notes]) == (1, True)
-
-
-def test_a_damaged_gradient_in_legacy_is_not_written_as_whole(tmp_path: Path) -> None:
-    """Whole numbers that need a gradient come of damage: torch would refuse the output."""
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damage_in_a_legacy_pickle_is_not_written_as_whole(tmp_path: Path, damage: str) -> None:
+    """What torch would refuse in the output comes of damage: there is no output, but with keep_damaged."""
+    old, new, said = DAMAGED[damage]
     torch.save({"w": torch.arange(3)}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
     whole = (tmp_path / "in.pth").read_bytes()
-    assert whole.count(b"\x89ccollections\nOrderedDict\n") == 1
-    (tmp_path / "in.pth").write_bytes(whole.replace(b"\x89ccollections", b"\x88ccollections"))
-    with pytest.raises(RepairError, match="w needs a gradient, and holds int64"):
-        repair(tmp_path / "in.pth", tmp_path / "out.pth")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (b"ctorch._utils\n", b"ch._utils\n", "'h._utils._rebuild_tensor_v2', where 'torch._utils._rebuild_tensor_v2'"),
-        (b"\n_rebuild_tensor_v2\n", b"\n_reb_tensor_v2\n", "it names storages, and makes no tensor of them"),
-    ],
-)
-def test_a_legacy_pickle_that_makes_no_tensors(
-    whole_legacy: tuple[bytes, Tensors], tmp_path: Path, old: bytes, new: bytes, said: str
-) -> None:
-    """Bytes are gone from the name of what makes tensors: storages without tensors are nothing that is saved."""
-    (tmp_path / "in.pth").write_bytes(whole_legacy[0].replace(old, new, 1))
+    assert old in whole
+    (tmp_path / "in.pth").write_bytes(whole.replace(old, new, 1))
     with pytest.raises(RepairError) as caught:
         repair(tmp_path / "in.pth", tmp_path / "out.pth")
     assert said in str(caught.value)
     assert not (tmp_path / "out.pth").exists()
     assert repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True).exit_code == 1
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_a_legacy_file_of_storages_alone(tmp_path: Path) -> None:
-    """It is whole without a tensor."""
-    torch.save({"a": torch.FloatStorage([1.0, 2.0])}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
-    assert repair(tmp_path / "in.pth", tmp_path / "out.pth").exit_code == 0

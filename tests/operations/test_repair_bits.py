@@ -1,7 +1,6 @@
 """`ckpt repair` of a single flipped bit: a CRC-32 tells which one it was."""
 
 import io
-import random
 import zipfile
 import zlib
 from pathlib import Path
@@ -11,30 +10,6 @@ import torch
 
 from ckpt_tools import repair
 from ckpt_tools.errors import CkptError
-from ckpt_tools.operations.repair.flipped_bits import LONGEST, MOST, flipped_bit, odds
-
-
-@pytest.mark.parametrize("size", [1, 2, 9, 1000, 65536, LONGEST])
-def test_every_bit_is_found(size: int) -> None:
-    """The bit that was flipped, and a bit of the checksum itself; nothing where nothing or two bits were flipped."""
-    numbers = random.Random(size)
-    data = bytearray(numbers.randbytes(size))
-    wanted = zlib.crc32(data)
-    for bit in {0, 8 * size - 1, *(numbers.randrange(8 * size) for _ in range(4))}:
-        data[bit // 8] ^= 1 << bit % 8
-        assert flipped_bit(zlib.crc32(data), wanted, size) == bit
-        data[bit // 8] ^= 1 << bit % 8
-    assert flipped_bit(wanted, wanted ^ 1 << numbers.randrange(32), size) == -1
-    assert flipped_bit(wanted, wanted, size) is None
-    data[0] ^= 3
-    assert size > 70_000 or flipped_bit(zlib.crc32(data), wanted, size) is None
-
-
-def test_longer_records_are_left_alone() -> None:
-    """By chance other damage looks like a flipped bit the oftener the longer the record is."""
-    assert flipped_bit(1, 0, LONGEST + 1) is None
-    assert odds(LONGEST) > 500
-    assert odds(100) > 5_000_000
 
 
 @pytest.fixture
@@ -98,18 +73,6 @@ def test_more_than_a_bit_is_lost(saved: tuple[Path, dict[str, torch.Tensor]]) ->
         repair(path, path.with_name("other.pth"))
 
 
-def test_many_damaged_records_cost_little(tmp_path: Path) -> None:
-    """A file in which hundreds of records do not match is not searched for bits."""
-    made = {f"layer{index}.weight": torch.full((20,), float(index + 1)) for index in range(3 * MOST)}
-    torch.save(made, tmp_path / "in.pth")
-    data = bytearray((tmp_path / "in.pth").read_bytes())
-    for tensor in made.values():
-        data[data.index(tensor.numpy().tobytes()) + 7] ^= 64
-    (tmp_path / "in.pth").write_bytes(data)
-    report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
-    assert report.saved == MOST
-
-
 def records_of(data: bytes) -> dict[str, int]:
     """Where the local header of each record is."""
     starts = [at for at in range(len(data)) if data.startswith(b"PK\x03\x04", at)]
@@ -122,12 +85,11 @@ def test_flips_in_any_local_header(saved: tuple[Path, dict[str, torch.Tensor]]) 
     data, out = path.read_bytes(), path.with_name("out.pth")
     for name, start in records_of(data).items():
         for at in [*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + len(name))]:
-            for bit in (0, 1, 3, 4, 7):
-                flipped = bytearray(data)
-                flipped[start + at] ^= 1 << bit
-                path.write_bytes(flipped)
-                report = repair(path, out, overwrite=True)
-                assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at, bit)
+            flipped = bytearray(data)
+            flipped[start + at] ^= 1 << at % 8
+            path.write_bytes(flipped)
+            report = repair(path, out, overwrite=True)
+            assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at)
 
 
 def test_flips_in_any_name_of_the_directory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -171,8 +133,8 @@ def right(path: Path, data: bytes) -> tuple[int, int]:
     return report.exit_code, len(found)
 
 
-@pytest.mark.parametrize("number", range(10))
-@pytest.mark.parametrize("other", range(10))
+@pytest.mark.parametrize("number", [0, 4, 9])
+@pytest.mark.parametrize("other", [0, 1, 5, 9])
 def test_a_flipped_name_gives_no_tensor_another_ones_bytes(ten: bytes, tmp_path: Path, number: int, other: int) -> None:
     """A storage with the number of another: with its directory nothing is lost, without at most these two are."""
     damaged = with_names(ten, (number, other))
@@ -189,15 +151,6 @@ def test_a_name_that_the_pickle_does_not_know(ten: bytes, tmp_path: Path) -> Non
     """Its storage is lost, and no other one."""
     damaged = ten[: ten.index(b"PK\x01\x02")].replace(b"archive/data/4", b"archive/data/t")
     assert right(tmp_path / "in.pth", damaged) == (1, 9)
-
-
-def test_names_in_any_order_that_is_whole(ten: bytes, tmp_path: Path) -> None:
-    """A writer with another order: nothing is lost where every name is there once."""
-    pairs = [(0, 5), (5, 2), (2, 0)]
-    damaged = with_names(ten, *pairs)[: ten.index(b"PK\x01\x02")]
-    (tmp_path / "in.pth").write_bytes(damaged)
-    report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
-    assert (report.exit_code, report.saved) == (0, 10)
 
 
 def test_keys_in_the_order_of_text(tmp_path: Path) -> None:

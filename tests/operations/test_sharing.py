@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
-from tests.support.commands import main
+from tests.support.terminal import run
 
 BASE = torch.arange(24.0)
 MATRIX = BASE.reshape(4, 6)
@@ -66,10 +65,10 @@ def test_a_flat_buffer_with_a_tie_in_it(tmp_path: Path) -> None:
     found = described(tmp_path, tensors)
     assert found.tied == [["embed.weight", "head.weight"]]
     assert found.shared == [["embed.weight", "layer.weight", "head.weight"]]
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "in.pth")]).stdout
+    shown = run("inspect", tmp_path / "in.pth").stdout
     assert "tied         embed.weight, head.weight" in shown
     assert "one storage  embed.weight, layer.weight, head.weight" in shown
-    found_json = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(tmp_path / "in.pth")]).stdout)
+    found_json = json.loads(run("inspect", "--json", tmp_path / "in.pth").stdout)
     assert found_json["shared"] == found.shared
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch.package.package_exporter import PackageExporter
 
 import ckpt_tools
-from ckpt_tools.operations.scan import Scanned
-from tests.cli.test_cli import ckpt
+from tests.support.commands import ckpt
+from tests.support.terminal import run
 
 
 class Runs:
@@ -67,32 +67,26 @@ HEADER = json.dumps({"__metadata__": {"x": TEXT}, "w": {"dtype": "F32", "shape":
 HIDDEN = {
     "a member of a zip": archive({"data": in_json(TEXT)}),
     "a deflated member of a zip": archive({"data": in_json(TEXT) + b" " * 9000}, zipfile.ZIP_DEFLATED),
-    "a member of a tar": tar("algorithm.json", in_json(TEXT)),
-    "a file of JSON": in_json(TEXT),
+    "a member of a tar": tar("algorithm.json", in_json(TEXT)), "a file of JSON": in_json(TEXT),
     "JSON with escapes": in_json(TEXT).replace(TEXT[:4].encode(), "".join(f"\\u{ord(sign):04x}" for sign in TEXT[:4]).encode()),
     "lines of base64 in JSON": in_json(base64.encodebytes(EVIL).decode()),
     "what base64 passes over": in_json("!".join(TEXT)),
     "the other alphabet of base64": in_json(base64.urlsafe_b64encode(pickle.dumps({"\u07ff?>": Runs()}, 4)).decode()),
-    "protocol 0": in_json(base64.b64encode(OLD).decode()),
-    "without PROTO": in_json(base64.b64encode(EVIL[2:]).decode()),
-    "hexadecimal digits": in_json(EVIL.hex()),
-    "a character for each byte": in_json(EVIL.decode("latin-1")),
-    "protocol 0 as it is": in_json(OLD.decode()),
-    "zlib in base64": in_json(base64.b64encode(zlib.compress(EVIL)).decode()),
-    "gzip in base64": in_json(base64.b64encode(gzip.compress(EVIL)).decode()),
-    "a key": json.dumps({TEXT: 1}).encode(),
+    "protocol 0": in_json(base64.b64encode(OLD).decode()), "without PROTO": in_json(base64.b64encode(EVIL[2:]).decode()),
+    "hexadecimal digits": in_json(EVIL.hex()), "a character for each byte": in_json(EVIL.decode("latin-1")),
+    "protocol 0 as it is": in_json(OLD.decode()), "zlib in base64": in_json(base64.b64encode(zlib.compress(EVIL)).decode()),
+    "gzip in base64": in_json(base64.b64encode(gzip.compress(EVIL)).decode()), "a key": json.dumps({TEXT: 1}).encode(),
     "in a longer text": json.dumps({"source": f"load('{TEXT}')"}).encode(),
     "YAML": f"model: !!binary |\n  {base64.encodebytes(EVIL).decode()}\n".encode(),
-    "no quotes": f"model = {TEXT}\n".encode(),
-    "behind a quote without an end": f'5" x\nmodel = {TEXT}\n'.encode(),
+    "no quotes": f"model = {TEXT}\n".encode(), "behind a quote without an end": f'5" x\nmodel = {TEXT}\n'.encode(),
     "across blocks of the reader": b'["' + b'","'.join([b"ab cd"] * 524_286) + b'","' + TEXT.encode() + b'"]',
     "metadata of safetensors": struct.pack("<Q", len(HEADER)) + HEADER + bytes(4),
     "a small file that is no text": b"\x0a\x02\x08\x01\xff" + in_json(TEXT),
     "an attribute of HDF5": b"\x89HDF\r\n\x1a\n" + bytes(2 << 20) + in_json(TEXT) + bytes(99),
-}
+}  # fmt: skip
 
 
-def scanned(tmp_path: Path, data: bytes) -> Scanned:
+def scanned(tmp_path: Path, data: bytes) -> ckpt_tools.Scanned:
     """The report on a file of these bytes."""
     (tmp_path / "file").write_bytes(data)
     (report,) = ckpt_tools.scan(tmp_path / "file")
@@ -205,7 +199,7 @@ def test_every_command_sees_the_metadata_of_safetensors(tmp_path: Path) -> None:
     verdicts = [ckpt_tools.scan(tmp_path / "m.safetensors")[0].verdict]
     verdicts += [ckpt_tools.inspect(tmp_path / "m.safetensors").safety.verdict]
     assert verdicts == ["dangerous", "dangerous"]
-    assert ckpt("check", tmp_path / "m.safetensors").exit_code == 1
+    ckpt("check", tmp_path / "m.safetensors", code=1)
 
 
 def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +212,9 @@ def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypa
 
     torch.save({"w": torch.ones(2), "x": Long()}, "a.pth")
     for command in ("scan", "inspect", "check"):
-        lines = [line for line in ckpt(command, "a.pth").output.splitlines() if "system" in line and "weights_only" not in line]
+        lines = [line for line in run(command, "a.pth").output.splitlines() if "system" in line and "weights_only" not in line]
         assert lines or command == "check"
         assert max(map(len, lines), default=0) <= 200
-    assert max(len(line) for line in ckpt("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
-    report = json.loads(ckpt("scan", "a.pth", "--json").stdout)
+    assert max(len(line) for line in run("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
+    report = json.loads(run("scan", "a.pth", "--json").stdout)
     assert len(report["calls"][0]["call"]) > 380

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
-from ckpt_tools import inspect
-from ckpt_tools.render.description import View, print_description
-from ckpt_tools.render.inspected.groups import shared_prefix
+from tests.support.terminal import page, run
 
 
 class Block(nn.Module):
@@ -47,16 +41,14 @@ def training(tmp_path: Path) -> Path:
     return tmp_path / "in.pth"
 
 
-def shown(path: Path, view: View, width: int = 200) -> str:
+def shown(path: Path, *options: str) -> str:
     """The page of a file."""
-    out = io.StringIO()
-    print_description(inspect(path), view, Console(file=out, width=width))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return page("inspect", path, *options, width=200)
 
 
 def test_weights_come_first_and_the_optimizer_is_a_line(training: Path) -> None:
     """The table begins with the model although the file begins with the optimizer, of which one line says what it keeps."""
-    page = shown(training, View())
+    page = shown(training)
     assert page.index("layers.{0-11}.query.weight") < page.index("optimizer  ")
     assert "optimizer: like Adam, 114 states (step, exp_avg, exp_avg_sq), " in page
     assert "optimizer.state" not in page
@@ -65,7 +57,7 @@ def test_weights_come_first_and_the_optimizer_is_a_line(training: Path) -> None:
 
 def test_layers_are_ranges_below_their_prefix(training: Path) -> None:
     """What all names begin with stands once, and repeated layers are one line with their number."""
-    page = shown(training, View())
+    page = shown(training)
     assert page.count("model.module.") == 2  # the heading, and what the averaged weights are named as
     assert "\n  layers.{0-11}.query.weight" in page
     assert "12 x [6, 6]" in page
@@ -74,17 +66,17 @@ def test_layers_are_ranges_below_their_prefix(training: Path) -> None:
 
 def test_a_second_copy_of_the_weights_is_a_line(training: Path) -> None:
     """A state dict whose tensors are named and shaped as an earlier one's is said to be so; one that is not is listed."""
-    assert "ema.* (38 tensors, named and shaped as model.module.*)" in shown(training, View())
+    assert "ema.* (38 tensors, named and shaped as model.module.*)" in shown(training)
     saved = torch.load(training, weights_only=True)
     saved["ema"]["head.bias"] = torch.zeros(4)
     torch.save(saved, training)
-    assert "\nema.\n" in shown(training, View())
+    assert "\nema.\n" in shown(training)
 
 
-@pytest.mark.parametrize("view", [View(all=True), View(flat=True), View(filter="optimizer*"), View(tree=True, all=True)])
-def test_what_is_closed_can_be_opened(view: View, training: Path) -> None:
+@pytest.mark.parametrize("view", ["--all", "--flat", "--filter optimizer*", "--tree --all"])
+def test_what_is_closed_can_be_opened(view: str, training: Path) -> None:
     """`--all`, `--flat`, `--tree` and a filter show the optimizer's tensors, and no line in their place."""
-    page = shown(training, view)
+    page = shown(training, *view.split())
     assert "exp_avg_sq" in page
     assert "like Adam" not in page
 
@@ -92,7 +84,7 @@ def test_what_is_closed_can_be_opened(view: View, training: Path) -> None:
 def test_a_file_of_an_optimizer_alone_shows_its_states(tmp_path: Path) -> None:
     """Where there is nothing else, what the optimizer keeps is the table."""
     torch.save(trained(torch.optim.Adam)[1].state_dict(), tmp_path / "optimizer.pt")
-    assert "state.{0-37}.{step, exp_avg, exp_avg_sq}" in shown(tmp_path / "optimizer.pt", View())
+    assert "state.{0-37}.{step, exp_avg, exp_avg_sq}" in shown(tmp_path / "optimizer.pt")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_optimizers_are_told_by_their_states(
     """Whose words the states are is said where they are known, and else the words alone."""
     network, used = trained(optimizer, **settings)
     torch.save({"model": network.state_dict(), "optimizer": used.state_dict()}, tmp_path / "in.pth")
-    assert like in shown(tmp_path / "in.pth", View())
+    assert like in shown(tmp_path / "in.pth")
 
 
 def test_what_only_looks_like_an_optimizer_is_listed(tmp_path: Path) -> None:
@@ -118,7 +110,7 @@ def test_what_only_looks_like_an_optimizer_is_listed(tmp_path: Path) -> None:
     torch.save(
         {"model": {"a.w": torch.ones(2)}, "callback": {"state": {"best": {"score": torch.ones(1)}}}}, tmp_path / "in.pth"
     )
-    assert "callback.state.best.score" in shown(tmp_path / "in.pth", View())
+    assert "callback.state.best.score" in shown(tmp_path / "in.pth")
 
 
 def test_experts_in_layers_are_one_line(tmp_path: Path) -> None:
@@ -126,7 +118,7 @@ def test_experts_in_layers_are_one_line(tmp_path: Path) -> None:
     experts = {f"model.layers.{i}.experts.{j}.w1.weight": torch.ones(4, 2) for i in range(3) for j in range(5)}
     blocks = {f"0.layers.{i}.proj.weight": torch.ones(2, 2) for i in range(3)}
     torch.save(experts | blocks, tmp_path / "in.pth")
-    page = shown(tmp_path / "in.pth", View())
+    page = shown(tmp_path / "in.pth")
     assert "model.layers.{0-2}.experts.{0-4}.w1.weight  15 x [4, 2]" in page
     assert "0.layers.{0-2}.proj.weight                  3 x [2, 2]" in page
 
@@ -136,7 +128,7 @@ def test_padded_numbers_are_shown_as_they_are(tmp_path: Path) -> None:
     padded = {f"layer.{i:02}.weight": torch.ones(3, 3) for i in (*range(12), 100)}
     mixed = {f"x.{number}.w": torch.ones(1) for number in ("01", "02", "1", "2", "12345678901")}
     torch.save(padded | mixed | {f"y.{i:03}.w": torch.ones(2) for i in (8, 9, 10)}, tmp_path / "in.pth")
-    page = shown(tmp_path / "in.pth", View())
+    page = shown(tmp_path / "in.pth")
     for name in ("layer.{00-11,100}.weight  13 x [3, 3]", "x.{01-02}.w ", "x.{1-2}.w ", "x.12345678901.w ", "y.{008-010}.w "):
         assert name in page
 
@@ -144,16 +136,8 @@ def test_padded_numbers_are_shown_as_they_are(tmp_path: Path) -> None:
 def test_a_folded_name_is_no_wider_than_a_terminal_in_a_pipe(tmp_path: Path) -> None:
     """Of a module with very many leaves the first stand there, and how many more; `--all` has each whole name."""
     torch.save({f"block.weight_of_part_{i}": torch.ones(i % 3 + 1) for i in range(30)}, tmp_path / "in.pth")
-    run = [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path / "in.pth")]
-    few = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    few = run("inspect", tmp_path / "in.pth").stdout
     table = few[few.index("\ntensor") :]
     assert "block.{weight_of_part_0, weight_of_part_1, weight_of_part_2, ... 27 more}" in table
     assert max(map(len, table.splitlines())) < 128
-    assert "block.weight_of_part_29 " in subprocess.run([*run, "--all"], capture_output=True, text=True, check=True).stdout
-
-
-def test_shared_prefix_ends_at_a_dot() -> None:
-    """A prefix is whole parts of names; one name's is its parent."""
-    assert shared_prefix(["layer1.w", "layer10.w"]) == ""
-    assert shared_prefix(["a.b.w", "a.bb.w"]) == "a."
-    assert shared_prefix(["a.b.w"]) == "a.b."
+    assert "block.weight_of_part_29 " in run("inspect", "--all", tmp_path / "in.pth").stdout

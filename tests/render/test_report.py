@@ -7,8 +7,8 @@ import hashlib
 import json
 import math
 import re
+import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools import diff, inspect, stats
+from ckpt_tools import inspect
 from ckpt_tools.errors import UsageError
-from ckpt_tools.render.html import page
-from ckpt_tools.tree.findings import Finding
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.commands import main
 from tests.support.samples import (
@@ -30,17 +28,13 @@ from tests.support.samples import (
     SAFETENSORS,
     by_name,
 )
+from tests.support.terminal import run
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 HOSTILE = [
-    "</script><script>window.hacked=1</script>.w",
-    "<img src=x onerror=window.hacked=1>.w",
-    "<!--<script>.w",
-    "\u202eevil\u2028.w",
-    "__proto__.constructor.w",
-    "' onclick='window.hacked=1.w",
-    "&lt;b&gt;{{ 7 * 7 }}.w",
-]
+    "</script><script>window.hacked=1</script>.w", "<img src=x onerror=window.hacked=1>.w", "<!--<script>.w",
+    "\u202eevil\u2028.w", "__proto__.constructor.w", "' onclick='window.hacked=1.w", "&lt;b&gt;{{ 7 * 7 }}.w",
+]  # fmt: skip
 
 
 def embedded(text: str) -> dict[str, Any]:
@@ -50,17 +44,24 @@ def embedded(text: str) -> dict[str, Any]:
     return data
 
 
+def page(path: Path, other: Path | None = None, *, values: bool = False) -> str:
+    """The page of a file, or of what differs between two."""
+    with tempfile.TemporaryDirectory() as folder:
+        ckpt_tools.report(path, other, output=Path(folder, "page.html"), values=values)
+        return Path(folder, "page.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
 def test_every_fixture_has_a_page(path: Path) -> None:
     """Whatever a file holds, its page lists every tensor, and every number with --values."""
-    data = embedded(page(inspect(path), stats(path)))
+    data = embedded(page(path, values=True))
     assert len(data["tensors"]["name"]) == len(inspect(path).tensors)
     assert {len(values) for values in data["tensors"].values()} == {len(data["tensors"]["name"])}
 
 
 def test_nothing_is_loaded_and_nothing_else_runs() -> None:
     """The policy allows the page's own script and style by digest; there is no address in it to load from."""
-    text = page(inspect(FIXTURES / "single.pth"))
+    text = page(FIXTURES / "single.pth")
     script, style = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[-1] for tag in ("script", "style"))
     (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text)
     assert policy.startswith("default-src &#39;none&#39;;")
@@ -70,22 +71,14 @@ def test_nothing_is_loaded_and_nothing_else_runs() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", script)
 
 
-def test_who_is_quoted() -> None:
-    """A page says whose words it quotes: safetensors' or PyTorch's."""
-    description = inspect(FIXTURES / "single.pth")
-    for says, who in (("SafetensorError: header too large", "safetensors"), ("EOFError: Ran out of input", "PyTorch")):
-        quoting = replace(description, findings=[Finding("misnamed", "warning", [], "a", says=says)])
-        assert embedded(page(quoting))["findings"][0]["says"] == f"{who}: {says}"
-
-
 def test_findings_are_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     """The library calls an argument by its name, the page by its option, as the terminal does."""
     path = tmp_path / "views.pth"
     torch.save({"a.weight": torch.ones(1 << 20)[:4]}, path)
     found = next(row for row in inspect(path).findings if row.code == "oversized-storage")
     assert "(`slim` leaves" in found.expected
-    assert "(--slim leaves" in next(row["expected"] for row in embedded(page(inspect(path)))["findings"])
-    assert "(--slim leaves" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+    assert "(--slim leaves" in next(row["expected"] for row in embedded(page(path))["findings"])
+    assert "(--slim leaves" in run("inspect", path).stdout
 
 
 def hostile_file(folder: Path) -> Path:
@@ -100,7 +93,7 @@ def hostile_file(folder: Path) -> Path:
 def test_hostile_names_stay_in_their_block(tmp_path: Path) -> None:
     """No name ends the data block or becomes a tag; control characters are escaped."""
     path = hostile_file(tmp_path)
-    text = page(inspect(path), None, diff(path, FIXTURES / "single.pth"))
+    text = page(path, FIXTURES / "single.pth")
     assert text.count("<script") == 2
     assert text.count("</script>") == 2
     assert "<img" not in text
@@ -175,7 +168,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {f"blocks.{index // 4}.{index % 4}.weight": torch.zeros(1 + index % 7) for index in range(20_000)}
     tensors["blocks.77.2.weight"] = torch.ones(1000)
     save_file(tensors, folder / "large.safetensors")
-    (folder / "page.html").write_text(page(inspect(folder / "large.safetensors")), "utf-8")
+    (folder / "page.html").write_text(page(folder / "large.safetensors"), "utf-8")
     return folder / "page.html"
 
 
@@ -215,9 +208,7 @@ def test_twenty_thousand_tensors(browser: Browser, large: Path) -> None:
 def test_hostile_names_are_inert(browser: Browser, tmp_path: Path) -> None:
     """Names are shown as text in every part of the page; nothing of them runs, and the console is silent."""
     path = hostile_file(tmp_path)
-    (tmp_path / "page.html").write_text(
-        page(inspect(path), stats(path), diff(path, FIXTURES / "single.pth", values=True)), "utf-8"
-    )
+    (tmp_path / "page.html").write_text(page(path, FIXTURES / "single.pth", values=True), "utf-8")
     browser.errors.clear()
     browser.open(tmp_path / "page.html")
     assert browser.run("document.documentElement.dataset.ready") == "true"
@@ -247,7 +238,7 @@ def test_the_policy_holds(browser: Browser, large: Path) -> None:
 def test_treemap_findings_and_keyboard(browser: Browser, tmp_path: Path) -> None:
     """Tiles fill the field by their bytes; Enter goes in, Escape comes back; the command can be copied; details appear."""
     path = FIXTURES / "training.pth"
-    (tmp_path / "page.html").write_text(page(inspect(path), stats(path)), "utf-8")
+    (tmp_path / "page.html").write_text(page(path, values=True), "utf-8")
     browser.errors.clear()
     browser.open(tmp_path / "page.html")
     tiles = "[...document.querySelectorAll('.tile')].map((tile) => [tile.title, tile.offsetWidth * tile.offsetHeight])"
@@ -276,8 +267,7 @@ def test_treemap_findings_and_keyboard(browser: Browser, tmp_path: Path) -> None
 def test_phone_and_dark(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     """Nothing but the table scrolls sideways, and text stands out from its ground in both themes."""
     path = FIXTURES / "training.pth"
-    difference = diff(path, FIXTURES / "single.pth", values=True)
-    (tmp_path / "page.html").write_text(page(inspect(path), stats(path), difference), "utf-8")
+    (tmp_path / "page.html").write_text(page(path, FIXTURES / "single.pth", values=True), "utf-8")
     browser.open(tmp_path / "page.html", width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
     light = browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -27,7 +27,7 @@ sys.meta_path.insert(0, Hidden())
 _RUNNING = """
 import contextlib, io, json, sys, traceback
 
-from tests.support.commands import main
+from ckpt_tools.cli import main
 
 done = []
 for arguments in json.load(sys.stdin):

@@ -1,0 +1,35 @@
+"""The command line in a process of its own, and as it looks on a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from click.testing import CliRunner, Result
+
+from tests.support.commands import main
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = main.list_commands(click.Context(main))
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `ckpt ARGUMENTS` in a process of its own, its output in pipes."""
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def page(*arguments: object, width: int = 200) -> str:
+    """What `ckpt ARGUMENTS` prints on a terminal of this width, without its colours and the blanks at the ends of lines."""
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": str(width)}
+    text = CliRunner().invoke(main, list(map(str, arguments)), env=terminal).stdout
+    return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())
+
+
+def run(*arguments: object, data: bytes = b"") -> Result:
+    """Run `ckpt ARGUMENTS` in this process, whatever its exit code, with something on standard input."""
+    return CliRunner().invoke(main, list(map(str, arguments)), input=data)
