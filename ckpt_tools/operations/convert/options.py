@@ -211,7 +211,8 @@ class WriteOptions(Options):
     """How the bytes are written."""
 
     heading = "Output"
-    verify: bool = flag("Check the CRC-32 of every record while copying.", moves=True)
+    verify: bool = flag("Check the CRC-32 of every record while copying, where the bytes keep it too.", moves=True)
+    no_verify: bool = flag("Check no CRC-32, where the bytes leave it behind either.", moves=True)
     reserve: int | None = whole("Room in a safetensors header.  [4096]", metavar="BYTES", most=64 << 20)
     compact: bool = flag("Leave no gaps, at the price of moving every tensor.", moves=True)
     fsync: bool = flag("Make a new OUT durable before returning (a replaced one always is).")
