@@ -79,7 +79,8 @@ class Edits:
             return
         from ckpt_tools.operations.safety import danger_note
 
-        code, text = danger_note(danger, root, keeps_objects=self.kind in ("pth", "pth-legacy"))
+        keeps_objects = self.options.objects == "keep" and self.kind in ("pth", "pth-legacy")
+        code, text = danger_note(danger, root, keeps_objects=keeps_objects)
         if code == "dangerous" and not self.options.allow_dangerous:
             fix = "Without its objects: `objects='plain'`. With `allow_dangerous=True` OUT is as dangerous as IN."
             raise ObjectsError(danger, why="What is written would keep its objects.", fix=fix)
