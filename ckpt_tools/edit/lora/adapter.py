@@ -37,7 +37,7 @@ class Change:
         module: its path, as the adapter has it. component, flat: see `names.Part`.
         down, up: the factors. scale: what their product is multiplied with.
         embedding: whether the module is an embedding. magnitude: DoRA's. bias: what is added to its bias, times the scale.
-        mid: the factor between the two. inner: see `names.Part`.
+        mid: the factor between the two. inner: see `names.Part`. base: the weight before the change, where the adapter has it.
     """
 
     module: str
@@ -51,6 +51,7 @@ class Change:
     bias: Entry | None = None
     mid: Entry | None = None
     inner: bool = False
+    base: Entry | None = None
 
     @property
     def rank(self) -> int:
@@ -137,6 +138,9 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             adapter.saved[part.module] = _entry(tensors[name], name, path)
     flats = {(part.component, part.module): part for part in parts.values()}
     for key, roles in _by_module(tensors, parts, path).items():
+        if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
+            adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
+            continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     if not adapter.changes:
         raise ConvertError(
@@ -241,13 +245,13 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
     for name, entry in roles.values():
-        if entry.dtype.name not in _DTYPES and not name.endswith(".alpha"):
+        if entry.dtype.name not in _DTYPES and not name.endswith((".alpha", ".base_layer.weight")):
             raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
     rank = _rank(down, up, roles.get("mid"), path)
     if config.rank is not None and not config.rank_pattern and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
     _check_whole(part, roles, config, path)
-    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid") if role in roles}
+    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
     scale = _scale(part, roles, config, rank)
     return Change(part.module, part.component, part.flat, down[1], up[1], scale, embedding, inner=part.inner, **extra)
 

@@ -35,6 +35,7 @@ def merge(root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], 
         if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
             text = f"{path} holds {len(whole)} tensors whole; its weight of {weight:g} does not count for them."
             report.notes.append(Note("saved-whole", text))
+    report.notes += [Note(code, text) for code, text in merging.notes]
     root = merging.apply()
     if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
         text = f"The state in {state} belongs to the weights as they were; leave it out: `drop={state!r}`"
