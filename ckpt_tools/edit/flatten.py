@@ -178,7 +178,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     for index, (name, node) in enumerate(named.items()):
         if type(node) is not Entry:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
-                                      fix=f"Leave it out: `drop={name!r}`.")  # fmt: skip
+                                      fix="Write a .pth, which holds any tensor.")  # fmt: skip
         if users[id(node.storage)] > 1:
             view = view_of(node)
             if node.nbytes and view in first:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.partners.graphs import Seen
 from ckpt_tools.fit.targets import choose_state_dict, read_target
@@ -68,6 +69,7 @@ def match(path: File, options: MatchOptions) -> Matched:
         if options.stages == "values":
             checkpoint.locate()
         root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.decoded.byteorder)
+        fold_for(as_dict(root), target.names)
         sides = look_at(as_dict(root), checkpoint, target, options, options.like_select)
 
     def matched(stages: Stages, allow_reshape: bool, pairs: Sequence[str]) -> Matching:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_tools.edit import casts
+from ckpt_tools.edit.parametrized import fold_for, told_fold
 from ckpt_tools.errors import ConvertError, MatchError
 from ckpt_tools.fit.choices import Choices, Rows
 from ckpt_tools.fit.fit import Fitted, Wanted, fit
@@ -84,8 +85,10 @@ class Planner:
         # may be tensors, and are not among these
         self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
+        folded = fold_for(self.node, slots.tensors)
         self.source = tensors_by_name(self.node)
         self.report = LoadReport(str(checkpoint.path))
+        self.report.notes += [text for _, text in told_fold(folded)]
 
     def plan(self) -> LoadPlan:
         """The fate of every name.

@@ -19,8 +19,7 @@ from ckpt_tools.matching.evidence.gathered import Gathered, united
 from ckpt_tools.matching.evidence.network import LEVELS, Followed, Layers
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.units import units_of
-from ckpt_tools.tree.graphs import Graph
-from ckpt_tools.tree.inputs import parse
+from ckpt_tools.tree.graphs import Graph, parse
 from ckpt_tools.values.running import graph_of
 from tests.matching import test_match_structure
 from tests.matching.test_match_structure import moved, randomise

@@ -158,19 +158,11 @@ def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
 
 
 def _lost_error(path: Path, lost: Sequence[Where]) -> ObjectsError:
-    owners = list(dict.fromkeys(dotted(_owner(where)) for where in lost))
-    more = f" and {len(owners) - 8} more" if len(owners) > 8 else ""
     return ObjectsError(
         f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
         why="They lie in objects whose plain form, the state dict of a module for example, does not hold them.",
-        fix=f"To leave them out, write another file with `drop={owners[:8]!r}`{more}",
+        fix="torch.load gives them back where their classes are: save a state dict there.",
     )  # fmt: skip
-
-
-def _owner(where: Where) -> Where:
-    """The path down to the object that holds a tensor in its state or its arguments."""
-    inside = [depth for depth, step in enumerate(where) if isinstance(step, str) and step.startswith("<")]
-    return where[: inside[0]] if inside and inside[0] else where
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:

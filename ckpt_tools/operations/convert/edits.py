@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
     count_tensors,
+    find_optimizers,
     find_state_dicts,
     tensors_outside,
 )
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.fit.options import FitOptions
     from ckpt_tools.fit.retarget import Retargeting
+    from ckpt_tools.tree.parametrized import Parametrized
 
 
 @unique
@@ -87,6 +89,10 @@ class Edits:
 
             root = to_little_endian(root, checkpoint.decoded.byteorder)
         plain = self._dequantised(root, checkpoint, report)
+        if self.options.fold:
+            from ckpt_tools.edit.parametrized import fold_all
+
+            _note_folded(fold_all(root), root, report)
         if self.options.lora:
             from ckpt_tools.operations.convert.adapters import merge
 
@@ -260,11 +266,23 @@ def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitSta
     from ckpt_tools.fit.retarget import note_optimizer
 
     report.fitted, renamed = retargeting.apply(root, report.source, stack, whole)
+    _note_folded(retargeting.folded, root, report)
     report.optimizer_names += renamed
     report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
     report.dropped += list(report.fitted.dropped.items())
     if text := note_optimizer(root, report.fitted):
         report.notes.append(Note("optimizer-of-old-tensors", text))
+
+
+def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
+    """Which weights were in parts."""
+    if rows:
+        from ckpt_tools.edit.parametrized import told_fold
+
+        report.notes += [Note(code, text) for code, text in told_fold(rows)]
+        if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
+            text = f"The state in {state} belongs to the parts of the weights; leave it out: `drop={state!r}`"
+            report.notes.append(Note("optimizer-of-old-tensors", text))
 
 
 def _check_not_empty(checkpoint: Checkpoint, report: Converted) -> None:
