@@ -17,9 +17,10 @@ from ckpt_tools.operations.safety import Safety
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.names import MODULE, unwrapping, wrapped_part
-from ckpt_tools.tree.nodes import Dict, Entry, Storage
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Object, Storage
 from ckpt_tools.tree.parametrized import parametrized, told
 from ckpt_tools.tree.prefixes import HOLDERS, of_all
+from ckpt_tools.tree.visit import walk
 
 _DEAD_FROM = 1 << 20
 _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
@@ -72,7 +73,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
-        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _devices,
+        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
         _big_endian, _oversized, _dead_bytes, _loading, _warnings, _tied_names,
     )  # fmt: skip
     options: dict[str, None] = {}
@@ -153,6 +154,27 @@ def _parametrized(facts: Facts) -> Iterator[_Advised]:
             expected = "one tensor for each weight, where the model is built without it"
             fix = facts.fix(option) if option else ""
             yield Finding("parametrized", "info", list(state_dict.where), found, expected, fix), option
+
+
+def _arrays(facts: Facts) -> Iterator[_Advised]:
+    """Arrays of NumPy's that objects hold: they become tensors with the objects."""
+    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.decoded.globals):
+        return
+    from ckpt_tools.edit.objects.values import as_array
+
+    inside: dict[int, int] = {}
+    for _, node in walk(facts.checkpoint.root, plain=False, entries=False):
+        if type(node) is Object and type(node.function) is Global and not is_known(node.function):
+            for _, below in walk(node, plain=False, entries=False):
+                if (array := as_array(below)) is not None:
+                    inside[id(below)] = array.numel
+    if inside:
+        count = f"{len(inside)} array{'s' * (len(inside) != 1)} of numbers, {sum(inside.values()):,} elements,"
+        found = f"{count} inside objects"
+        yield (
+            Finding("arrays-in-objects", "info", [], found, "tensors, as the objects' plain form has them", facts.fix(_PLAIN)),
+            "",
+        )
 
 
 def _devices(facts: Facts) -> Iterator[_Advised]:

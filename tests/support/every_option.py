@@ -82,6 +82,7 @@ WHOLE = {
     "show --output": "ddp.pth module.fc1.bias -o OUT.npy",
     "convert --rename": "ddp.pth OUT.pth --rename fc1=fc9",
     "convert --select": "training.pth OUT.pth --select model",
+    "convert --fold": "weight-norm.pth OUT.pth --fold",
     "convert --lora": "lora/base.safetensors OUT.safetensors --lora lora/plain",
     "convert --dequantize": "quantised/gptq.safetensors OUT.safetensors --dequantize",
     "convert --dtype": "ddp.pth OUT.pth --dtype bf16",

@@ -18,6 +18,7 @@ from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.nodes import Node, Where
 
+_NO_PLAIN_FORM = "They are arrays of dates, of structures, or of numbers that torch does not have."
 WRAPPER_CLASSES = ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 
 
@@ -124,12 +125,17 @@ def _without_objects(
         root, fates = plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
+    if arrays := plain.lost_arrays(fates) if policy == "plain" else []:
+        used_for_arrays = losses.check_lost(checkpoint.path, arrays, drop, _NO_PLAIN_FORM).globs
+        report.dropped += [(dotted(where), "`drop`") for where in arrays]
+    else:
+        used_for_arrays = frozenset()
     if policy == "drop":
         _tell_attributes(attributes, root, report, "`objects='drop'`")
         report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
-    return root, _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
+    return root, used_for_arrays | _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
 
 
 def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted, why: str) -> None:
