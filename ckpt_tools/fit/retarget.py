@@ -87,6 +87,7 @@ class Retargeting:
         self.options = options
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
         self.folded: list[Parametrized] = []
+        self.left_out: list[str] = []  # names of the checkpoint that a choice or the plan leaves out, or that are made anew
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
@@ -114,6 +115,8 @@ class Retargeting:
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
         report = _report(target.label if target is not None else str(options.plan), plan, fitted)
         report.dropped, report.values = expanded.dropped, expanded.values
+        not_copied = fitted.skipped.keys() | {row.name for row in fitted.initialised}
+        self.left_out = [*plan.drop, *fitted.unexpected, *(old for old, new, _, _ in plan.mismatched if new in not_copied)]
         return report, renamed
 
     def _plan(self, node: Dict, target: Target | None, config: Config, whole: Checkpoint | None) -> Expanded:

@@ -207,7 +207,7 @@ def trimmed(content: Content, start: int, length: int) -> Content:
             if at >= start + length:
                 return
 
-    return Computed(length, work)
+    return Computed(length, work, content)
 
 
 def _parts(content: Joined, start: int, length: int) -> Iterator[Content]:
@@ -243,7 +243,7 @@ def row_major(entry: Entry) -> Content:
             values = -values
         yield from _row_major_bytes(values)
 
-    return Computed(entry.nbytes, work)
+    return Computed(entry.nbytes, work, entry.storage.content)
 
 
 def _same_width(itemsize: int) -> torch.dtype:
@@ -376,7 +376,7 @@ def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType, sprea
             yield as_bytes(total, target)
 
     content, dtype, _ = parts[0]
-    return Computed(content.length // dtype.itemsize * target.itemsize, work)
+    return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(one for one, _, _ in parts))
 
 
 def as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
@@ -408,4 +408,4 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
             yield as_bytes(found, target)
 
     content, dtype = parts[0]
-    return Computed(content.length // dtype.itemsize * target.itemsize, work)
+    return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(one for one, _ in parts))

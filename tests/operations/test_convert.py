@@ -690,7 +690,7 @@ def test_safetensors_metadata_of_the_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sparse", "complex128", "quantized"])
 def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
-    """Sparse, quantised and complex128 tensors are refused by name, with the `drop` that helps."""
+    """Sparse, quantised and complex128 tensors are refused by name, with a container that holds them."""
     tensors = {"sparse": torch.eye(2).to_sparse(), "complex128": torch.ones(2, dtype=torch.complex128)}
     if name == "quantized":
         with warnings.catch_warnings():
@@ -698,7 +698,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
             tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
     error = expect_refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
-    assert f"`drop='{name}.w'`" in error.fix
+    assert ".pth" in error.fix
 
 
 @pytest.mark.parametrize("data", [{}, {"epoch": 3}, [], None], ids=repr)

@@ -71,7 +71,8 @@ def test_other_numbers_in_the_base_are_said(other: bool, tmp_path: Path) -> None
     factors, delta = of_embedding()
     folder = adapter(tmp_path / "a", factors | {f"{EMBED}.base_layer.weight": before})
     said = ckpt("convert", tmp_path / "base.safetensors", tmp_path / "out.pth", "--lora", folder).output
-    torch.testing.assert_close(torch.load(tmp_path / "out.pth")[f"{EMBED}.weight"], (before.bfloat16() + delta).bfloat16())
+    made = torch.load(tmp_path / "out.pth")[f"{EMBED}.weight"]
+    torch.testing.assert_close(made, (before.bfloat16() + delta).bfloat16(), rtol=0.01, atol=0.05)
     assert ("trained on another" in " ".join(said.split())) is other
 
 

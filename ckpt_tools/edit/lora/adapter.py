@@ -58,19 +58,21 @@ class Change:
         return self.down.shape[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, sorted.
 
     Attributes:
         path: its file. config: what its configuration says; None where it has none.
         version: of the PEFT that wrote it; (0, 0) where nothing says it.
+        tensors: all that its file holds, by name.
         changes: what it does to modules. saved: tensors that it holds whole, by the base's names for them.
     """
 
     path: Path
     config: Config | None
     version: tuple[int, int] = (0, 0)
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     saved: dict[str, Entry] = field(default_factory=dict)
 
@@ -132,6 +134,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
     config = configs.get("")
     adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0))
+    adapter.tensors = {name: _entry(node, name, path) for name, node in tensors.items()}
     for name, part in parts.items():
         if part.role is None:
             _check_plain(name, path)

@@ -37,7 +37,15 @@ class Merging:
         self.own: dict[str, tuple[str, Entry]] = {}
         self.based: dict[tuple[int, str], tuple[str, Entry | None]] = {}
         self.changed: dict[str, str] = {}  # name -> the adapter that changed it last
+        self.equal_bases: list[Node] = []
         self.notes: list[tuple[str, str]] = []
+
+    @property
+    def taken_in(self) -> list[Node]:
+        """What is not written: the base's tensors in whose place the adapter's come, and the adapter's that are equal."""
+        replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
+        replaced += [self.entries[key][1] for key, (_, own) in self.based.items() if own is not None]
+        return replaced + self.equal_bases
 
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
         """Note down what an adapter changes.
@@ -57,6 +65,7 @@ class Merging:
         old = self.base.entry(name)
         is_same = old.shape == entry.shape and same_content(row_major(old), _as_dtype(name, entry, old.dtype))
         new = None if is_same else entry
+        self.equal_bases += [entry] * is_same
         key = self._key(name)
         before = self.based.setdefault(key, (given, new))
         if before[1] is not new and given != before[0]:

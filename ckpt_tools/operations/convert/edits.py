@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
+from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
-    count_tensors,
     find_optimizers,
     find_state_dicts,
+    find_tensors,
+    tensors_by_name,
     tensors_outside,
 )
 from ckpt_tools.frozen import unique
@@ -79,7 +81,8 @@ class Edits:
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         ties, danger = _begin(checkpoint, report), _danger(checkpoint)
-        root, used = self._narrow(self._selected(checkpoint), checkpoint, report)
+        account = Account()
+        root, used = self._opened(checkpoint, report, account)
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
@@ -89,17 +92,10 @@ class Edits:
 
             root = to_little_endian(root, checkpoint.decoded.byteorder)
         plain = self._dequantised(root, checkpoint, report)
-        if self.options.fold:
-            from ckpt_tools.edit.parametrized import fold_all
-
-            _note_folded(fold_all(root), root, report)
-        if self.options.lora:
-            from ckpt_tools.operations.convert.adapters import merge
-
-            root = merge(root, self.options.adapters, report, stack)
+        root = self._merged(root, report, stack, account)
         self.names.apply(root, report)
         if self.retargeting is not None:
-            _fit(root, self.retargeting, report, stack, checkpoint)
+            _fit(root, self.retargeting, report, stack, checkpoint, account)
         root = self._retagged(root, checkpoint, report)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
@@ -110,9 +106,33 @@ class Edits:
         if self.metadata.texts:
             report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
         _tell_danger(danger, root, self.kind, report)
-        report.tensors = count_tensors(root)
+        left_out = {path for path, _ in report.dropped}
+        left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
+        report.tensors = account.close(root, left_out)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)
+
+    def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
+        """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
+        root = self._selected(checkpoint)
+        if not self.options.ema:
+            account.open(report.source, find_tensors(root))
+        root, used = self._narrow(root, checkpoint, report)
+        if self.options.ema:
+            account.open(report.source, find_tensors(root))
+        return root, used
+
+    def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
+        """Weights in parts folded, and adapters merged."""
+        if self.options.fold:
+            from ckpt_tools.edit.parametrized import fold_all
+
+            _note_folded(fold_all(root), root, report)
+        if not self.options.lora:
+            return root
+        from ckpt_tools.operations.convert.adapters import merge
+
+        return merge(root, self.options.adapters, report, stack, account)
 
     def _selected(self, checkpoint: Checkpoint) -> Node:
         """The root, or what --select names in its place."""
@@ -261,15 +281,19 @@ def _arrays(root: Node, report: Converted) -> Node:
     return root
 
 
-def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint) -> None:
-    """Fit the state dict to the target."""
+def _fit(
+    root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint, account: Account
+) -> None:  # fmt: skip
+    """Fit the state dict to the target; what is then left out was chosen, or is an error of the fit."""
     from ckpt_tools.fit.retarget import note_optimizer
 
+    before = {name: node for state_dict in find_state_dicts(root) for name, node in tensors_by_name(state_dict.node).items()}
     report.fitted, renamed = retargeting.apply(root, report.source, stack, whole)
     _note_folded(retargeting.folded, root, report)
     report.optimizer_names += renamed
     report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
     report.dropped += list(report.fitted.dropped.items())
+    account.leave_out(before[name] for name in retargeting.left_out if name in before)
     if text := note_optimizer(root, report.fitted):
         report.notes.append(Note("optimizer-of-old-tensors", text))
 
