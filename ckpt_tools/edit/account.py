@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats.contents import Tensor, find_tensors
+from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.io.content import Computed, Content, Joined, Range
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree.nodes import Entry, Node, Storage
-from ckpt_tools.tree.visit import reachable
+from ckpt_tools.tree.nodes import Entry, Node, Storage, Where
+from ckpt_tools.tree.visit import reachable, walk
 
 
 class Account:
     """What was opened, and what options left out of it."""
 
     def __init__(self) -> None:
-        self.opened: list[tuple[str, Tensor]] = []
+        self.opened: list[tuple[str, list[tuple[Where, Node]]]] = []
         self.left: dict[int, Node] = {}  # the nodes themselves, so that their ids stay in use
 
-    def open(self, path: str, tensors: Iterable[Tensor]) -> None:
-        """Tensors of an input."""
-        self.opened += ((path, tensor) for tensor in tensors)
+    def open(self, path: str, root: Node) -> None:
+        """The tensors of an input."""
+        self.opened.append((path, _tensors(root)))
 
     def leave_out(self, nodes: Iterable[Node]) -> None:
         """Tensors that an option left out, or whose numbers were taken in already."""
@@ -43,30 +43,33 @@ class Account:
         Raises:
             ConvertError: a tensor would be lost.
         """
-        written = [tensor.node for tensor in find_tensors(root)]
-        there = set(map(id, written)) | self.left.keys()
-        missed = [(path, tensor) for path, tensor in self.opened if id(tensor.node) not in there]
-        if missed:
-            names = set(dropped)
-            missed = [(path, tensor) for path, tensor in missed if not _is_told(tensor, names)]
-        if missed:
-            bytes_of = _Written([*written, *self.left.values()])
-            missed = [(path, tensor) for path, tensor in missed if not bytes_of.hold(tensor.node)]
-        if missed:
-            path = missed[0][0]
-            names_of_lost = [repr(dotted(tensor.where)) for _, tensor in missed]
-            raise ConvertError(
-                f"{path}: {len(missed)} of {len(self.opened)} tensors would be lost: {listed(names_of_lost, 6)}.",
-                why="No option leaves them out, and nothing that would be written is made of them.",
-                fix="This is a defect of ckpt, which writes nothing then; please report it.",
-            )
+        written = [node for _, node in _tensors(root)]
+        there, names, bytes_of = set(map(id, written)) | self.left.keys(), set(dropped), None
+        for path, tensors in self.opened:
+            missed = [row for row in tensors if id(row[1]) not in there and not _is_told(row[0], names)]
+            if missed:
+                bytes_of = bytes_of or _Written([*written, *self.left.values()])
+                missed = [row for row in missed if not bytes_of.hold(row[1])]
+            if missed:
+                lost = listed([repr(dotted(where)) for where, _ in missed], 6)
+                raise ConvertError(
+                    f"{path}: {len(missed)} of {len(tensors)} tensors would be lost: {lost}.",
+                    why="No option leaves them out, and nothing that would be written is made of them.",
+                    fix="This is a defect of ckpt, which writes nothing then; please report it.",
+                )
         return len(written)
 
 
-def _is_told(tensor: Tensor, dropped: Collection[str]) -> bool:
+def _tensors(root: Node) -> list[tuple[Where, Node]]:
+    """Every tensor, where it is."""
+    found = walk(root, stop=is_tensor, plain=False, bare=False)
+    return [row for row in found if type(row[1]) is Entry or is_tensor(row[1])]
+
+
+def _is_told(where: Where, dropped: Collection[str]) -> bool:
     """Whether a tensor, or something that it is in, is reported as left out: by its path, or by its name in its state dict."""
-    paths = (dotted(tensor.where[:end]) for end in range(len(tensor.where), 0, -1))
-    return str(tensor.where[-1] if tensor.where else "") in dropped or any(path in dropped for path in paths)
+    paths = (dotted(where[:end]) for end in range(len(where), 0, -1))
+    return bool(dropped) and ((where and str(where[-1]) in dropped) or any(path in dropped for path in paths))
 
 
 class _Written:

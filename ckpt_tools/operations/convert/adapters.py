@@ -10,10 +10,10 @@ from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.lora.adapter import opened
 from ckpt_tools.edit.lora.merging import Merging
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import Tensor, find_optimizers, find_state_dicts
+from ckpt_tools.formats.open import find_optimizers, find_state_dicts
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 
 def merge(
@@ -38,7 +38,7 @@ def merge(
     for path, weight in adapters:
         adapter = stack.enter_context(opened(path))
         report.merged.append(merging.plan(adapter, str(path), weight))
-        account.open(str(path), (Tensor((name,), node) for name, node in adapter.tensors.items()))
+        account.open(str(path), Dict([*adapter.tensors.items()]))
         account.leave_out(node for name, node in adapter.tensors.items() if name.endswith(".alpha"))
         if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
             text = f"{path} holds {len(whole)} tensors whole; its weight of {weight:g} does not count for them."

@@ -19,7 +19,6 @@ from ckpt_tools.formats.open import (
     Checkpoint,
     find_optimizers,
     find_state_dicts,
-    find_tensors,
     tensors_by_name,
     tensors_outside,
 )
@@ -116,10 +115,10 @@ class Edits:
         """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
         root = self._selected(checkpoint)
         if not self.options.ema:
-            account.open(report.source, find_tensors(root))
+            account.open(report.source, root)
         root, used = self._narrow(root, checkpoint, report)
         if self.options.ema:
-            account.open(report.source, find_tensors(root))
+            account.open(report.source, root)
         return root, used
 
     def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
