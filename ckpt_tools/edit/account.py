@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats.contents import is_tensor
+from ckpt_tools.formats.contents import count_tensors, is_tensor
 from ckpt_tools.io.content import Computed, Content, Joined, Range
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
+
+_DEFECT = "This is a defect of ckpt, which writes nothing then; please report it."
 
 
 class Account:
@@ -21,11 +23,16 @@ class Account:
 
     def __init__(self) -> None:
         self.opened: list[tuple[str, list[tuple[Where, Node]]]] = []
+        self.count: int | None = None
         self.left: dict[int, Node] = {}  # the nodes themselves, so that their ids stay in use
 
     def open(self, path: str, root: Node) -> None:
         """The tensors of an input."""
         self.opened.append((path, _tensors(root)))
+
+    def open_whole(self, root: Node) -> None:
+        """The tensors of the one input, where no option may leave out or exchange any: their number is enough."""
+        self.count = count_tensors(root)
 
     def leave_out(self, nodes: Iterable[Node]) -> None:
         """Tensors that an option left out, or whose numbers were taken in already."""
@@ -43,6 +50,12 @@ class Account:
         Raises:
             ConvertError: a tensor would be lost.
         """
+        if self.count is not None:
+            if (count := count_tensors(root)) != self.count:
+                raise ConvertError(
+                    f"Of {self.count} tensors {count} would be written, and no option leaves any out.", fix=_DEFECT
+                )
+            return count
         written = [node for _, node in _tensors(root)]
         there, names, bytes_of = set(map(id, written)) | self.left.keys(), set(dropped), None
         for path, tensors in self.opened:
@@ -55,7 +68,7 @@ class Account:
                 raise ConvertError(
                     f"{path}: {len(missed)} of {len(tensors)} tensors would be lost: {lost}.",
                     why="No option leaves them out, and nothing that would be written is made of them.",
-                    fix="This is a defect of ckpt, which writes nothing then; please report it.",
+                    fix=_DEFECT,
                 )
         return len(written)
 

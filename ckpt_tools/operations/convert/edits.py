@@ -114,7 +114,9 @@ class Edits:
     def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
         """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
         root = self._selected(checkpoint)
-        if not self.options.ema:
+        if not (self.options.moves_tensors or self.options.objects or self.retargeting):
+            account.open_whole(root)
+        elif not self.options.ema:
             account.open(report.source, root)
         root, used = self._narrow(root, checkpoint, report)
         if self.options.ema:
