@@ -51,7 +51,7 @@ class Account:
             ConvertError: a tensor would be lost.
         """
         if self.count is not None:
-            if (count := count_tensors(root)) != self.count:
+            if (count := count_tensors(root)) < self.count:  # arrays may have become tensors
                 raise ConvertError(
                     f"Of {self.count} tensors {count} would be written, and no option leaves any out.", fix=_DEFECT
                 )

@@ -125,6 +125,12 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     return work.result
 
 
+def left_out(plan: Plan, fitted: Fitted) -> list[str]:
+    """The names of the checkpoint that the plan or a choice leaves out, or that are made anew."""
+    not_copied = fitted.skipped.keys() | {row.name for row in fitted.initialised}
+    return [*plan.drop, *fitted.unexpected, *(old for old, new, _, _ in plan.mismatched if new in not_copied)]
+
+
 def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[tuple[Node, Node]]:
     """What is not a tensor; the extra state of a module goes where its tensors go."""
     paths = {key: key.rpartition(".")[0] for key, _ in others if type(key) is str and key.endswith("_extra_state")}
@@ -325,10 +331,11 @@ class _Problems:
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
         said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
         why = " ".join([*said, *(f"{extra.text}." for extra in self.extras[:_MOST_GLOBS])])
-        advice = self._of_parts(in_code=in_code)
-        if self.missing and not advice:
+        parts = self._of_parts(in_code=in_code)
+        advice = list(parts)
+        if self.missing and not parts:
             advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
-        if self.mismatched and not advice:
+        if self.mismatched and not parts:
             choices = "reinit, overlap or skip"
             text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
             advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
@@ -338,8 +345,9 @@ class _Problems:
             globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]]
             text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
             advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}"))
-        if unknown or (self.ambiguous and not advice):
-            text = "or name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+        if unknown or (self.ambiguous and not parts):
+            text = "name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+            text = f"or {text}" if advice else text
             advice.append(_advice(in_code, text, 'pair={"OLD": "NEW"}; match="structure" looks further'))
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")

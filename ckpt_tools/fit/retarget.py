@@ -26,6 +26,7 @@ from ckpt_tools.fit.fit import (
     Initialised,
     Wanted,
     fit,
+    left_out,
 )
 from ckpt_tools.fit.initialisers import (
     Blank,
@@ -115,8 +116,7 @@ class Retargeting:
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
         report = _report(target.label if target is not None else str(options.plan), plan, fitted)
         report.dropped, report.values = expanded.dropped, expanded.values
-        not_copied = fitted.skipped.keys() | {row.name for row in fitted.initialised}
-        self.left_out = [*plan.drop, *fitted.unexpected, *(old for old, new, _, _ in plan.mismatched if new in not_copied)]
+        self.left_out = left_out(plan, fitted)
         return report, renamed
 
     def _plan(self, node: Dict, target: Target | None, config: Config, whole: Checkpoint | None) -> Expanded:
