@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,17 @@ def test_arrays_of_dill(tmp_path: Path) -> None:
     (tmp_path / "in.pkl").write_bytes(b"\x80\2cdill._dill\n_create_array\n" + inner + b"R.")
     ckpt_tools.convert(tmp_path / "in.pkl", tmp_path / "out.pth", objects="plain")
     assert torch.load(tmp_path / "out.pth").tolist() == [0, 1, 2, 3]
+
+
+def test_weights_that_torch_saved_into_bytes(tmp_path: Path) -> None:
+    """skorch pickles a file of torch.save as bytes: its tensors are shown, and written as tensors; other bytes stay bytes."""
+    file = io.BytesIO()
+    torch.save({"module_": {"w": torch.arange(6.0).reshape(2, 3)}}, file)
+    held = Holder(lr=0.1, cuda=file.getvalue(), cut=file.getvalue()[:-30], text=b"PK")
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps(held))
+    assert "2x3" in ckpt("inspect", tmp_path / "in.pkl").output
+    ckpt_tools.convert(tmp_path / "in.pkl", tmp_path / "out.pth", objects="plain")
+    made = torch.load(tmp_path / "out.pth")
+    torch.testing.assert_close(made["cuda"]["module_"]["w"], torch.arange(6.0).reshape(2, 3))
+    assert made["text"].tolist() == list(b"PK")
+    assert bytes(made["cut"].tolist()) == held.__dict__["cut"]
