@@ -61,7 +61,8 @@ def weights_alone(
     Raises:
         ObjectsError: a state dict or module would lose tensors that --drop does not name.
     """
-    packed = losses.packed_tensors(root)
+    packed, outside = losses.packed_tensors(root), losses.outside_state(root) if checkpoint.has_modules else set()
+    hidden = losses.Held(tensor for tensor in find_tensors(root) if id(tensor.node) in outside)
     inside: Where = ()
     root = modules_first(root, report)
     if ema:
@@ -72,6 +73,7 @@ def weights_alone(
         root, fates = plain.drop_unknown(root)
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         _tell_attributes(attributes, root, report, "`slim`")
+        report.dropped += [(dotted(where), losses.OUTSIDE) for where in hidden.lost(root)]
     lost = [where for where in packed if where[: len(inside)] == inside] + before.lost(root)
     return root, _drop_lost(checkpoint, lost, drop, report)
 
