@@ -28,7 +28,7 @@ class Account:
 
     def open(self, path: str, root: Node) -> None:
         """The tensors of an input."""
-        self.opened.append((path, _tensors(root)))
+        self.opened.append((path, tensors_in(root)))
 
     def open_whole(self, root: Node) -> None:
         """The tensors of the one input, where no option may leave out or exchange any: their number is enough."""
@@ -37,6 +37,11 @@ class Account:
     def leave_out(self, nodes: Iterable[Node]) -> None:
         """Tensors that an option left out, or whose numbers were taken in already."""
         self.left.update((id(node), node) for node in nodes)
+
+    def leave_at(self, before: Sequence[tuple[Where, Node]], gone: Iterable[Where]) -> None:
+        """Tensors that a step left out and told by their paths; `before` are those that there were (`tensors_in`)."""
+        wheres = set(gone)
+        self.leave_out(node for where, node in before if any(where[:end] in wheres for end in range(len(where) + 1)))
 
     def close(self, root: Node, dropped: Collection[str]) -> int:
         """Compare with what is to be written.
@@ -56,7 +61,7 @@ class Account:
                     f"Of {self.count} tensors {count} would be written, and no option leaves any out.", fix=_DEFECT
                 )
             return count
-        written = [node for _, node in _tensors(root)]
+        written = [node for _, node in tensors_in(root)]
         there, names, bytes_of = set(map(id, written)) | self.left.keys(), set(dropped), None
         for path, tensors in self.opened:
             missed = [row for row in tensors if id(row[1]) not in there and not _is_told(row[0], names)]
@@ -73,7 +78,7 @@ class Account:
         return len(written)
 
 
-def _tensors(root: Node) -> list[tuple[Where, Node]]:
+def tensors_in(root: Node) -> list[tuple[Where, Node]]:
     """Every tensor, where it is."""
     found = walk(root, stop=is_tensor, plain=False, bare=False)
     return [row for row in found if type(row[1]) is Entry or is_tensor(row[1])]

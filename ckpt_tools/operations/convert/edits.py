@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
-from ckpt_tools.edit.account import Account
+from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, UsageError
@@ -70,7 +70,7 @@ class Edits:
             option = "set_metadata" if options.set_metadata else "drop_metadata"
             what = f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
-        self.options, self.kind = options, kind
+        self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)
@@ -80,7 +80,7 @@ class Edits:
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         ties, danger = _begin(checkpoint, report), _danger(checkpoint)
-        account = Account()
+        account = self.account
         root, used = self._opened(checkpoint, report, account)
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
             root = _arrays(root, report)  # it holds nothing else of them
@@ -147,7 +147,9 @@ class Edits:
         """Keep and drop tensors by their names."""
         from ckpt_tools.edit.selection import filter_tensors
 
+        before = tensors_in(root)
         gone = filter_tensors(root, self.options.keep, self.options.drop, used)
+        self.account.leave_at(before, gone)
         report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
         if self.options.keep:
             _note_outside(root, report)
@@ -171,8 +173,10 @@ class Edits:
         from ckpt_tools.edit.quantised.dequantising import dequantise
 
         target = DTYPES[CAST_TARGETS[self.options.dequantize]]
+        before = tensors_in(root)
         done = dequantise(root, target, read_config(checkpoint))
         report.dequantised = {f"{scheme} -> {target.name}": count for scheme, count in Counter(done.tensors.values()).items()}
+        self.account.leave_at(before, (where for where, _ in done.left_out))
         report.dropped += [(dotted(where), why) for where, why in done.left_out]
         return Casting(counts=list(done.counts.items()))
 
@@ -218,7 +222,9 @@ class Edits:
     def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools.edit import compaction, slimming
 
+        before = tensors_in(root)
         root, gone = slimming.slim(root)
+        self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
         root, done = compaction.compact(root, verify=self.options.verify)
         report.compacted, report.saved = done.storages, done.saved

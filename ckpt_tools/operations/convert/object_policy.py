@@ -62,7 +62,8 @@ def weights_alone(
         ObjectsError: a state dict or module would lose tensors that --drop does not name.
     """
     packed, outside = losses.packed_tensors(root), losses.outside_state(root) if checkpoint.has_modules else set()
-    hidden = losses.Held(tensor for tensor in find_tensors(root) if id(tensor.node) in outside)
+    every = losses.Held(find_tensors(root) if slim and not ema else ())
+    unsaved = {tensor.where for tensor in every.tensors if id(tensor.node) in outside}
     inside: Where = ()
     root = modules_first(root, report)
     if ema:
@@ -73,7 +74,9 @@ def weights_alone(
         root, fates = plain.drop_unknown(root)
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         _tell_attributes(attributes, root, report, "`slim`")
-        report.dropped += [(dotted(where), losses.OUTSIDE) for where in hidden.lost(root)]
+        for where in every.lost(root):
+            why = losses.OUTSIDE if where in unsaved else "`slim`: a tensor outside state dicts"
+            report.dropped.append((dotted(where), why))
     lost = [where for where in packed if where[: len(inside)] == inside] + before.lost(root)
     return root, _drop_lost(checkpoint, lost, drop, report)
 
