@@ -98,6 +98,13 @@ class QuantisedOptions(Options):
     )  # fmt: skip
 
 
+class PartOptions(Options):
+    """Weights in parts made whole."""
+
+    heading = "Values and devices"
+    fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)
+
+
 _ABOUT_INTEGERS = "Integers need scales beside them: `quantize='q8_0'` makes both, in a .gguf."
 
 
@@ -232,8 +239,8 @@ class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions,
 
 
 class ConvertOptions(
-    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions,
-    SaveOptions,
+    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
+    SlimOptions, SaveOptions,
 ):  # fmt: skip
     """All that `convert` takes."""
 
