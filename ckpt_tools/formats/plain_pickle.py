@@ -32,6 +32,7 @@ from ckpt_tools.formats.base import (
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.formats.numpy_files import Arrays
+from ckpt_tools.formats.zip.inner import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.old_tensors import modernise
@@ -100,8 +101,6 @@ def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Decoded]]:
         part = blobs.part_of(node) if type(node) is bytes and node.startswith(_ZIP) else None
         if part is None or part.source is None:
             return node
-        from ckpt_tools.formats.zip.bundle import decode_inner
-
         try:
             decoded = decode_inner(part.source, part.at, part.end, f"bytes{len(found)}")
         except CkptError:

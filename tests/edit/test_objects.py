@@ -227,7 +227,7 @@ def test_keep_keeps(tmp_path: Path) -> None:
     """With keep even classes come out as they went in."""
     value = [row[0] for row in UNKNOWN if type(row[0]) is not ValueError]
     path = saved(tmp_path, value)
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep", allow_dangerous=True)
     assert_same(*(torch.load(file, weights_only=False) for file in (path, tmp_path / "out.pth")))
 
 

@@ -187,7 +187,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(classes.Stateful, "__setstate__", boom)
     monkeypatch.setattr(classes.Reduced, "__init__", boom)
     for policy in ("plain", "drop", "keep"):
-        ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, overwrite=True)
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, allow_dangerous=True, overwrite=True)
     with pytest.raises(CkptError):
         ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
 

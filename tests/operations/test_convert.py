@@ -419,7 +419,7 @@ def test_big_endian(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"drop": ["b.w"]}], ids=str)
 def test_verify_finds_a_flipped_bit(tmp_path: Path, target: str, options: dict[str, Any]) -> None:
-    """torch loads a damaged tensor without a word; --verify refuses it, whatever else is asked for."""
+    """torch loads a damaged tensor without a word; --verify refuses it, --no-verify takes it."""
     torch.save({"a.w": torch.full((100,), 7.5), "b.w": torch.ones(3)}, tmp_path / "in.pth")
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, verify=True, **options)
     os.remove(tmp_path / target)
@@ -428,7 +428,7 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, target: str, options: dict[s
     with pytest.raises(ChecksumError, match="data/0"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, verify=True, **options)
     assert os.listdir(tmp_path) == ["in.pth"]
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, **options)
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / target, no_verify=True, **options)
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ import contextlib
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
     CkptError,
     LimitError,
-    UnsupportedContainerError,
     ZipError,
 )
 from ckpt_tools.formats import (
@@ -29,15 +27,14 @@ from ckpt_tools.formats import (
     plain_pickle,
     safetensors,
     torch_zip,
-    torchscript,
 )
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.frameworks import keras
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
-from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
+from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.formats.zip.inner import decode_inner
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
@@ -176,32 +173,6 @@ def decode_archive(source: Source, start: int, record: Record) -> Decoded:
     """A member that is a zip, as a checkpoint of its own."""
     with _named(record):
         return decode_inner(source, start, record.size, record.name)
-
-
-def decode_inner(source: Source, start: int, size: int, name: str) -> Decoded:
-    """A zip inside a file, as a checkpoint of its own; its records are placed where they are in the source.
-
-    Raises:
-        ZipError, PickleError, TensorError: it breaks a promise. UnsupportedContainerError: it is another kind of zip.
-    """
-    window = Window(source, start, size)
-    inner = read_directory(window)
-    refuse_two_readings(inner.records)
-    member = f"{name}!"
-    placed = [
-        replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
-                following=row.following + start) for row in inner.records
-    ]  # fmt: skip
-    names = {row.name for row in inner.records}
-    folder = single_folder(inner.records) or ""
-    if numpy_files.is_npz(names):
-        return numpy_files.decode_npz(window, inner)
-    if f"{folder}/data.pkl" not in names or torchscript.sniff(names, folder):
-        raise UnsupportedContainerError(
-            f"{name!r} is a zip, but not one that torch.save wrote.",
-            fix="Unpack the archive and convert its members one by one.",
-        )
-    return torch_zip.decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)
 
 
 def _value(data: bytes) -> Node:
