@@ -25,15 +25,6 @@ ckpt = run
 # --- inspect
 
 
-def test_the_suggested_command_works(training_file: Path) -> None:
-    """The command that a finding gives can be pasted, and mends what it says."""
-    line = next(line for line in ckpt("inspect", training_file).output.splitlines() if "--strip-module" in line)
-    assert ckpt(*line.split()[1:]).exit_code == 0
-    fixed = training_file.with_name("training.fixed.pth")
-    assert all(not name.startswith("module.") for name in torch.load(fixed)["model"])
-    assert "--strip-module" not in ckpt("inspect", fixed).output
-
-
 def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
     """A folder stands for the checkpoints in it, sorted; other files in it are listed behind them."""
     (training_file.parent / "notes.txt").write_text("no checkpoint")

@@ -223,14 +223,6 @@ def test_drop_leaves_nothing_broken(tmp_path: Path) -> None:
     assert loaded == {"default": {"a": 1}, "list": [1, 2], "tuple": (1, None, 2), "set": {1}, "key": {"b": 2}}
 
 
-def test_keep_keeps(tmp_path: Path) -> None:
-    """With keep even classes come out as they went in."""
-    value = [row[0] for row in UNKNOWN if type(row[0]) is not ValueError]
-    path = saved(tmp_path, value)
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
-    assert_same(*(torch.load(file, weights_only=False) for file in (path, tmp_path / "out.pth")))
-
-
 # --- keys and elements
 
 

@@ -70,28 +70,6 @@ def test_names_are_edited_after_the_merge(tmp_path: Path) -> None:
     same(load_file(tmp_path / "out.safetensors"), wanted)
 
 
-@pytest.mark.parametrize("container", ["pth", "sharded", "sharded-pth", "training", "legacy", "packed"])
-def test_bases_in_other_containers(container: str, tmp_path: Path) -> None:
-    """A base may be in any container: one file, shards, a training checkpoint, an archive."""
-    base, source, select = base_of("plain"), tmp_path / "base.pth", None
-    if container == "training":
-        torch.save({"model": base, "epoch": 3}, source)
-        select = "model"
-    elif container == "legacy":
-        torch.save(base, source, _use_new_zipfile_serialization=False)
-    else:
-        torch.save(base, source)
-    if container.startswith("sharded"):
-        as_pth = container == "sharded-pth"
-        ckpt_tools.convert(source, tmp_path / "shards", shard_size=600, format="pth" if as_pth else "safetensors")
-        source = tmp_path / "shards"
-    elif container == "packed":
-        shutil.make_archive(str(tmp_path / "packed"), "gztar", tmp_path, "base.pth")
-        source = tmp_path / "packed.tar.gz"
-    ckpt_tools.convert(source, tmp_path / "out.safetensors", lora=LORA / "plain", select=select)
-    same(load_file(tmp_path / "out.safetensors"), expected("plain"), 1e-6)
-
-
 @pytest.mark.parametrize("form", ["file", "bin", "bin-file", "strided"])
 def test_an_adapter_by_its_file(form: str, tmp_path: Path) -> None:
     """An adapter is its folder or its file, in safetensors or a pickle; the configuration is looked for beside it."""
@@ -138,25 +116,6 @@ def test_memory_shared_in_part_is_refused(tmp_path: Path) -> None:
     torch.save({**base, "blocks.0.q.weight": whole[:6], "whole": whole}, tmp_path / "base.pth")
     with pytest.raises(ConvertError, match=r"'whole' lies on the memory of 'blocks\.0\.q\.weight'"):
         ckpt_tools.convert(tmp_path / "base.pth", tmp_path / "out.pth", lora=LORA / "plain")
-
-
-def test_the_same_bytes_every_time(tmp_path: Path) -> None:
-    """The number of torch's threads does not matter, nor where the tensors lie."""
-    torch.manual_seed(1)
-    base = {"a.weight": torch.randn(700, 900), "b.weight": torch.randn(900, 700)}
-    factors = {f"base_model.model.{n}.lora_{f}.weight": torch.randn(*s) for n, f, s in (
-        ("a", "A", (8, 900)), ("a", "B", (700, 8)), ("b", "A", (8, 700)), ("b", "B", (900, 8)))}  # fmt: skip
-    adapter = write_adapter(tmp_path / "adapter", factors, r=8, lora_alpha=16)
-    save_file(base, tmp_path / "base.safetensors")
-    threads, made = torch.get_num_threads(), []
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / f"{count}.safetensors", lora=adapter)
-        made.append((tmp_path / f"{count}.safetensors").read_bytes())
-    torch.set_num_threads(threads)
-    assert made[0] == made[1]
-    delta = 2 * factors["base_model.model.a.lora_B.weight"] @ factors["base_model.model.a.lora_A.weight"]
-    torch.testing.assert_close(load_file(tmp_path / "1.safetensors")["a.weight"], base["a.weight"] + delta, rtol=0, atol=1e-5)
 
 
 def write_adapter(folder: Path, tensors: Tensors, **config: object) -> Path:
@@ -485,26 +444,3 @@ def test_an_adapter_at_an_address(server: Server, tmp_path: Path) -> None:
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("adapter"))
     with pytest.raises(FolderError, match="without an adapter"):
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("elsewhere"))
-
-
-def test_a_distributed_checkpoint_into_another(tmp_path: Path) -> None:
-    """A base in many chunks, and a merged model as torch's own writer has it."""
-    ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "base", format="dcp")
-    ckpt_tools.convert(tmp_path / "base", tmp_path / "merged", format="dcp", lora=LORA / "dora")
-    ckpt_tools.convert(tmp_path / "merged", tmp_path / "out.safetensors")
-    same(load_file(tmp_path / "out.safetensors"), expected("dora"), 1e-6)
-
-
-def test_the_folder_of_a_model(tmp_path: Path) -> None:
-    """`model.safetensors` beside `config.json` is the folder's checkpoint, and the configuration comes along."""
-    (tmp_path / "model").mkdir()
-    shutil.copy(LORA / "base.safetensors", tmp_path / "model" / "model.safetensors")
-    (tmp_path / "model" / "config.json").write_text("{}")
-    ckpt_tools.convert(tmp_path / "model", tmp_path / "out.safetensors", lora=LORA / "plain")
-    same(load_file(tmp_path / "out.safetensors"), expected("plain"), 1e-6)
-    report = ckpt_tools.convert(tmp_path / "model", tmp_path / "out", shard_size="1GB", lora=LORA / "plain")
-    assert report.companions == ["config.json"]
-    assert not report.stayed
-    shutil.copy(LORA / "base.safetensors", tmp_path / "model" / "pytorch_model.bin")
-    with pytest.raises(FolderError, match="not a checkpoint"):
-        ckpt_tools.convert(tmp_path / "model", tmp_path / "again.safetensors")

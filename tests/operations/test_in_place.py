@@ -330,19 +330,6 @@ def test_a_half_edited_file_with_other_bytes(pth: Path, writer: Callable[[Path],
     assert journal_of(pth).exists()
 
 
-def test_a_journal_that_was_never_whole(pth: Path) -> None:
-    """Killed while it wrote the journal: the file is untouched; readers leave the rest, the next edit removes it."""
-    old = interrupted(pth)
-    whole = journal_of(pth).read_bytes()
-    pth.write_bytes(old)
-    for length in (0, 5, 40, len(whole) - 1):
-        journal_of(pth).write_bytes(whole[:length])
-        assert not codes(pth).keys() & {"half-edited", "stray-journal"}
-        assert journal_of(pth).exists()
-    ckpt_tools.edit_in_place(pth, unwrap=True)
-    assert not journal_of(pth).exists()
-
-
 @pytest.mark.parametrize("how", ["convert", "save"])
 def test_what_replaces_a_half_edited_file_takes_its_journal_away(pth: Path, tmp_path: Path, how: str) -> None:
     """An output over it begins by rolling back: no journal is left, and where the output fails the old file is."""
@@ -405,16 +392,6 @@ def test_an_edit_under_way_is_waited_for_by_nobody(pth: Path) -> None:
     assert as_read(pth) == old
 
 
-def test_readers_beside_an_edit(pth: Path) -> None:
-    """A reader that looks at the journal in the moment before the editor locks it does not keep the edit from being made."""
-    old = interrupted(pth)
-    with journal_of(pth).open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        assert as_read(pth) == old
-        run("repair", pth)
-    assert pth.read_bytes() == old
-
-
 def test_a_verdict_is_about_the_bytes_that_lie_there(pth: Path) -> None:
     """A half-edited file is read as it was, which is not what other programs read: scan says so, and does not pass it."""
     interrupted(pth)
@@ -438,15 +415,6 @@ def test_first_bytes_that_are_written_in_part(pth: Path) -> None:
         ckpt("repair", pth)
         assert pth.read_bytes() == old
         place.write_bytes(kept)
-
-
-def test_an_edit_beside_one_under_way(pth: Path) -> None:
-    """`model` is edited while the journal of `model.pth` is locked, and not written yet."""
-    journal_of(pth).touch()
-    torch.save(weights(), pth.with_name("model"))
-    with journal_of(pth).open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        ckpt_tools.edit_in_place(pth.with_name("model"), strip_module=True)
 
 
 def test_a_rollback_that_is_killed_at_each_call(pth: Path) -> None:

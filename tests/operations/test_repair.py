@@ -3,7 +3,6 @@
 import pickle
 import shlex
 import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +136,6 @@ def test_fixtures_without_their_directory(path: Path, tmp_path: Path) -> None:
     assert not compared.unexpected
 
 
-def test_no_checksums(tmp_path: Path) -> None:
-    """A file without checksums and without a directory: sizes alone tell, and the report says so."""
-    torch.serialization.set_crc32_options(False)
-    try:
-        tensors = model(tmp_path / "model.pth")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    data = (tmp_path / "model.pth").read_bytes()
-    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
-    assert equal(found, tensors)
-    assert "no-checksums" in dict(report.notes)
-
-
 @pytest.mark.parametrize("count", [-4096, -37, 37, 64])
 @pytest.mark.parametrize("has_directory", [True, False])
 def test_bytes_missing_or_added_without_checksums(tmp_path: Path, count: int, has_directory: bool) -> None:
@@ -280,20 +266,6 @@ def test_the_order_of_bytes_is_lost(tmp_path: Path, name: bytes) -> None:
     assert (report.exit_code, "assumed-byteorder" in dict(report.notes)) == (1, True)
     assert equal(found, tensors)
     assert repaired(data.replace(b"byteorder", name, 1), tmp_path)[0].exit_code == 0
-
-
-def test_files_that_never_had_an_order_of_bytes(tmp_path: Path) -> None:
-    """As torch wrote them before 2.1: without their directory all is saved, and nothing assumed."""
-    tensors = model(tmp_path / "new.pth")
-    with zipfile.ZipFile(tmp_path / "new.pth") as new:
-        records = {name.partition("/")[2]: new.read(name) for name in new.namelist()}
-    writer = torch._C.PyTorchFileWriter(str(tmp_path / "old.pth"))
-    for name in ("data.pkl", *(f"data/{index}" for index in sorted(map(str, range(20))))):
-        writer.write_record(name, records[name], len(records[name]))
-    writer.write_end_of_file()
-    data = (tmp_path / "old.pth").read_bytes()
-    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
-    assert (report.exit_code, equal(found, tensors), "assumed-byteorder" in dict(report.notes)) == (0, True, False)
 
 
 # --- text mode
@@ -454,16 +426,6 @@ def test_stale_metadata_that_another_state_dict_shares(tmp_path: Path) -> None:
     assert list(loaded["clean"]._metadata) == ["", "0", "1"]
 
 
-def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
-    """Where a row is there under both names, the one that fits the tensors is kept."""
-    state: Any = nn.Linear(2, 2).state_dict(prefix="fc.")
-    state._metadata["module.fc"] = {"version": 9}
-    state._metadata["fc"] = {"version": 1}
-    torch.save(state, tmp_path / "model.pth")
-    assert [row.code for row in repair(tmp_path / "model.pth", tmp_path / "out.pth").mended] == ["stale-metadata"]
-    assert torch.load(tmp_path / "out.pth")._metadata["fc"] == {"version": 1}
-
-
 def test_ties_only_when_asked(tmp_path: Path) -> None:
     """Equal matrices share their bytes only with --tie-equal; vectors and zeros never do."""
     table = torch.randn(40, 8)
@@ -519,30 +481,6 @@ def test_holes_are_filled(tmp_path: Path, target: str) -> None:
     assert found["0.weight"].equal(network.state_dict()["0.weight"])
     assert found["2.weight"].unique().numel() > 1000
     assert report.exit_code == 1
-
-
-class Renaming(nn.Sequential):
-    """A model whose state dict has names that lead to no module of it."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Under other names."""
-        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
-
-
-def renaming() -> nn.Module:
-    """One layer."""
-    return Renaming(nn.Linear(30, 40))
-
-
-def test_names_that_a_state_dict_makes_itself(tmp_path: Path) -> None:
-    """Where a name leads to no module, what is lost is filled by the tensor's own name."""
-    state_dict = renaming().state_dict()
-    torch.save(state_dict, tmp_path / "model.pth")
-    data = (tmp_path / "model.pth").read_bytes()
-    at = data.index(state_dict["net.0.bias"].detach().numpy().tobytes())
-    report, found = repaired(data[: at + 10], tmp_path, like=f"{__name__}:renaming", reinit="default")
-    assert report.filled == {"net.0.bias": "zeros"}
-    assert found["net.0.weight"].equal(state_dict["net.0.weight"])
 
 
 def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
@@ -618,16 +556,6 @@ def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
     _, _, command = caught.value.fix.partition(": ckpt ")
     ckpt(*shlex.split(command))
     assert not (tmp_path / "out.pth").exists()
-
-
-def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
-    """A lost tensor's name, and a record's, come from the file."""
-    name = "a\x1b[31m.weight"
-    torch.save({name: torch.ones(10), "b.weight": torch.full((10,), 7.0)}, tmp_path / "model.pth")
-    flip_byte(tmp_path / "model.pth", torch.ones(10).numpy().tobytes())
-    output = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", code=1).output
-    assert "\x1b" not in output
-    assert r"a\x1b[31m.weight" in output
 
 
 # --- hostile
