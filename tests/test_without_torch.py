@@ -234,7 +234,7 @@ def test_no_network(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_crcs_are_zlibs_with_isal_and_without(installed: bool, place: Path, tmp_path: Path) -> None:
-    """The extra `fast` brings another CRC-32: used where it is installed, and the same number either way."""
+    """isal brings another CRC-32: used where it is installed, and the same number either way."""
     counting = "import zlib\ncalls = 0\ndef crc32(*args):\n    global calls\n    calls += 1\n    return zlib.crc32(*args)\n"
     (tmp_path / "isal").mkdir()
     (tmp_path / "isal" / "__init__.py").touch()

@@ -73,8 +73,8 @@ def convert(
     ckpt convert runs/*.pth --to-dir out --format safetensors --jobs 4
 
     The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --dequantize,
-    --strip-module, --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan,
-    --map-location, --dtype.
+    --fold, --lora, --strip-module, --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module,
+    --like or --plan, --map-location, --dtype.
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
     folder too, other files come along: config.json, the tokenizer's files; never code.

@@ -9,17 +9,7 @@ from typing import TypeAlias
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors, names_quantised
-from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.frozen import frozen
-from ckpt_tools.io.content import (
-    Checksum,
-    Computed,
-    Content,
-    Joined,
-    Piece,
-    Range,
-    chunks,
-)
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs
@@ -216,52 +206,3 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
         return replace(storage, content=swapped(storage.content, storage.swap_width))
 
     return map_storages(root, change)
-
-
-def checked(pieces: list[Piece], root: Node) -> list[Piece]:
-    """The pieces with `--verify`: whole records are checked as they pass; the others are read and checked now.
-
-    Raises:
-        ChecksumError: bytes that do not match.
-    """
-    whole = {_key(piece.content) for piece in pieces if isinstance(piece.content, Range)}
-    records = {}
-    for content in _sources(root):
-        records[_key(content)] = content
-        if content.length and _key(content) not in whole:
-            _check_now(content)
-    return [_with_checksum(piece, records) for piece in pieces]
-
-
-def _key(content: Range) -> tuple[int, int, int]:
-    return id(content.source), content.offset, content.length
-
-
-def _sources(root: Node) -> list[RecordRange]:
-    """The records that the tree's storages are, or are worked out of."""
-    storages = {id(node): node for node in reachable(root, dicts=False) if type(node) is Storage}
-    found: dict[int, RecordRange] = {}
-    pending: list[Content] = [storage.content for storage in storages.values()]
-    while pending:
-        content = pending.pop()
-        if isinstance(content, Computed) and content.of is not None:
-            pending += content.of if isinstance(content.of, tuple) else (content.of,)
-        elif isinstance(content, Joined):
-            pending += content.parts
-        elif isinstance(content, RecordRange):
-            found[id(content)] = content
-    return list(found.values())
-
-
-def _check_now(content: RecordRange) -> None:
-    checksum = Checksum(content.length, content.record.crc, content.record.name)
-    for chunk in chunks(content):
-        checksum.update(chunk)
-
-
-def _with_checksum(piece: Piece, records: dict[tuple[int, int, int], RecordRange]) -> Piece:
-    content = piece.content
-    if piece.checksum is not None or not isinstance(content, Range) or not content.length:
-        return piece
-    record = records.get(_key(content))
-    return piece if record is None else Piece(content, Checksum(content.length, record.record.crc, record.record.name))

@@ -178,7 +178,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     for index, (name, node) in enumerate(named.items()):
         if type(node) is not Entry:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
-                                      fix=f"Leave it out: `drop={name!r}`.")  # fmt: skip
+                                      fix="Write a .pth, which holds any tensor.")  # fmt: skip
         if users[id(node.storage)] > 1:
             view = view_of(node)
             if node.nbytes and view in first:
@@ -204,6 +204,10 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     # All at once: what several of them share is made plain once.
     values = Dict(list(enumerate(node for _, node in found)))
     _, fates = plain.make_plain(values)
+    if lost := [dotted((*found[at][0], *below)) for at, *below in plain.lost_arrays(fates) if type(at) is int]:
+        raise ContainerLimitError(
+            f"{lost[0]!r} is an array of NumPy's that has no plain form.", fix="Write a .pth, which holds it as it is."
+        )
     for fate in fates:
         index, *below = fate.where
         where = (*found[index][0], *below) if type(index) is int else fate.where

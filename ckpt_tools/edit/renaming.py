@@ -41,12 +41,12 @@ def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
     check_unique(renamed)
     if nameless := [old for old, new in renamed.items() if old and not new]:
         raise ConvertError(f"{nameless[0]!r} would be left without a name.", fix="Give it another with `rename`.")
-    tensors = len(state_dict.names)
+    names = state_dict.names
     changes = {old: new for old, new in renamed.items() if old != new}
     if changes:
         node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
         rename_metadata(node, renamed)
-    return Renamed(tensors, changes)
+    return Renamed(len(names), {name: changes[name] for name in names if name in changes})
 
 
 def _is_name(key: str, value: Node) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools.edit.objects.losses import model_parts
+from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
     StateDict,
@@ -16,6 +17,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
+from ckpt_tools.tree.names import MODULE
 from ckpt_tools.tree.nodes import (
     Dict,
     List,
@@ -150,6 +152,7 @@ _EMA_KEYS = frozenset((
     "swa_state_dict",
 ))  # fmt: skip
 _LIT_EMA = "model_ema."  # LitEma of latent-diffusion: names without their dots, in the model's own state dict
+_MMCV_EMA = "ema_"  # mmcv's EMAHook: buffers of the model, with underscores for dots
 _COUNTERS = frozenset(("decay", "num_updates"))
 
 
@@ -184,12 +187,55 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         where = state_dict.where
         if any(where[:end] in taken for end in range(len(where) + 1)):
             continue
-        if where == ("state_dict",) if swapped else _is_named_average(where):
+        names = state_dict.names
+        if where == ("state_dict",) if swapped else _is_named_average(where) or _averaging(names):
             taken.add(where)
-            yield where, state_dict.node
-        elif any(name.startswith(_LIT_EMA) for name in state_dict.names):
+            yield where, _as_plain_model(state_dict)
+        elif any(name.startswith(_LIT_EMA) for name in names):
             taken.add(where)
-            yield where, _without_lit_ema(state_dict)
+            yield where, _without_averages(state_dict, _LIT_EMA, "")
+        elif has_mmcvs(names):
+            taken.add(where)
+            yield where, _without_averages(state_dict, _MMCV_EMA, "_")
+
+
+def _averaging(names: Sequence[str]) -> str:
+    """What the names of the averaged model begin with in the state dict of what averages; nothing in any other.
+
+    torch's AveragedModel has a count beside `module.`; ema-pytorch's EMA two flags beside `ema_model.` and `online_model.`.
+    """
+    found = set(names)
+    lead = MODULE if found and all(name.startswith(MODULE) for name in found) else ""
+    if f"{lead}n_averaged" in found and all(name.startswith(lead + MODULE) for name in found - {f"{lead}n_averaged"}):
+        return lead + MODULE
+    if f"{lead}initted" in found and any(name.startswith(f"{lead}ema_model.") for name in found):
+        return f"{lead}ema_model."
+    return ""
+
+
+def _as_plain_model(state_dict: StateDict) -> Dict:
+    """The averaged tensors by the names of the model, without what averages them and without wrappers around all of them."""
+    node, lead = state_dict.node, _averaging(state_dict.names)
+    names = [key for key, _ in node.items if type(key) is str and key.startswith(lead)]
+    renamed = {name: name[len(lead) :] for name in names}
+    tensors = [renamed[name] for name in state_dict.names if name in renamed]
+    while tensors and all(name.startswith(MODULE) for name in tensors):
+        tensors = [name.removeprefix(MODULE) for name in tensors]
+        renamed = {old: new.removeprefix(MODULE) for old, new in renamed.items()}
+    if all(old == new for old, new in renamed.items()):
+        return node
+    made = Dict(
+        [(renamed[key], value) for key, value in node.items if type(key) is str and key in renamed], ordered=node.ordered
+    )
+    made.attributes = node.attributes
+    rename_metadata(made, renamed)
+    return made
+
+
+def has_mmcvs(names: Sequence[str]) -> bool:
+    """Whether buffers of mmcv's EMAHook are among the names: `ema_backbone_conv1_weight` of `backbone.conv1.weight`."""
+    flat = {name.replace(".", "_") for name in names if "." in name}
+    return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
 
 
 def _is_named_average(where: Where) -> bool:
@@ -207,19 +253,19 @@ def _is_swapped(root: Node) -> bool:
     return ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
 
 
-def _without_lit_ema(state_dict: StateDict) -> Dict:
+def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
     """A state dict with its averaged tensors in place of the trained ones.
 
     Raises:
         ConvertError: an averaged tensor whose trained one is not clear.
     """
-    items, flat = state_dict.node.items, _without_dots(state_dict)
+    items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():
-        short = key.removeprefix(_LIT_EMA) if key.startswith(_LIT_EMA) else None
+        short = key.removeprefix(prefix) if key.startswith(prefix) else None
         if short is None or short in _COUNTERS:
             continue
-        whose = flat.get(short, flat.get(short.replace(".", ""), []))
+        whose = flat.get(short, flat.get(short.replace(".", dot), []))
         if len(whose) != 1:
             known = " or ".join(map(repr, whose)) or "nothing that is there"
             raise ConvertError(
@@ -227,19 +273,19 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
                 fix="Take them apart with `keep` and `rename`.",
             )  # fmt: skip
         values[whose[0]] = value
-    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(_LIT_EMA)]
+    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(prefix)]
     made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
     made.attributes = state_dict.node.attributes
     return made
 
 
-def _without_dots(state_dict: StateDict) -> dict[str, list[str]]:
-    """The names of trained tensors by how LitEma writes them: without dots, the model's `model.` left out or not."""
+def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, list[str]]:
+    """The names of trained tensors by how LitEma and mmcv write them: without dots, the model's `model.` left out or not."""
     flat: dict[str, list[str]] = {}
     for name in state_dict.names:
-        if name.startswith(_LIT_EMA):
+        if name.startswith(prefix):
             continue
-        flat.setdefault(name.replace(".", ""), []).append(name)
-        if name.startswith("model."):
-            flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
+        flat.setdefault(name.replace(".", dot), []).append(name)
+        if prefix == _LIT_EMA and name.startswith("model."):
+            flat.setdefault(name.removeprefix("model.").replace(".", dot), []).append(name)
     return flat

@@ -37,6 +37,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     contiguous_stride,
 )
+from ckpt_tools.tree.parametrized import is_part, part_of
 from ckpt_tools.tree.prefixes import between
 
 _DEFAULT = Scheme("default")  # for tensors of another shape that no scheme was given for
@@ -124,6 +125,12 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     return work.result
 
 
+def left_out(plan: Plan, fitted: Fitted) -> list[str]:
+    """The names of the checkpoint that the plan or a choice leaves out, or that are made anew."""
+    not_copied = fitted.skipped.keys() | {row.name for row in fitted.initialised}
+    return [*plan.drop, *fitted.unexpected, *(old for old, new, _, _ in plan.mismatched if new in not_copied)]
+
+
 def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[tuple[Node, Node]]:
     """What is not a tensor; the extra state of a module goes where its tensors go."""
     paths = {key: key.rpartition(".")[0] for key, _ in others if type(key) is str and key.endswith("_extra_state")}
@@ -156,17 +163,18 @@ class _Fitting:
             [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
         )
-        problems.extras = self.extras(plan, problems.unexpected)
+        ambiguous = [new for new, _, _ in plan.ambiguous]
+        problems.extras = self.extras(problems.unexpected, [*plan.missing, *ambiguous])
         if problems:
+            problems.find_extras = self.extras
             raise problems.error(self.wanted.label, in_code=choices.in_code)
 
-    def extras(self, plan: Plan, unexpected: Sequence[str]) -> list[Extra]:
+    def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
         """What the target has nothing like, where it is known what that wants."""
         if not unexpected or not self.wanted.names:
             return []
         shapes = {name: node.shape if type(node) is Entry else () for name, node in self.source.items()}
-        open_ = [*plan.missing, *(new for new, _, _ in plan.ambiguous)]
-        return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in open_})
+        return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in missing})
 
     def describe(self, plan: Plan) -> None:
         """Steps of the plan that change more than a name."""
@@ -309,6 +317,7 @@ class _Problems:
     mismatched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
     ambiguous: list[str]
     extras: list[Extra] = field(default_factory=list)
+    find_extras: Callable[[Sequence[str], Sequence[str]], list[Extra]] = lambda unexpected, missing: []
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
@@ -322,32 +331,41 @@ class _Problems:
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
         said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
         why = " ".join([*said, *(f"{extra.text}." for extra in self.extras[:_MOST_GLOBS])])
-        advice = []
-        if self.missing:
+        parts = self._of_parts(in_code=in_code)
+        advice = list(parts)
+        if self.missing and not parts:
             advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
-        if self.mismatched:
+        if self.mismatched and not parts:
             choices = "reinit, overlap or skip"
             text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
             advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
             if not in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
                 advice.append("a plan's step for as many numbers in another shape, whose order nothing else says")
-        if self.unexpected:
-            globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]] or [_glob(unknown)]
-            dropped = " ".join(f"`drop={glob!r}`" for glob in globs)
-            what = "what is not in the target" if self.extras else "unexpected ones"
-            text = f"leave {what} out with {dropped}"
-            advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}" if self.extras else "allow_unexpected=[...]"))
-        if self.ambiguous or (self.missing and unknown):
-            text = "or name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+        if self.extras:
+            globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]]
+            text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
+            advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}"))
+        if unknown or (self.ambiguous and not parts):
+            text = "name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+            text = f"or {text}" if advice else text
             advice.append(_advice(in_code, text, 'pair={"OLD": "NEW"}; match="structure" looks further'))
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
+
+    def _of_parts(self, *, in_code: bool) -> list[str]:
+        """What makes weights of the parts that are left over: without one of them the others are other weights."""
+        advice = []
+        if any(map(part_of, (*self.unexpected, *self.missing, *(new for _, new, _, _ in self.mismatched)))):
+            advice.append("weight norm, spectral norm and pruning keep a weight in parts, which are folded where all are there")
+        if any(is_part(name) and not part_of(name) for name in self.unexpected):
+            advice.append(_advice(in_code, "`dequantize='bf16'` makes plain weights of quantised ones", "dequantise it first"))
+        return advice
 
     @property
     def others(self) -> list[str]:
         """What is unexpected, and may yet be something of the target."""
         spare = {name for extra in self.extras for name in extra.names}
-        return [name for name in self.unexpected if name not in spare]
+        return [name for name in self.unexpected if name not in spare and not is_part(name)]
 
     def _prefixed(self, label: str, *, in_code: bool) -> MatchError | None:
         """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""
@@ -365,8 +383,9 @@ class _Problems:
         option, value = ("strip_prefix" if taken is not None else "add_prefix"), prefix.text
         fix = _advice(in_code, f"Give `{option}={value!r}` too", 'match="names" takes a common prefix')
         missing, unexpected = (without, others) if taken is not None else (others, without)
-        if unexpected:
-            fix += _advice(in_code, f"; leave the others out with `drop={_glob(unexpected)!r}`", "; allow_unexpected=[...]")
+        if globs := [extra.glob for extra in self.find_extras(unexpected, missing)][:_MOST_GLOBS]:
+            text = f"; leave the others out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
+            fix += _advice(in_code, text, f"; allow_unexpected={globs!r}")
         if missing:
             fix += _advice(in_code, "; initialise missing ones with `reinit=SCHEME`", "; reinit=... or allow_missing=[...]")
         return MatchError(f"{label}.", why=why, fix=f"{fix}.")
@@ -379,9 +398,3 @@ def _left(names: Sequence[str], taken: Sequence[str]) -> list[str]:
 
 def _advice(in_code: bool, option: str, argument: str) -> str:
     return argument if in_code else option
-
-
-def _glob(names: Sequence[str]) -> str:
-    """A glob that takes the first of the names and those beside it."""
-    parent = names[0].rpartition(".")[0]
-    return f"{parent}.*" if parent else names[0]

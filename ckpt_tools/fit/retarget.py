@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import (
     ConvertError,
     MatchPlanError,
@@ -25,6 +26,7 @@ from ckpt_tools.fit.fit import (
     Initialised,
     Wanted,
     fit,
+    left_out,
 )
 from ckpt_tools.fit.initialisers import (
     Blank,
@@ -49,6 +51,7 @@ from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.parametrized import Parametrized
 from ckpt_tools.values.numeric import live_content, row_major
 
 if TYPE_CHECKING:
@@ -84,6 +87,8 @@ class Retargeting:
     def __init__(self, options: FitOptions) -> None:
         self.options = options
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
+        self.folded: list[Parametrized] = []
+        self.left_out: list[str] = []  # names of the checkpoint that a choice or the plan leaves out, or that are made anew
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
@@ -101,6 +106,8 @@ class Retargeting:
         options = self.options
         target = None if options.like is None else read_target(options.like, args=options.like_args, select=options.like_select)
         config = Config.beside(path, None if whole is None else whole.root)
+        if target is not None:
+            self.folded = fold_for(node, target.names)
         expanded = self._plan(node, target, config, whole)
         plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{options.plan} leaves tensors over"
@@ -109,6 +116,7 @@ class Retargeting:
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
         report = _report(target.label if target is not None else str(options.plan), plan, fitted)
         report.dropped, report.values = expanded.dropped, expanded.values
+        self.left_out = left_out(plan, fitted)
         return report, renamed
 
     def _plan(self, node: Dict, target: Target | None, config: Config, whole: Checkpoint | None) -> Expanded:
@@ -126,6 +134,7 @@ class Retargeting:
         options = self.options
         plan, values = read_any_plan(cast("str", options.plan)), cast("Mapping[str, int]", options.plan_value or {})
         if not isinstance(plan, PatternPlan):
+            self.folded += fold_for(node, [*(name for step in plan.steps for name in step.old), *plan.drop])
             if options.reverse or values:
                 option = "reverse" if options.reverse else "plan_value"
                 raise UsageError(f"`{option}` is for plans of patterns; {options.plan} names every tensor.")

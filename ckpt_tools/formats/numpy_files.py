@@ -53,6 +53,7 @@ from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
+    ByteString,
     Dict,
     Entry,
     Global,
@@ -325,7 +326,9 @@ class Arrays:
         shape, kind, fortran, data = (_array_state(node) if type(node) is Object else None) or (None, None, None, None)
         shape = sizes_of(shape) if type(shape) is tuple else None
         dtype, big = _numbers(kind)
-        if dtype is None or shape is None or min(shape, default=0) < 0 or type(data) is not bytes:
+        if dtype is None or shape is None or min(shape, default=0) < 0:
+            return node
+        if (data := array_bytes(data, _elements(shape) * dtype.itemsize)) is None:
             return node
         if _elements(shape) * dtype.itemsize != len(data):
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
@@ -366,6 +369,14 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
             buffer = buffer.args[0]
         return shape, kind, order == "F", buffer
     return None
+
+
+def array_bytes(data: Node, length: int) -> bytes | None:
+    """The bytes of a pickled array; Python 2's are those of a str, which was read as text where that could be."""
+    if type(data) is str:
+        encoded = data.encode("utf-8", "surrogatepass")
+        return encoded if len(encoded) == length else data.encode("latin1") if data.isascii() or max(data) <= "\xff" else None
+    return data.data if type(data) is ByteString else data if type(data) is bytes else None
 
 
 def _refuse(pid: Node) -> Node:

@@ -37,17 +37,20 @@ from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
+from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import (
     ByteString,
     Dict,
     List,
     Node,
 )
+from ckpt_tools.tree.visit import walk
 
 # Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.
 _START = re.compile(
     rb"\x80[\x02-\x05]|\([dl]p?\d*\n|[}\]]q\x00\(|c(?:__builtin__|builtins|collections|copy_reg|copyreg|numpy|torch)[\w.]*\n\w+\n"
 )
+_ZIP, _BYTES = b"PK\3\4", frozenset((bytes,))
 _PICKLE, _JOBLIB = "a pickle that torch.save did not write", "a joblib dump"
 _DAMAGED_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # of torch-legacy; what stands before it may have lost a line feed
 
@@ -80,12 +83,37 @@ def decode(source: Source) -> Decoded:
     if left and _may_be(root, MAGIC_NUMBER):
         _refuse_computed_magic(pickles)
     arrays = Arrays(source)
-    root = modernise(arrays.as_tensors(root, blobs), machine.globals)
+    root, inner = _with_archives(modernise(arrays.as_tensors(root, blobs), machine.globals), blobs)
+    names = dict.fromkeys([*machine.globals, *(name for decoded in inner for name in decoded.globals)])
     return Decoded(
-        "pickle", root, source, list(machine.globals), [_JOBLIB if machine.has_arrays else _PICKLE, *machine.unusual],
+        "pickle", root, source, list(names), [_JOBLIB if machine.has_arrays else _PICKLE, *machine.unusual],
         warnings=[*validate_tree(root), *trailing(left, "the pickle")],
-        storage_bytes=blobs.storage_bytes + arrays.storage_bytes,
+        storage_bytes=blobs.storage_bytes + arrays.storage_bytes + sum(decoded.storage_bytes for decoded in inner),
     )  # fmt: skip
+
+
+def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Decoded]]:
+    """The tree with what torch.save wrote into bytes, as skorch has it, in their place; what cannot be read stays."""
+    found: list[Decoded] = []
+
+    def swap(node: Node) -> Node:
+        part = blobs.part_of(node) if type(node) is bytes and node.startswith(_ZIP) else None
+        if part is None or part.source is None:
+            return node
+        from ckpt_tools.formats.zip.bundle import decode_inner
+
+        try:
+            decoded = decode_inner(part.source, part.at, part.end, f"bytes{len(found)}")
+        except CkptError:
+            return node
+        if decoded.byteorder != "little":
+            return node
+        found.append(decoded)
+        return decoded.root
+
+    if not any(type(node) is bytes and node.startswith(_ZIP) for _, node in walk(root, plain=False, values=_BYTES)):
+        return root, found
+    return exchange.replace(root, swap, values=_BYTES), found
 
 
 def _refuse(pid: Node) -> Node:

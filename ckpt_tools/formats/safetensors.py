@@ -370,7 +370,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 def _code(name: str, entry: Entry) -> str:
     if entry.dtype.safetensors is None or (entry.dtype.packed > 1 and not entry.shape):
         raise ContainerLimitError(
-            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix=f"Leave it out: `drop={name!r}`."
+            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix="Write a .pth, which holds any tensor."
         )
     return entry.dtype.safetensors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from ckpt_tools.errors import ChecksumError, ZipError
@@ -32,7 +33,7 @@ class Checksum:
                 f"The bytes of {self.label} do not match their CRC-32.",
                 why=f"The file says {self.expected:08x}, the bytes give {self.value:08x}: they changed after they were saved.",
                 fix="Get the file again; ckpt check names what is damaged, ckpt repair saves the rest. "
-                "Without `verify` the bytes are copied as they are.",
+                "With `no_verify=True` the bytes are taken as they are.",
             )
 
 
@@ -120,8 +121,7 @@ def chunks(content: Content) -> Iterator[bytes | memoryview]:
     if isinstance(content, Literal):
         yield content.data
     elif isinstance(content, Range):
-        for start in range(0, content.length, CHUNK):
-            yield content.source.read(content.offset + start, min(CHUNK, content.length - start))
+        yield from _blocks(content, CHUNK)
     elif isinstance(content, Deflated):
         yield from _inflate(content)
     elif isinstance(content, Joined):
@@ -129,6 +129,37 @@ def chunks(content: Content) -> Iterator[bytes | memoryview]:
             yield from chunks(part)
     else:
         yield from content.chunks()
+
+
+def _blocks(content: Range, size: int) -> Iterator[bytes]:
+    with passing(content) as checksum:
+        for start in range(0, content.length, size):
+            block = content.source.read(content.offset + start, min(size, content.length - start))
+            checksum(block)
+            yield block
+
+
+@contextmanager
+def passing(content: Range) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """What takes in the bytes of a range that is read from its start to its end, in order.
+
+    Where the source expects a CRC-32 of the range it is compared, once; on the whole range alone.
+
+    Raises:
+        ChecksumError: bytes that do not match.
+    """
+    expected = content.source.expected.get((content.offset, content.length))
+    if expected is None:
+        yield _pass
+        return
+    checksum = Checksum(content.length, *expected)
+    yield checksum.update
+    if not checksum.left:
+        content.source.expected.pop((content.offset, content.length), None)
+
+
+def _pass(_data: bytes | memoryview) -> None:
+    pass
 
 
 def read(content: Content) -> bytes:
@@ -141,6 +172,8 @@ def read_into(content: Content, buffer: memoryview) -> None:
     at = 0
     if isinstance(content, Range):
         content.source.read_into(content.offset, buffer)
+        with passing(content) as checksum:
+            checksum(buffer)
     elif isinstance(content, Joined):
         for part in content.parts:
             read_into(part, buffer[at : at + part.length])
@@ -195,8 +228,7 @@ def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:
     As bytes: memoryviews compare ten times slower.
     """
     if isinstance(content, Range):
-        for start in range(0, content.length, size):
-            yield content.source.read(content.offset + start, min(size, content.length - start))
+        yield from _blocks(content, size)
         return
     pending = bytearray()
     for chunk in chunks(content):

@@ -1,4 +1,4 @@
-"""CRC-32, as zip records carry it: isal's where it is installed (the extra `fast`), many times faster, else zlib's."""
+"""CRC-32, as zip records carry it: isal's, many times faster; zlib's where there is no isal."""
 
 try:
     from isal.isal_zlib import crc32

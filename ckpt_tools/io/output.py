@@ -11,7 +11,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -65,6 +65,11 @@ class Source:
     half_edited: Journal | None = None
     strays: tuple[Journal, ...] = ()
     _identity: object = None
+
+    @cached_property
+    def expected(self) -> dict[tuple[int, int], tuple[int, str]]:
+        """The CRC-32 and name of ranges that are checked when they are read whole, by offset and length."""
+        return {}
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -13,6 +13,7 @@ from ckpt_tools.matching.by_name import (
     apply_rules,
     match_affixes,
     match_exact,
+    match_parametrized,
     match_whole_wrapper,
     match_wrappers,
 )
@@ -85,6 +86,7 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
     match_whole_wrapper(pairing)
     match_exact(pairing)
     match_wrappers(pairing)
+    match_parametrized(pairing)
     if stages == "position":
         match_position(pairing)
     elif stages != "exact+wrappers":

@@ -18,6 +18,7 @@ from ckpt_tools.tree.names import (
     strip_inner,
     unwrap,
 )
+from ckpt_tools.tree.parametrized import part_of
 
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _MOST_WRAPPERS = 8  # around one model; a stranger's name may be made of a million
@@ -96,6 +97,16 @@ def match_wrappers(pairing: Pairing) -> None:
     """
     for key in (unwrap, without_module):
         _match_by_key(pairing, key, "wrapper")
+
+
+def match_parametrized(pairing: Pairing) -> None:
+    """The parts of weight norm and spectral norm in torch's old form and its new one, as torch's own load hooks rename them."""
+
+    def key(name: str) -> str:
+        part = part_of(unwrap(name))
+        return f"{part[0]} {part[1]}" if part else unwrap(name)
+
+    _match_by_key(pairing, key, "wrapper")
 
 
 def without_module(name: str) -> str:

@@ -23,6 +23,7 @@ from ckpt_tools.matching.records import (
 )
 from ckpt_tools.matching.transposed import orientation
 from ckpt_tools.tree.graphs import Graph
+from ckpt_tools.tree.parametrized import part_of
 
 TRANSPOSED = 0.95
 _SMALLEST_MAP = 4
@@ -47,6 +48,12 @@ def flattened(shape: Shape) -> Shape:
     """
     is_map = len(shape) == 4 and min(shape[2:]) >= _SMALLEST_MAP and shape[1] > max(shape[2:])
     return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
+
+
+def _role(name: str) -> str:
+    """Which part of a weight a tensor is; the empty text for a whole one."""
+    part = part_of(name)
+    return part[1] if part else ""
 
 
 class Pairing:
@@ -96,6 +103,9 @@ class Pairing:
     def pair(self, old: str, new: str, reason: Reason, confidence: float = 1.0) -> None:
         """Two partners: a match, a mismatch where their shapes say so, an offer where one is kept as [in, out]."""
         before, after = self.source[old].shape, self.target[new].shape
+        if reason not in ("exact", "wrapper", "rule", "pair") and _role(old) != _role(new):
+            self.doubt(new, [old], "one of them is a part of a weight (weight norm, pruning), which `fold` makes whole")
+            return
         if reason == "values":  # the same numbers in the same places, whatever the biases beside say
             self.matches[new] = Match(old, new, reason, confidence, before, after, "copy" if before == after else "reshape")
             self.used[old] = new

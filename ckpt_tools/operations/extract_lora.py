@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG
-from ckpt_tools.edit.lora.extraction import Changed, Extraction, is_embedding, sort
+from ckpt_tools.edit.lora.extraction import Changed, Extraction, sort
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
-from ckpt_tools.edit.lora.shapes import last_name, turned_by_biases
+from ckpt_tools.edit.lora.shapes import is_embedding, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats import safetensors

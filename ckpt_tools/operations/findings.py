@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.open import Checkpoint, tensors_by_name
 from ckpt_tools.formats.parts.named import Partition, without_advice
 from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.loaders import Loads
@@ -17,12 +17,14 @@ from ckpt_tools.operations.safety import Safety
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.names import MODULE, unwrapping, wrapped_part
-from ckpt_tools.tree.nodes import Dict, Entry, Storage
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Object, Storage
+from ckpt_tools.tree.parametrized import parametrized, told
 from ckpt_tools.tree.prefixes import HOLDERS, of_all
+from ckpt_tools.tree.visit import walk
 
 _DEAD_FROM = 1 << 20
 _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
-_TO_CPU, _COMPACT, _PLAIN = "--map-location cpu", "--compact", "--objects plain"
+_FOLD, _TO_CPU, _COMPACT, _PLAIN = "--fold", "--map-location cpu", "--compact", "--objects plain"
 
 
 @frozen
@@ -71,7 +73,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
-        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _devices,
+        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
         _big_endian, _oversized, _dead_bytes, _loading, _warnings, _tied_names,
     )  # fmt: skip
     options: dict[str, None] = {}
@@ -140,6 +142,38 @@ def _prefixes(facts: Facts) -> Iterator[_Advised]:
             expected = "names without it, where your model has no such attribute"
             where, found = list(state_dict.where), f"every name starts with {prefix.text}"
             yield Finding("common-prefix", "info", where, found, expected, fix), ""
+
+
+def _parametrized(facts: Facts) -> Iterator[_Advised]:
+    """Weights that weight norm and its like keep in parts."""
+    for state_dict in facts.checkpoint.state_dicts:
+        tensors = tensors_by_name(state_dict.node)
+        if rows := parametrized({name: node.shape for name, node in tensors.items() if type(node) is Entry}):
+            found, option = told(rows), _FOLD if all(row.kind for row in rows) else ""
+            expected = "one tensor for each weight, where the model is built without it"
+            fix = facts.fix(option) if option else ""
+            yield Finding("parametrized", "info", list(state_dict.where), found, expected, fix), option
+
+
+def _arrays(facts: Facts) -> Iterator[_Advised]:
+    """Arrays of NumPy's that objects hold: they become tensors with the objects."""
+    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.decoded.globals):
+        return
+    from ckpt_tools.edit.objects.values import as_array
+
+    inside: dict[int, int] = {}
+    for _, node in walk(facts.checkpoint.root, plain=False, entries=False):
+        if type(node) is Object and type(node.function) is Global and not is_known(node.function):
+            for _, below in walk(node, plain=False, entries=False):
+                if (array := as_array(below)) is not None:
+                    inside[id(below)] = array.numel
+    if inside:
+        count = f"{len(inside)} array{'s' * (len(inside) != 1)} of numbers, {sum(inside.values()):,} elements,"
+        found = f"{count} inside objects"
+        yield (
+            Finding("arrays-in-objects", "info", [], found, "tensors, as the objects' plain form has them", facts.fix(_PLAIN)),
+            "",
+        )
 
 
 def _devices(facts: Facts) -> Iterator[_Advised]:

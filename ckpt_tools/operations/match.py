@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.partners.graphs import Seen
 from ckpt_tools.fit.targets import choose_state_dict, read_target
@@ -72,6 +73,7 @@ def match(path: File, options: MatchOptions) -> Matched:
         if options.stages == "values":
             checkpoint.locate()
         root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.decoded.byteorder)
+        folded = {row.name for row in fold_for(as_dict(root), target.names)}
         sides = look_at(as_dict(root), checkpoint, target, options, options.like_select)
 
     def matched(stages: Stages, allow_reshape: bool, pairs: Sequence[str]) -> Matching:
@@ -80,6 +82,7 @@ def match(path: File, options: MatchOptions) -> Matched:
     stages: Stages = options.stages or "names"
     matching = matched(stages, options.allow_reshape, ())
     advice = advise(sides.old, target.params, matching, matched, stages, options.allow_reshape)
+    advice = replace(advice, extras=tuple(row for row in advice.extras if folded.isdisjoint(row.names)))  # IN has their parts
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of

@@ -5,6 +5,7 @@ Source: torch/_utils.py and torch/_tensor.py, the functions of the same names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -182,11 +183,17 @@ def _entry(
     shape, stride = sizes_of(shape), sizes_of(stride)
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
+    _check_gradient(dtype or UINT8, requires_grad)
     entry = Entry(storage_of(storage), dtype or UINT8, shape, stride, offset, requires_grad, "tensor", extras)
     if extras is not None:
         _check_bits(entry)
     check(entry)
     return meta_tensor(entry.dtype, shape, stride, requires_grad) if entry.storage.device == META else entry
+
+
+def _check_gradient(dtype: DType, requires_grad: bool) -> None:
+    if requires_grad and dtype.family not in ("float", "complex"):
+        raise TensorError(f"A tensor of {dtype.name} is said to require gradients, which torch refuses.")
 
 
 def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
@@ -242,6 +249,7 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
         return None  # a parameter around an unusual tensor stays an inert object
     if type(data) is not Entry or type(requires_grad) is not bool:
         raise TensorError("A parameter is built on something that is not a tensor.")
+    _check_gradient(data.dtype, requires_grad)
     if (inner := data.extras) is not None:
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
@@ -296,13 +304,58 @@ def _pair(node: Node) -> Pair:
     return pair
 
 
+_ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
+
+
 def _encode(args: tuple[Node, ...]) -> Node:
     """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
-    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
-        try:
-            return args[0].encode("latin1")
-        except UnicodeEncodeError:
-            raise PickleError("Bytes are written as text that is not latin1.") from None
+    text, encoding = args if len(args) == 2 else (*args[:1], "utf-8") if len(args) == 1 else (None, None)
+    if type(text) is not str or encoding not in _ENCODINGS:
+        raise PickleError("_codecs.encode is called with something else than a text and its encoding.")
+    try:
+        return text.encode(cast("str", encoding))
+    except UnicodeEncodeError:
+        raise PickleError(f"Bytes are written as text that is not {encoding}.") from None
+
+
+def _size(args: tuple[Node, ...]) -> Node:
+    """`torch.Size`, of whole numbers."""
+    parts = args[0] if len(args) == 1 else () if not args else None
+    while type(parts) is Object and parts.name == "torch.Size" and type(parts.args) is tuple:
+        parts = parts.args[0] if parts.args else ()
+    parts = tuple(parts.items) if type(parts) is List else tuple(parts) if type(parts) is bytes else parts
+    if type(parts) is not tuple or not all(type(part) in (int, bool, Entry) for part in parts):
+        raise TensorError("A torch.Size is made of something else than whole numbers.")
+    return None
+
+
+_DEVICE = re.compile(
+    r"(cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|ort|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone"
+    r"|npu|mlu|musa|gcu|sdaa|dml)(?::(0|[1-9][0-9]{0,2}))?"
+)
+
+
+def _device(args: tuple[Node, ...]) -> Node:
+    """`torch.device`, by its text, or by its type and index."""
+    text, index = (*args, 0)[:2] if len(args) in (1, 2) else (None, None)
+    found = _DEVICE.fullmatch(text) if type(text) is str else None
+    if found is None or type(index) is not int or not 0 <= index < 128 or int(found[2] or 0) > 127 or (found[2] and args[1:]):
+        raise TensorError("A torch.device is made of something that is no device.")
+    return None
+
+
+def _complex(args: tuple[Node, ...]) -> Node:
+    """`complex`, of one or two numbers."""
+    if len(args) > 2 or not all(type(part) in (int, float, bool) for part in args):
+        raise TensorError("A complex number is made of something else than numbers.")
+    return None
+
+
+def _bytearray(args: tuple[Node, ...]) -> Node:
+    """`bytearray`: of bytes, of a text and its encoding, or empty."""
+    known = type(args[0]) is bytes if len(args) == 1 else not args or (type(args[0]) is str and args[1] in _ENCODINGS)
+    if len(args) > 2 or not known:
+        raise PickleError("A bytearray is made of something else than bytes.")
     return None
 
 
@@ -320,6 +373,11 @@ MAKERS: dict[Global, Maker] = {
     **{Global(module, name): _refuse_storage_class for module in ("torch", "torch.cuda") for name in BY_STORAGE},
     ORDERED_DICT: _ordered_dict,
     Global("_codecs", "encode"): _encode,
+    Global("torch", "Size"): _size,
+    Global("torch", "device"): _device,
+    Global("builtins", "complex"): _complex,
+    Global("__builtin__", "complex"): _complex,
+    Global("builtins", "bytearray"): _bytearray,
     Global("builtins", "bytes"): _empty_bytes,
     Global("torch._utils", "_rebuild_tensor"): rebuild_tensor,
     Global("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.render.plain import PIPE_WIDTH, Page, Plain
@@ -40,7 +40,13 @@ def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False)
     if not made.is_terminal:
         made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+    made.on_broken_pipe = _gone  # type: ignore[method-assign]
     return made
+
+
+def _gone() -> NoReturn:
+    """The reader of our output has gone: rich would end with 1."""
+    raise BrokenPipeError
 
 
 def show(render: Callable[[Page], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.errors import ObjectsError, UsageError
+from ckpt_tools.errors import CkptError, ObjectsError, TensorError, UsageError
 from ckpt_tools.formats.open import Checkpoint, is_tensor
 from ckpt_tools.io.content import Range, read_into
 from ckpt_tools.io.output import Source
@@ -26,6 +26,8 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.values.numeric import torch_dtype
 
+# What Python and torch raise where data cannot be made: of a key without a hash, an attribute that cannot be set, a dtype.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 MapLocation = str | torch.device | Mapping[str, str] | None
 
 
@@ -42,6 +44,22 @@ class Builder:
         self.pending: list[Dict | List | Entry] = []
 
     def build(self, root: Node) -> Any:
+        """The data of a tree.
+
+        Raises:
+            ObjectsError: an object that is not made. TensorError: something that Python or torch refuses to make.
+        """
+        try:
+            return self._build(root)
+        except _REFUSALS as error:
+            if isinstance(error, CkptError):
+                raise
+            why = str(error).strip().partition("\n")[0]
+            raise TensorError(
+                f"{self.path} holds something that cannot be made.", why=f"{type(error).__name__}: {why}"
+            ) from None
+
+    def _build(self, root: Node) -> Any:
         result = self.value(root)
         while self.pending:
             node = self.pending.pop()
@@ -100,7 +118,7 @@ class Builder:
             what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else getattr(node, "name", "a global")
             raise ObjectsError(f"{self.path} holds {what}, which cannot be made without torch.load.")
         if any(type(part) is List for part in node.args):
-            return make(*(part.items if type(part) is List else part for part in node.args))
+            return make(*(list(map(self.value, part.items)) if type(part) is List else part for part in node.args))
         return make(*map(self.value, node.args))
 
     def tensor(self, entry: Entry) -> torch.Tensor:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from ckpt_tools.edit import casts
+from ckpt_tools.edit.account import Account
+from ckpt_tools.edit.parametrized import fold_for, told_fold
 from ckpt_tools.errors import ConvertError, MatchError
 from ckpt_tools.fit.choices import Choices, Rows
-from ckpt_tools.fit.fit import Fitted, Wanted, fit
+from ckpt_tools.fit.fit import Fitted, Wanted, fit, left_out
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of
@@ -40,7 +42,7 @@ from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.nodes import Entry, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, as_dict
 from ckpt_tools.values.numeric import row_major
 
 
@@ -84,8 +86,10 @@ class Planner:
         # may be tensors, and are not among these
         self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
+        folded = fold_for(self.node, slots.tensors)
         self.source = tensors_by_name(self.node)
         self.report = LoadReport(str(checkpoint.path))
+        self.report.notes += [text for _, text in told_fold(folded)]
 
     def plan(self) -> LoadPlan:
         """The fate of every name.
@@ -106,7 +110,11 @@ class Planner:
         matching = self._tolerate(found)
         label = f"{self.checkpoint.path} does not fit the model"
         wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
-        fitted = fit(self.node, plan_of(replace(matching, offers=())), wanted, self.choices)
+        account, plan = Account(), plan_of(replace(matching, offers=()))
+        account.open(str(self.checkpoint.path), self.node)
+        fitted = fit(self.node, plan, wanted, self.choices)
+        account.leave_out(self.source[name] for name in left_out(plan, fitted))
+        account.close(Dict([*fitted.tensors.items()]), ())
         copies = self._copies(fitted)
         self._fill_report(matching, fitted, copies)
         return LoadPlan(copies, self._extra_state(), options.assign, self.report)

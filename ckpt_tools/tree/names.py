@@ -148,7 +148,7 @@ def check_unique(renamed: Mapping[str, str]) -> None:
             raise CollisionError(
                 f"{first[new]!r} and {old!r} would both be named {new!r}.",
                 why="One of the two tensors would be lost.",
-                fix="Rename or drop one of them: `rename='REGEX=REPLACEMENT'`, `drop=GLOB`.",
+                fix="Rename one of them: `rename='REGEX=REPLACEMENT'`.",
             )
         first[new] = old
 

@@ -71,7 +71,8 @@ def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Chunk], start: int, l
     def inside(begin: int, size: int) -> Content:
         return _in_boxes(shape, itemsize, parts, start + begin, size)
 
-    made = Computed((last - first) * itemsize, lambda: _gather(shape, itemsize, parts, first, last), part=inside)
+    of = tuple(chunk.content for chunk in parts)
+    made = Computed((last - first) * itemsize, lambda: _gather(shape, itemsize, parts, first, last), of, inside)
     return trimmed(made, start - first * itemsize, length)
 
 

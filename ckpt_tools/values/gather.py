@@ -73,7 +73,7 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
     def some(start: int, length: int) -> Content:
         return _some(content, itemsize, merged, start, length)
 
-    return Computed(view.count * itemsize, work, part=some if is_by_position(content) else None)
+    return Computed(view.count * itemsize, work, content, part=some if is_by_position(content) else None)
 
 
 def _some(content: Content, itemsize: int, view: View, start: int, length: int) -> Content:

@@ -92,7 +92,8 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
                 data = as_bytes(made)
             yield data
 
-    return Computed(base.content.length, work, base.content)
+    parts = [part for delta in deltas for part in (delta.down, delta.up, delta.magnitude, delta.mid) if part is not None]
+    return Computed(base.content.length, work, (base.content, *(part.content for part in parts)))
 
 
 def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
@@ -111,7 +112,7 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
             _check_finite(block, before, base.name)
             yield as_bytes(block)
 
-    return Computed(base.content.length, work, base.content)
+    return Computed(base.content.length, work, (base.content, *(addend.vector.content for addend in addends)))
 
 
 def recast(matrix: Matrix, target: DType) -> Content:

@@ -20,6 +20,7 @@ from ckpt_tools.io.content import (
     Range,
     chunks,
     equal_chunks,
+    passing,
     read_into,
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
@@ -125,10 +126,12 @@ def _became_infinite(wide: torch.Tensor, narrow: torch.Tensor) -> int:
 def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int]:
     """Fill the buffer with one piece of the content after the other; yields how many bytes of it are filled."""
     if isinstance(content, Range):
-        for start in range(0, content.length, len(buffer)):
-            size = min(len(buffer), content.length - start)
-            content.source.read_into(content.offset + start, buffer[:size])
-            yield size
+        with passing(content) as checksum:
+            for start in range(0, content.length, len(buffer)):
+                size = min(len(buffer), content.length - start)
+                content.source.read_into(content.offset + start, buffer[:size])
+                checksum(buffer[:size])
+                yield size
         return
     for chunk in whole_elements(content, itemsize):
         for start in range(0, len(chunk), len(buffer)):
@@ -210,7 +213,7 @@ def trimmed(content: Content, start: int, length: int) -> Content:
             if at >= start + length:
                 return
 
-    return Computed(length, work)
+    return Computed(length, work, content)
 
 
 def _parts(content: Joined, start: int, length: int) -> Iterator[Content]:
@@ -246,7 +249,7 @@ def row_major(entry: Entry) -> Content:
             values = -values
         yield from _row_major_bytes(values)
 
-    return Computed(entry.nbytes, work)
+    return Computed(entry.nbytes, work, entry.storage.content)
 
 
 def _same_width(itemsize: int) -> torch.dtype:
@@ -390,7 +393,7 @@ def weighted_mean(
             yield as_bytes(mean, target, count)
 
     content, dtype, _ = parts[0]
-    return Computed(content.length // dtype.itemsize * target.itemsize, work)
+    return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(part[0] for part in parts))
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
@@ -449,4 +452,4 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
             yield as_bytes(found, target)
 
     content, dtype = parts[0]
-    return Computed(content.length // dtype.itemsize * target.itemsize, work)
+    return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(part[0] for part in parts))

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_tools.tree.graphs import Graph, Operation, Value
-from ckpt_tools.tree.inputs import Input
+from ckpt_tools.tree.graphs import Graph, Input, Operation, Value
 
 
 def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[], Any] | None) -> Graph:

@@ -168,7 +168,7 @@ def _in_blocks(entry: Entry) -> Content:
             dim = next(dim for dim, size in enumerate(view.shape) if size > 1)
             pending += reversed([_rows(view, dim, start, count) for start, count in _steps(view, dim)])
 
-    return Computed(entry.nbytes, work)
+    return Computed(entry.nbytes, work, entry.storage.content)
 
 
 # --- as text

@@ -57,7 +57,7 @@ def test_packed_weights_are_not_lost(tmp_path: Path, save: Callable[[Path], Path
     path = save(tmp_path / "in.pt")
     with pytest.raises(ObjectsError, match=r"4 tensors of .* would be lost: _modules\.1\.<(state|saved)>\.10") as caught:
         ckpt_tools.convert(path, tmp_path / "out", **{"format": "safetensors", **options})
-    assert caught.value.fix.endswith("`drop=['_modules.1', '_modules.3._modules._packed_params._packed_params']`")
+    assert "drop" not in caught.value.fix
     assert not (tmp_path / "out").exists()
 
 
@@ -194,8 +194,8 @@ def test_attributes_beside_an_object_are_told(tmp_path: Path, options: dict[str,
 
 
 def test_in_place_nothing_is_advised_that_it_refuses(tmp_path: Path) -> None:
-    """What would be lost can be left out of another file only, and the error says so."""
+    """Nothing that is advised leaves tensors out."""
     torch.save(Anchored(), tmp_path / "in.pth")
     with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
         ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
-    assert caught.value.fix == "To leave them out, write another file with `drop=['anchors.0']`"
+    assert "drop" not in caught.value.fix

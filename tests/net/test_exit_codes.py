@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt_tools
+import ckpt_tools.errors
+import ckpt_tools.torch
 from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 
@@ -84,3 +87,34 @@ def test_what_is_dangerous_is_kept_by_a_word_alone(tmp_path: Path) -> None:
     told = ckpt("convert", tmp_path / "in.pth", tmp_path / "out.pth", "--objects", "keep", "--allow-dangerous")
     assert "treat it as dangerous too" in told.stderr + told.stdout
     ckpt("convert", tmp_path / "in.pth", tmp_path / "out.safetensors", "--objects", "drop")
+
+
+UNLOADABLE = [
+    "ctorch\nSize\n((F2.5\nttR", "ctorch\nSize\n((S'a'\nttR", "ctorch\ndevice\n(S'nowhere:0'\ntR", "ctorch\ndevice\n(F1.5\ntR",
+    "ctorch\ndevice\n(S'cuda:01'\ntR", "c__builtin__\ncomplex\n((ttR", "c_codecs\nencode\n(I1\nS'latin1'\ntR",
+    "c_codecs\nencode\n(Va\nS'nonsense'\ntR", "c__builtin__\nbytearray\n(F1.5\ntR",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made", UNLOADABLE)
+def test_what_torch_cannot_make_is_no_healthy_file(tmp_path: Path, made: str) -> None:
+    """Arguments of known functions are checked for number and kind: nothing healthy that torch.load refuses."""
+    torch.save({"w.w": torch.ones(2)}, tmp_path / "good.pth")
+    with zipfile.ZipFile(tmp_path / "good.pth") as good, zipfile.ZipFile(tmp_path / "bad.pth", "w") as bad:
+        for info in good.infolist():
+            data = good.read(info)
+            if info.filename.endswith("data.pkl"):
+                data = data[:-2] + b"X\x01\x00\x00\x00x" + made.encode() + b"s" + data[-2:]
+            bad.writestr(info.filename, data)
+    with pytest.raises(Exception):  # noqa: B017 -- of any kind
+        torch.load(tmp_path / "bad.pth", weights_only=False)
+    assert not ckpt_tools.check(tmp_path / "bad.pth")
+    with pytest.raises(ckpt_tools.errors.CkptError):
+        ckpt_tools.torch.load(tmp_path / "bad.pth")
+
+
+def test_no_internal_object_comes_out(tmp_path: Path) -> None:
+    """A dtype is torch's wherever it stands, in a set too."""
+    state = {"s": {torch.float16, 1}, "k": {torch.float32: 1}, "t": (torch.int8, [torch.bool])}
+    torch.save(state, tmp_path / "dtypes.pth")
+    assert ckpt_tools.torch.load(tmp_path / "dtypes.pth") == state

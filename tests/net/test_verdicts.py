@@ -240,10 +240,10 @@ CONVERSIONS = {
     "convert in.pth 2 --shard-size 1KB --objects drop": (0, DATA_ALONE),
     "repair in.pth 2.safetensors": (0, DATA_ALONE),
     "convert in.pth plain.pth --to-dir 3 --objects drop": (0, DATA_ALONE),
-    "convert in.pth 4.pth --objects keep": (0, f"{KEPT}: treat it as dangerous too."),
+    "convert in.pth 4.pth --objects keep --allow-dangerous": (0, f"{KEPT}: treat it as dangerous too."),
     "average plain.pth in.pth -o 5.pth --objects drop": (0, f"it runs {RUNS}. Only its tensors are read."),
     "repair in.pth 6.pth": (1, KEPT),
-    "convert in.pth --in-place --objects keep --add-prefix a.": (0, f"in.pth is dangerous: it runs {RUNS}."),
+    "convert in.pth --in-place --objects keep --allow-dangerous --add-prefix a.": (0, f"in.pth is dangerous: it runs {RUNS}."),
 }
 
 

@@ -82,6 +82,7 @@ WHOLE = {
     "show --output": "ddp.pth module.fc1.bias -o OUT.npy",
     "convert --rename": "ddp.pth OUT.pth --rename fc1=fc9",
     "convert --select": "training.pth OUT.pth --select model",
+    "convert --fold": "weight-norm.pth OUT.pth --fold",
     "convert --lora": "lora/base.safetensors OUT.safetensors --lora lora/plain",
     "convert --dequantize": "quantised/gptq.safetensors OUT.safetensors --dequantize",
     "convert --dtype": "ddp.pth OUT.pth --dtype bf16",
@@ -194,6 +195,7 @@ def make_files(folder: Path) -> None:
     torch.save({**single, "features.0.weight": torch.zeros(4, 3, 3, 3)}, folder / "channels.pth")
     torch.save({"model": single, "model_ema": single}, folder / "ema.pth")
     torch.save({"model": {name: value + 1 for name, value in single.items()}}, folder / "tuned-ema.pth")
+    torch.save(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)).state_dict(), folder / "weight-norm.pth")
     torch.save({"rows.weight": torch.zeros(2, 32)}, folder / "rows.pth")
     head = 'format = "ckpt-plan-1"\npatterns = true\n[[tensor]]\n'
     sized = 'old = "rows.weight"\nnew = ["a.weight", "b.weight"]\nstep = "split"\nsizes = ["n", "n"]\n'

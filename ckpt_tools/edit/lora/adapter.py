@@ -37,7 +37,7 @@ class Change:
         module: its path, as the adapter has it. component, flat: see `names.Part`.
         down, up: the factors. scale: what their product is multiplied with.
         embedding: whether the module is an embedding. magnitude: DoRA's. bias: what is added to its bias, times the scale.
-        mid: the factor between the two. inner: see `names.Part`.
+        mid: the factor between the two. inner: see `names.Part`. base: the weight before the change, where the adapter has it.
     """
 
     module: str
@@ -51,25 +51,28 @@ class Change:
     bias: Entry | None = None
     mid: Entry | None = None
     inner: bool = False
+    base: Entry | None = None
 
     @property
     def rank(self) -> int:
         return self.down.shape[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, sorted.
 
     Attributes:
         path: its file. config: what its configuration says; None where it has none.
         version: of the PEFT that wrote it; (0, 0) where nothing says it.
+        tensors: all that its file holds, by name.
         changes: what it does to modules. saved: tensors that it holds whole, by the base's names for them.
     """
 
     path: Path
     config: Config | None
     version: tuple[int, int] = (0, 0)
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     saved: dict[str, Entry] = field(default_factory=dict)
 
@@ -131,12 +134,16 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
     config = configs.get("")
     adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0))
+    adapter.tensors = {name: _entry(node, name, path) for name, node in tensors.items()}
     for name, part in parts.items():
         if part.role is None:
             _check_plain(name, path)
             adapter.saved[part.module] = _entry(tensors[name], name, path)
     flats = {(part.component, part.module): part for part in parts.values()}
     for key, roles in _by_module(tensors, parts, path).items():
+        if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
+            adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
+            continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     if not adapter.changes:
         raise ConvertError(
@@ -241,13 +248,13 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
     for name, entry in roles.values():
-        if entry.dtype.name not in _DTYPES and not name.endswith(".alpha"):
+        if entry.dtype.name not in _DTYPES and not name.endswith((".alpha", ".base_layer.weight")):
             raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
     rank = _rank(down, up, roles.get("mid"), path)
     if config.rank is not None and not config.rank_pattern and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
     _check_whole(part, roles, config, path)
-    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid") if role in roles}
+    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
     scale = _scale(part, roles, config, rank)
     return Change(part.module, part.component, part.flat, down[1], up[1], scale, embedding, inner=part.inner, **extra)
 

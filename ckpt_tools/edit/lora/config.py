@@ -50,6 +50,7 @@ class Config:
         fan_in_fan_out: whether square weights are stored as [in, out].
         modules_to_save: modules that are in the adapter whole. base: what the adapter was trained on, in its words.
         version: of the PEFT that wrote it. mica: whether it is MiCA, of which PEFT rounds the product before the sum.
+        ties: whether what it does to an embedding it does to the head that is tied to that.
     """
 
     rank: int | None = None
@@ -64,6 +65,7 @@ class Config:
     base: str | None = None
     version: tuple[int, int] = (0, 0)
     mica: bool = False
+    ties: bool = False
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's factors is multiplied with; `alpha_pattern` as PEFT's `get_pattern_key` reads it."""
@@ -152,7 +154,7 @@ def parse(said: Mapping[str, Any], path: str) -> Config:
         _flag(said, "lora_bias", path),
         {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
         bool(_flag(said, "fan_in_fan_out", path)), tuple(saved), base if isinstance(base, str) else None,
-        _version(said.get("peft_version")), said.get("init_lora_weights") == "mica",
+        _version(said.get("peft_version")), said.get("init_lora_weights") == "mica", said.get("ensure_weight_tying") is True,
     )  # fmt: skip
 
 

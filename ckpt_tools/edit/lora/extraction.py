@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.edit.lora.shapes import is_oblong, last_name, turned_by_biases
+from ckpt_tools.edit.lora.shapes import is_embedding, is_oblong, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import view_of
 from ckpt_tools.values.same_bytes import same_bytes
 
-_EMBEDDING = re.compile(r"emb|wte|wpe")
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -68,11 +66,6 @@ def sort(base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None
     found.factored = {module: row for module, row in found.factored.items() if module not in found.saved}
     by_module.take_biases(found, [module for module in biases if module in found.factored])
     return found
-
-
-def is_embedding(module: str, tensors: Mapping[str, Node]) -> bool:
-    """Whether a module with a matrix is an embedding: by its name, since a state dict tells it by nothing else."""
-    return _EMBEDDING.search(module.rpartition(".")[2].lower()) is not None and f"{module}.bias" not in tensors
 
 
 def _changed(base: Mapping[str, Node], tuned: Mapping[str, Node], found: Extraction) -> dict[str, Changed]:

@@ -15,6 +15,7 @@ from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix, biased, merged, recast
 from ckpt_tools.values.numeric import row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.same_bytes import same_content
 
 
 class Merging:
@@ -34,6 +35,17 @@ class Merging:
         self.deltas: dict[tuple[int, str], list[Delta]] = {}
         self.addends: dict[tuple[int, str], list[Addend]] = {}
         self.own: dict[str, tuple[str, Entry]] = {}
+        self.based: dict[tuple[int, str], tuple[str, Entry | None]] = {}
+        self.changed: dict[str, str] = {}  # name -> the adapter that changed it last
+        self.equal_bases: list[Node] = []
+        self.notes: list[tuple[str, str]] = []
+
+    @property
+    def taken_in(self) -> list[Node]:
+        """What is not written: the base's tensors in whose place the adapter's come, and the adapter's that are equal."""
+        replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
+        replaced += [self.entries[key][1] for key, (_, own) in self.based.items() if own is not None]
+        return replaced + self.equal_bases
 
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
         """Note down what an adapter changes.
@@ -43,12 +55,30 @@ class Merging:
         """
         return Planning(self.base, self, adapter, given, weight).run()
 
-    def change(self, name: str, delta: Delta) -> None:
+    def change(self, name: str, given: str, delta: Delta) -> None:
         """A weight gets a delta."""
+        self.changed[name] = given
         self.deltas.setdefault(self._key(name), []).append(delta)
 
-    def add(self, name: str, addend: Addend) -> None:
+    def base_of(self, name: str, given: str, entry: Entry) -> None:
+        """What the weight was before the change, by the adapter: the base's own, or it comes in its place, as PEFT loads it."""
+        old = self.base.entry(name)
+        is_same = old.shape == entry.shape and same_content(row_major(old), _as_dtype(name, entry, old.dtype))
+        new = None if is_same else entry
+        self.equal_bases += [entry] * is_same
+        key = self._key(name)
+        before = self.based.setdefault(key, (given, new))
+        if before[1] is not new and given != before[0]:
+            raise ConvertError(f"{before[0]} and {given} were trained on different weights {name!r}, which both hold.")
+        if new is not None and before[1] is new:
+            text = (
+                f"{given} was trained on another {name!r} than {self.base.path} has, and holds it; that is changed and written."
+            )
+            self.notes.append(("adapters-base", text))
+
+    def add(self, name: str, given: str, addend: Addend) -> None:
         """A bias gets an addend."""
+        self.changed[name] = given
         self.addends.setdefault(self._key(name), []).append(addend)
 
     def put(self, name: str, given: str, entry: Entry) -> None:
@@ -70,6 +100,8 @@ class Merging:
             ConvertError: a tensor that shares memory with one that is to be changed.
         """
         need_torch("`lora` adds an adapter to the weights with it.")
+        if (name := next((name for name in self.own if name in self.changed), None)) is not None:
+            raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")
         self._check_alone()
         made = {key: self._made(key, number) for number, key in enumerate(self.entries)}
 
@@ -85,6 +117,9 @@ class Merging:
     def _made(self, key: tuple[int, str], number: int) -> Entry:
         """A changed weight or bias, on a storage of its own."""
         name, entry = self.entries[key]
+        if (own := self.based.get(key, ("", None))[1]) is not None:
+            content = _as_dtype(name, own, entry.dtype)
+            entry = _alone(entry, "", content, entry.dtype, own.shape)
         matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
         content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
         extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
@@ -99,7 +134,7 @@ class Merging:
             base = tensors.get(name)
             both_floats = type(base) is Entry and {base.dtype.family, entry.dtype.family} == {"float"}
             dtype = base.dtype if type(base) is Entry and both_floats else entry.dtype
-            content = recast(Matrix(name, row_major(entry), entry.dtype, entry.shape), dtype)
+            content = _as_dtype(name, entry, dtype)
             new[name] = _alone(base if type(base) is Entry else like or entry, f"own{number}", content, dtype, entry.shape)
         self.node.items[:] = [(key, new.pop(key, value) if type(key) is str else value) for key, value in self.node.items]
         self.node.items += new.items()
@@ -121,6 +156,10 @@ class Merging:
                         why="One would be changed and not the other.",
                         fix="Convert the base to safetensors first, where each tensor has its own memory.",
                     )
+
+
+def _as_dtype(name: str, entry: Entry, dtype: DType) -> Content:
+    return recast(Matrix(name, row_major(entry), entry.dtype, entry.shape), dtype)
 
 
 def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Role: TypeAlias = Literal["down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha"]
+Role: TypeAlias = Literal["base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha"]
 
 PEFT_PREFIX = "base_model.model."
 # Behind `lora_A` a live model has the adapter's name, which `save_pretrained` leaves out.
@@ -26,6 +26,7 @@ _RULES: tuple[tuple[Role, str], ...] = (
     ("magnitude", r"\.lora_magnitude_vector(?:\.[^.]+){0,2}|\.dora_scale"),
     ("mid", r"\.lora_mid\.weight"),
     ("alpha", r"\.alpha"),
+    ("base", r"\.base_layer\.weight"),  # PEFT saves what an embedding was before its change beside the factors
 )
 _ROLES = tuple((role, re.compile(rule)) for role, rule in _RULES)
 _FACTOR = re.compile(

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change
 from ckpt_tools.edit.lora.partners import Found, Modules, Way
-from ckpt_tools.edit.lora.shapes import Turned, fits, made_shape
+from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix
-from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.numeric import row_major, view_of
 
 _WEIGHTS = ("weight", "in_proj_weight")  # the second is torch's MultiheadAttention's
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -22,6 +22,7 @@ _QUANTISED = (
     "weight.absmax", "weight.quant_map", "SCB", "weight_scale", "weight_scale_inv", "scale_weight", "weight_packed", "qweight",
     "qzeros", "weight_zero_point",
 )  # fmt: skip
+_TIED = ("lm_head", "embed_out", "output", "output_layer", "embed_tokens", "shared", "wte")  # heads and embeddings
 _TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
 
 
@@ -69,6 +70,21 @@ class Base:
         """The weight of a module."""
         return self.tensors[self.names[module]]
 
+    def tied_to(self, change: Change) -> str | None:
+        """The embedding that a missing head is tied to: files leave out what is tied. None where none fits."""
+        last = last_name(change.module)
+        if last not in _TIED or any(last_name(module) == last for module in self.names):
+            return None
+        width = made_shape(change)[0] if change.embedding else made_shape(change)[-1]
+        size = made_shape(change)[-1] if change.embedding else made_shape(change)[0]
+        found = {}
+        for module, name in self.names.items():
+            node = self.tensors[name]
+            fits_in = type(node) is Entry and node.shape[1:] == (width,) and (change.base is not None or node.shape[0] == size)
+            if fits_in and type(node) is Entry and is_embedding(module, self.tensors):
+                found[view_of(node)] = module
+        return next(iter(found.values())) if len(found) == 1 else None
+
     def entry(self, name: str) -> Entry:
         """A tensor that can be added to.
 
@@ -91,11 +107,18 @@ MAKE_PLAIN = "`dequantize='bf16'` makes the base plain first."
 class Plans(Protocol):
     """Where what is to be done to tensors is noted down."""
 
-    def change(self, name: str, delta: Delta) -> None:
+    def change(self, name: str, given: str, delta: Delta) -> None:
         """A weight gets a delta."""
 
-    def add(self, name: str, addend: Addend) -> None:
+    def base_of(self, name: str, given: str, entry: Entry) -> None:
+        """The adapter has what a weight was before its change."""
+
+    def add(self, name: str, given: str, addend: Addend) -> None:
         """A bias gets an addend."""
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What the user should know: codes and sentences."""
 
     def put(self, name: str, given: str, entry: Entry) -> None:
         """A tensor is exchanged for the adapter's own, or is new."""
@@ -132,7 +155,8 @@ class Planning:
         def may_be(path: str, module: str) -> bool:
             return module in base.quantised or fits(by_path[path], base.weight(module)) is not None
 
-        found = base.modules.find(list(by_path), flat=changes[0].flat, fits=may_be)
+        tied = {} if changes[0].flat else {path: name for path in by_path if (name := base.tied_to(by_path[path]))}
+        found = base.modules.find([path for path in by_path if path not in tied], flat=changes[0].flat, fits=may_be)
         if found.way is None:
             raise _no_partners(self.given, base.path, changes, found)
         if broken := next((module for module in found.partners.values() if module in base.quantised), None):
@@ -141,9 +165,15 @@ class Planning:
                 why="A sum rounded to so few bits would lose most of what an adapter adds.",
                 fix=MAKE_PLAIN,
             )
-        self.turned.learn((change, base.weight(found.partners[path])) for path, change in by_path.items())
+        partners = {**found.partners, **tied}
+        self.turned.learn((change, base.weight(partners[path])) for path, change in by_path.items())
         for path, change in by_path.items():
-            self.add(change, found.partners[path])
+            self.add(change, partners[path])
+        for path, module in tied.items():
+            text = (
+                f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it."
+            )
+            self.plans.notes.append(("tied-target", text))
         return found.way
 
     def add(self, change: Change, module: str) -> None:
@@ -153,7 +183,7 @@ class Planning:
         (huggingface/peft#3774): the adapter has learned with that.
         """
         name = self.base.names[module]
-        entry, report = self.base.entry(name), self.report
+        entry, report = change.base or self.base.entry(name), self.report
         if fits(change, entry) is None:
             raise ConvertError(
                 f"{self.given}: the factors of {change.module!r} make {made_shape(change)}; {name!r} is {list(entry.shape)}.",
@@ -164,11 +194,14 @@ class Planning:
             raise ConvertError(
                 f"{self.given}: {change.module!r} has {change.magnitude.numel} magnitudes for {outputs} outputs."
             )
+        if change.base is not None:
+            self.check_replaces(name, change.base)
+            self.plans.base_of(name, self.given, change.base)
         is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
         mica = self.adapter.config is not None and self.adapter.config.mica
         narrow = change.embedding or mica or name.endswith(_WEIGHTS[1])
         for is_narrow in (True, False) if is_twice else (narrow,):
-            self.plans.change(name, self.delta(change, entry, narrow=is_narrow))
+            self.plans.change(name, self.given, self.delta(change, entry, narrow=is_narrow))
         report.twice += [module] if is_twice else []
         report.modules += 1
         report.dora += change.magnitude is not None
@@ -195,7 +228,7 @@ class Planning:
             raise ConvertError(
                 f"{self.given}: the bias of {change.module!r} is {list(bias.shape)}; {name!r} is {list(entry.shape)}."
             )
-        self.plans.add(name, Addend(_matrix(bias, change), change.scale * self.weight))
+        self.plans.add(name, self.given, Addend(_matrix(bias, change), change.scale * self.weight))
         self.report.biases += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
@@ -205,9 +238,11 @@ class Planning:
         if name is not None:
             self.check_replaces(name, entry)
             self.report.saved.append(name)
+            self.tell_head(name)
         else:
             name = next((found for way in ways if (found := way(path)) is not None), None)
-            if name is None or config is None or not config.saves(path):
+            module = path.rpartition(".")[0]
+            if name is None or config is None or not (config.saves(path) or (config.ties and last_name(module) in _TIED)):
                 raise ConvertError(
                     f"{self.given}: {path!r} has no partner in {base.path}, and is of no module that the adapter saves whole.",
                     why=_OTHER_MODEL,
@@ -225,6 +260,17 @@ class Planning:
                     f"{self.given} should hold {module!r} whole (modules_to_save), and has no tensor of it.",
                     why=f"{name!r} would stay as it was before the training.",
                 )
+
+    def tell_head(self, name: str) -> None:
+        """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
+        module = name.removesuffix(".weight")
+        if is_embedding(module, self.base.tensors) and not any(
+            last_name(one) in _TIED for one in self.base.names if one != module
+        ):
+            text = (
+                f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
+            )
+            self.plans.notes.append(("tied-target", text))
 
     def check_replaces(self, name: str, entry: Entry) -> None:
         """A resized embedding has more rows, or fewer; all else is of one shape."""

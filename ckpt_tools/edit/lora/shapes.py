@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import Entry, Node
+
+_EMBEDDING = re.compile(r"emb|wte|wpe|^shared$")
+
+
+def is_embedding(module: str, tensors: Mapping[str, Node]) -> bool:
+    """Whether a module with a matrix is an embedding: by its name, since a state dict tells it by nothing else."""
+    return _EMBEDDING.search(last_name(module).lower()) is not None and f"{module}.bias" not in tensors
 
 
 def made_shape(change: Change) -> list[int]:

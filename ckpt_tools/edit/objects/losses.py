@@ -135,7 +135,10 @@ class Dropped:
     globs: frozenset[str] = frozenset()
 
 
-def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = ()) -> Dropped:
+_NOT_IN_PLAIN = "They lie in objects whose plain form, the state dict of a module for example, does not hold them."
+
+
+def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:
     """Make sure that --drop names every tensor that would be lost, or what it lies in.
 
     Raises:
@@ -148,7 +151,7 @@ def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = ()) -> D
         if not globs.matching(*paths):
             unnamed.append(where)
     if unnamed:
-        raise _lost_error(path, unnamed)
+        raise _lost_error(path, unnamed, why)
     return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
 
 
@@ -157,20 +160,14 @@ def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
     return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
 
 
-def _lost_error(path: Path, lost: Sequence[Where]) -> ObjectsError:
-    owners = list(dict.fromkeys(dotted(_owner(where)) for where in lost))
-    more = f" and {len(owners) - 8} more" if len(owners) > 8 else ""
+def _lost_error(path: Path, lost: Sequence[Where], why: str) -> ObjectsError:
     return ObjectsError(
         f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
-        why="They lie in objects whose plain form, the state dict of a module for example, does not hold them.",
-        fix=f"To leave them out, write another file with `drop={owners[:8]!r}`{more}",
+        why=why,
+        fix="torch.load gives them back where their classes are: save a state dict there."
+        if why == _NOT_IN_PLAIN
+        else "`objects='keep'` keeps them as they are, in a .pth.",
     )  # fmt: skip
-
-
-def _owner(where: Where) -> Where:
-    """The path down to the object that holds a tensor in its state or its arguments."""
-    inside = [depth for depth, step in enumerate(where) if isinstance(step, str) and step.startswith("<")]
-    return where[: inside[0]] if inside and inside[0] else where
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:

@@ -240,6 +240,11 @@ def _plain_tensor(entry: Entry) -> Entry:
     return replace(entry, extras=replace(extras, python_type=_PARAMETER if entry.kind == "parameter" else _TENSOR))
 
 
+def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
+    """Where arrays were that have no plain form: of dates, of structures, of numbers that torch does not have."""
+    return [fate.where for fate in fates if fate.became == "dropped" and is_array(Global(*fate.name.rpartition(".")[::2]))]
+
+
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
     found = {node.dtype.name: None for node in visit.reachable(root, dicts=False, bare=False) if type(node) is Entry}

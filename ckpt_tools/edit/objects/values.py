@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from ckpt_tools.edit.objects.known import PATHS, is_known
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.numpy_files import array_bytes
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -22,6 +24,7 @@ from ckpt_tools.tree.modules import (
     module_state_dict,
 )
 from ckpt_tools.tree.nodes import (
+    Build,
     Dict,
     Entry,
     Global,
@@ -88,7 +91,7 @@ def _is_small(node: Object) -> bool:
 
 def is_array(name: Global) -> bool:
     """Whether a global makes a pickled NumPy array."""
-    return _conversion(name) in (_numpy_array, _numpy_frombuffer)
+    return _conversion(name) in _ARRAYS
 
 
 @lru_cache(maxsize=1024)
@@ -345,11 +348,33 @@ def _numpy_frombuffer(node: Object, key: Key) -> Node:
     return _array(shape, kind, order == "F", data, key)
 
 
+def _masked_array(node: Object, key: Key) -> Node:
+    """A masked array: its numbers, which of them are masked, and what stands for those."""
+    state: Any = node.state
+    _, shape, kind, fortran, data, mask, fill = state
+    masked = Object("reduce", Global("numpy", "dtype"), ("b1", False, True))
+    pairs = [("data", _array(shape, kind, fortran, data, key)), ("mask", _array(shape, masked, fortran, mask, key))]
+    return Dict([*pairs, ("fill_value", fill)])
+
+
+def _dills_array(node: Object, key: Key) -> Node:
+    """An array as dill pickles it: what makes it, with what, its state, and the attributes of a subclass."""
+    made, args, state, attributes_ = _args(node)
+    array = Object("reduce", made, args)
+    array.steps.append(Build(state))
+    if attributes_ or type(made) is not Global or _conversion(made) is not _numpy_array:
+        raise ValueError("an array with attributes")
+    return _numpy_array(array, key)
+
+
 def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     code, order = _numpy_type(kind)
+    if code[:1] in ("S", "U"):
+        return _text_array(shape, code, order, fortran, data)
     if code not in BY_NUMPY:
         return _object_array(shape, code, data)
     dtype = BY_NUMPY[code]
+    data = array_bytes(data, prod(shape) * dtype.itemsize)
     if type(data) is not bytes or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError("not plain numbers")
     if order == ">" and dtype.swap_width > 1:
@@ -363,6 +388,20 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     return entry
 
 
+def _text_array(shape: Any, code: str, order: str, fortran: Any, data: Any) -> Node:
+    """An array of text: nested lists of it."""
+    wide = code[0] == "U"
+    width = int(code[1:]) * (4 if wide else 1)
+    data = array_bytes(data, prod(shape) * width)
+    if fortran or data is None or not width or len(data) != prod(shape) * width:
+        raise ValueError("an array whose bytes are not its elements")
+    codec = "latin1" if not wide else f"utf-32-{'be' if order == '>' else 'le'}"
+    cells: list[Node] = [data[at : at + width].decode(codec).rstrip("\0") for at in range(0, len(data), width)]
+    for size in reversed(shape[1:]):
+        cells = [List(cells[at : at + size]) for at in range(0, len(cells), size)] if size else []
+    return List(cells) if shape else cells[0]
+
+
 def _object_array(shape: Any, code: str, data: Any) -> Node:
     """An array of Python objects with one dimension: a list of them."""
     if not code.startswith("O") or type(data) is not List or shape != (len(data.items),):
@@ -370,6 +409,7 @@ def _object_array(shape: Any, code: str, data: Any) -> Node:
     return List(list(data.items))
 
 
+_ARRAYS = (_numpy_array, _numpy_frombuffer, _masked_array, _dills_array)
 _CONVERSIONS: dict[str, Converter] = {
     "argparse.Namespace": _attributes_dict,
     "types.SimpleNamespace": _attributes_dict,
@@ -394,5 +434,8 @@ _CONVERSIONS: dict[str, Converter] = {
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy.core.multiarray._reconstruct": _numpy_array,
     "numpy.core.numeric._frombuffer": _numpy_frombuffer,
+    "numpy.ma.core._mareconstruct": _masked_array,
+    "dill._dill._create_array": _dills_array,
+    "dill.dill._create_array": _dills_array,
     **{f"pathlib.{name}": _path for name in PATHS},
 }

@@ -79,7 +79,7 @@ def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
 
 
 def _ask(name: str, why: str) -> ConvertError:
-    return ConvertError(f"How {name!r} is quantised is not clear.", why=why, fix="Leave out what does not count: `drop=NAME`.")
+    return ConvertError(f"How {name!r} is quantised is not clear.", why=why, fix="Get the checkpoint as it was saved.")
 
 
 def _why_beside(name: str, entry: Entry, found: Found) -> str:
@@ -102,21 +102,21 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
             f"{part.name!r} is {part.dtype} and has no scale beside it.", why=_beside_text(part, groups), fix=fix
         )
     if part.dtype in ("int8", "uint8") and len(part.shape) > 1 and part.name.endswith("weight"):
-        return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_DROP)
+        return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_WHOLE)
     quantised = next((plain for role, plain in roles.items() if role != "weight" and plain in found.quantised), None)
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
-        return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_DROP)
+        return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_WHOLE)
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
         there = [str(other) for others in groups.get(plain, {}).values() for other in others if other.name != part.name]
         why = f"Beside it: {'; '.join(there[:4])}." if there else f"{plain!r} has no codes here."
-        return ConvertError(f"{part.name!r} is part of a quantised weight that is not whole.", why=why, fix=_DROP)
+        return ConvertError(f"{part.name!r} is part of a quantised weight that is not whole.", why=why, fix=_WHOLE)
     return None
 
 
-_DROP = "Get the whole checkpoint, or leave it out: `drop=NAME`."
+_WHOLE = "Get the whole checkpoint."
 
 
 def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:

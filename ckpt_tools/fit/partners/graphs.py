@@ -19,8 +19,7 @@ from ckpt_tools.formats.programs import graph_in
 from ckpt_tools.matching import match
 from ckpt_tools.matching.evidence.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.params import Param
-from ckpt_tools.tree.graphs import Graph
-from ckpt_tools.tree.inputs import Input, parse
+from ckpt_tools.tree.graphs import Graph, Input, parse
 
 _IMAGE_DIMENSIONS = 4
 _MOST_WIDTHS = 3

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import DamagedFileError, NotACheckpointError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, repeated, trailing
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.io.content import Joined, Literal, Range
@@ -56,6 +56,11 @@ def decode(source: Source) -> Decoded:
     items = list(_flat(root, reader.budget))
     if (name := repeated(items)) is not None:
         raise DamagedFileError(f"Two values of the file would be called {name!r}.", why="A key of it has a dot.")
+    if not any(type(node) is Entry for _, node in items):
+        raise NotACheckpointError(
+            f"{source.path} is not a checkpoint.",
+            why="It is msgpack, and no array of Flax is in it.",
+        )
     made = Decoded("flax", Dict([*items], ordered=True), source)
     made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
     made.warnings += trailing(source.size - reader.cursor.at, "the map")

@@ -66,7 +66,7 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     if kind is None:
         raise ContainerLimitError(
             f"{name!r} is {dtype.name}, which GGUF has no type for.",
-            fix=f"`dtype` casts floats; or leave it out: `drop={name!r}`.",
+            fix="`dtype` casts floats; or write a .pth, which holds any tensor.",
         )
     return kind, content
 

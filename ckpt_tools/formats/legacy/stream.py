@@ -106,7 +106,7 @@ class Blobs:
         if self.depth == _MAX_BLOBS_IN_BLOBS:
             raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
         self.machine.spend(len(data) // BYTES_PER_NODE)  # one string of bytes can be given again and again
-        stream = read_stream(self._part(data), self.depth + 1, f"{self.prefix}{self.count}.")
+        stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
         self.count += 1
         self.storage_bytes += stream.storage_bytes
         self.machine.globals.update(stream.machine.globals)
@@ -115,10 +115,10 @@ class Blobs:
 
     def content(self, data: bytes) -> Content:
         """A string of bytes of the pickle as a content: a range of the file where it lies there as it is."""
-        part = self._part(data)
+        part = self.part_of(data)
         return part.content(0, part.end)
 
-    def _part(self, data: bytes) -> BytesPart:
+    def part_of(self, data: bytes) -> BytesPart:
         """The bytes, and where they lie in the file if they lie there as they are."""
         place = self.machine.places.get(id(data)) if self.machine is not None else None
         if place is None or self.part is None or self.part.source is None:

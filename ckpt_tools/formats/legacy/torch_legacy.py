@@ -92,7 +92,7 @@ def lay_out(root: Node) -> list[Piece]:
     if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
         raise ContainerLimitError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
-            fix="Write another container, or leave it out: `drop=NAME`",
+            fix="Write another container.",
         )
     survey = Survey(root)
     storages = sorted(survey.storages, key=_source_order)

@@ -173,16 +173,21 @@ def _named(record: Record) -> Iterator[None]:
 
 
 def decode_archive(source: Source, start: int, record: Record) -> Decoded:
-    """A member that is a zip, as a checkpoint of its own; its records are placed where they are in the source.
+    """A member that is a zip, as a checkpoint of its own."""
+    with _named(record):
+        return decode_inner(source, start, record.size, record.name)
+
+
+def decode_inner(source: Source, start: int, size: int, name: str) -> Decoded:
+    """A zip inside a file, as a checkpoint of its own; its records are placed where they are in the source.
 
     Raises:
         ZipError, PickleError, TensorError: it breaks a promise. UnsupportedContainerError: it is another kind of zip.
     """
-    window = Window(source, start, record.size)
-    with _named(record):
-        inner = read_directory(window)
-        refuse_two_readings(inner.records)
-    member = f"{record.name}!"
+    window = Window(source, start, size)
+    inner = read_directory(window)
+    refuse_two_readings(inner.records)
+    member = f"{name}!"
     placed = [
         replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
                 following=row.following + start) for row in inner.records
@@ -193,7 +198,7 @@ def decode_archive(source: Source, start: int, record: Record) -> Decoded:
         return numpy_files.decode_npz(window, inner)
     if f"{folder}/data.pkl" not in names or torchscript.sniff(names, folder):
         raise UnsupportedContainerError(
-            f"The member {record.name!r} is a zip, but not one that torch.save wrote.",
+            f"{name!r} is a zip, but not one that torch.save wrote.",
             fix="Unpack the archive and convert its members one by one.",
         )
     return torch_zip.decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)

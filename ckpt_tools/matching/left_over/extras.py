@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from glob import escape
 
 from ckpt_tools.matching.records import Shape
+from ckpt_tools.tree.parametrized import is_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,18 @@ def extras(unexpected: Sequence[str], source: Mapping[str, Shape], wanted: Mappi
             everywhere = free_tails[tail] == tails[tail] > 1 and tail != name
             pattern = f"*.{escape(tail)}" if everywhere else escape(name)
         found.setdefault(pattern, []).append(name)
+    near = {path for name in wanted or () for path in _paths(name)}  # what is missing may be there in another form
     shapes, lasts = set((wanted or {}).values()), {f"*.{name.rpartition('.')[2]}" for name in wanted or ()}
     return [
         Extra(glob, tuple(rows))
         for glob, rows in found.items()
-        if glob not in lasts and shapes.isdisjoint(source[name] for name in rows)
+        if glob not in lasts and _above(glob) not in near and not any(is_part(name) or source[name] in shapes for name in rows)
     ]
+
+
+def _above(glob: str) -> str:
+    """The module that the highest module of a glob is in; nothing where that is the whole, or the glob a last name."""
+    return "" if glob.startswith("*") else glob.removesuffix(".*").rpartition(".")[0]
 
 
 def _paths(name: str) -> Iterator[str]:

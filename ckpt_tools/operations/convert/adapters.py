@@ -6,17 +6,22 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.lora.adapter import opened
 from ckpt_tools.edit.lora.merging import Merging
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import find_optimizers, find_state_dicts
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 
-def merge(root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], report: Converted, stack: ExitStack) -> Node:
+def merge(
+    root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], report: Converted, stack: ExitStack, account: Account
+) -> Node:
     """Merge adapters one after the other, and tell; `stack` keeps them open until the bytes are written.
+
+    Their tensors are opened in the account: scalars and equal bases count as taken in, what they replace as left out.
 
     Raises:
         NothingMatchedError: no state dict, or several. CkptError: see `opened` and `Merging`.
@@ -31,10 +36,15 @@ def merge(root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], 
         )  # fmt: skip
     merging = Merging(root, found[0].node, report.source)
     for path, weight in adapters:
-        report.merged.append(merging.plan(stack.enter_context(opened(path)), str(path), weight))
+        adapter = stack.enter_context(opened(path))
+        report.merged.append(merging.plan(adapter, str(path), weight))
+        account.open(str(path), Dict([*adapter.tensors.items()]))
+        account.leave_out(node for name, node in adapter.tensors.items() if name.endswith(".alpha"))
         if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
             text = f"{path} holds {len(whole)} tensors whole; its weight of {weight:g} does not count for them."
             report.notes.append(Note("saved-whole", text))
+    report.notes += [Note(code, text) for code, text in merging.notes]
+    account.leave_out(merging.taken_in)
     root = merging.apply()
     if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
         text = f"The state in {state} belongs to the weights as they were; leave it out: `drop={state!r}`"

@@ -28,6 +28,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 
 if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
+    from ckpt_tools.edit.checksums import Leaving
     from ckpt_tools.edit.flatten import Flat
     from ckpt_tools.formats.parts.flat_rows import Names
     from ckpt_tools.operations.convert.options import ConvertOptions
@@ -39,12 +40,13 @@ class Planned:
 
     Attributes:
         pieces: what it is made of, in order. report: what has been done to get there, as a dry run tells it.
-        casting: what counts the values that a cast loses while the bytes move.
+        casting: what counts the values that a cast loses while the bytes move. leaving: records whose CRC-32 is compared.
     """
 
     pieces: list[Piece]
     report: Converted
     casting: Casting | None = None
+    leaving: Leaving | None = None
 
 
 @collector_paused()
@@ -69,7 +71,17 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    return Planned(pieces, report, edited.casting)
+    leaving = records_leaving(edited.root, edits)
+    return Planned(pieces if leaving is None else leaving.pieces(pieces), report, edited.casting, leaving)
+
+
+def records_leaving(root: Node, edits: Edits) -> Leaving | None:
+    """The records whose CRC-32 is compared: those whose bytes leave it behind; with `verify` all, with `no_verify` none."""
+    if edits.options.no_verify:
+        return None
+    from ckpt_tools.edit.checksums import Leaving
+
+    return Leaving(root, keeps=edits.kind == "pth" and not edits.options.verify)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -77,6 +89,8 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
     done = clone.done if clone is not None else 0
     check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd, written=done)
     write(planned.pieces, output, progress, clone)
+    if planned.leaving is not None:
+        planned.leaving.check_rest()
     if planned.casting is not None:
         report = planned.report
         report.overflowed, report.underflowed, report.saturated, report.nan = planned.casting.lost()
@@ -141,11 +155,7 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
         if decoded.metadata:
             _tell_lost_text(decoded, edited.ties, report)
         pieces = _lay_out_torch(edited.root, decoded, edits, verify=verify)
-    if not verify:
-        return pieces
-    from ckpt_tools.edit.casts import checked
-
-    return checked(pieces, edited.root)
+    return pieces
 
 
 def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:

@@ -103,7 +103,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
     if is_tensor(node):
         raise ContainerLimitError(
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
-            fix=f"Leave it out: `drop={name!r}`.",
+            fix="Write a .pth, which holds any tensor.",
         )
     return Item(name, path, None, None, to_bytes(torch_layout.lay_out(node, trust_crc=False)))
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
+from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
-    count_tensors,
+    find_optimizers,
     find_state_dicts,
+    tensors_by_name,
     tensors_outside,
 )
 from ckpt_tools.frozen import unique
@@ -38,6 +40,7 @@ if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.fit.options import FitOptions
     from ckpt_tools.fit.retarget import Retargeting
+    from ckpt_tools.tree.parametrized import Parametrized
 
 
 @unique
@@ -67,7 +70,7 @@ class Edits:
             option = "set_metadata" if options.set_metadata else "drop_metadata"
             what = f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
-        self.options, self.kind = options, kind
+        self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)
@@ -79,7 +82,8 @@ class Edits:
             return
         from ckpt_tools.operations.safety import danger_note
 
-        code, text = danger_note(danger, root, keeps_objects=self.kind in ("pth", "pth-legacy"))
+        keeps_objects = self.options.objects == "keep" and self.kind in ("pth", "pth-legacy")
+        code, text = danger_note(danger, root, keeps_objects=keeps_objects)
         if code == "dangerous" and not self.options.allow_dangerous:
             fix = "Without its objects: `objects='plain'`. With `allow_dangerous=True` OUT is as dangerous as IN."
             raise ObjectsError(danger, why="What is written would keep its objects.", fix=fix)
@@ -88,7 +92,8 @@ class Edits:
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         ties, danger = _begin(checkpoint, report), _danger(checkpoint)
-        root, used = self._narrow(self._selected(checkpoint), checkpoint, report)
+        account = self.account
+        root, used = self._opened(checkpoint, report, account)
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
@@ -98,13 +103,10 @@ class Edits:
 
             root = to_little_endian(root, checkpoint.decoded.byteorder)
         plain = self._dequantised(root, checkpoint, report)
-        if self.options.lora:
-            from ckpt_tools.operations.convert.adapters import merge
-
-            root = merge(root, self.options.adapters, report, stack)
+        root = self._merged(root, report, stack, account)
         self.names.apply(root, report)
         if self.retargeting is not None:
-            _fit(root, self.retargeting, report, stack, checkpoint)
+            _fit(root, self.retargeting, report, stack, checkpoint, account)
         root = self._retagged(root, checkpoint, report)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
@@ -115,9 +117,35 @@ class Edits:
         if self.metadata.texts:
             report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
         self._tell_danger(danger, root, report)
-        report.tensors = count_tensors(root)
+        left_out = {path for path, _ in report.dropped}
+        left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
+        report.tensors = account.close(root, left_out)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)
+
+    def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
+        """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
+        root = self._selected(checkpoint)
+        if not (self.options.moves_tensors or self.options.objects or self.retargeting):
+            account.open_whole(root)
+        elif not self.options.ema:
+            account.open(report.source, root)
+        root, used = self._narrow(root, checkpoint, report)
+        if self.options.ema:
+            account.open(report.source, root)
+        return root, used
+
+    def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
+        """Weights in parts folded, and adapters merged."""
+        if self.options.fold:
+            from ckpt_tools.edit.parametrized import fold_all
+
+            _note_folded(fold_all(root), root, report)
+        if not self.options.lora:
+            return root
+        from ckpt_tools.operations.convert.adapters import merge
+
+        return merge(root, self.options.adapters, report, stack, account)
 
     def _selected(self, checkpoint: Checkpoint) -> Node:
         """The root, or what --select names in its place."""
@@ -131,7 +159,9 @@ class Edits:
         """Keep and drop tensors by their names."""
         from ckpt_tools.edit.selection import filter_tensors
 
+        before = tensors_in(root)
         gone = filter_tensors(root, self.options.keep, self.options.drop, used)
+        self.account.leave_at(before, gone)
         report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
         if self.options.keep:
             _note_outside(root, report)
@@ -155,8 +185,10 @@ class Edits:
         from ckpt_tools.edit.quantised.dequantising import dequantise
 
         target = DTYPES[CAST_TARGETS[self.options.dequantize]]
+        before = tensors_in(root)
         done = dequantise(root, target, read_config(checkpoint))
         report.dequantised = {f"{scheme} -> {target.name}": count for scheme, count in Counter(done.tensors.values()).items()}
+        self.account.leave_at(before, (where for where, _ in done.left_out))
         report.dropped += [(dotted(where), why) for where, why in done.left_out]
         return Casting(counts=list(done.counts.items()))
 
@@ -202,7 +234,9 @@ class Edits:
     def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools.edit import compaction, slimming
 
+        before = tensors_in(root)
         root, gone = slimming.slim(root)
+        self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
         root, done = compaction.compact(root, verify=self.options.verify)
         report.compacted, report.saved = done.storages, done.saved
@@ -259,16 +293,32 @@ def _arrays(root: Node, report: Converted) -> Node:
     return root
 
 
-def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint) -> None:
-    """Fit the state dict to the target."""
+def _fit(
+    root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint, account: Account
+) -> None:  # fmt: skip
+    """Fit the state dict to the target; what is then left out was chosen, or is an error of the fit."""
     from ckpt_tools.fit.retarget import note_optimizer
 
+    before = {name: node for state_dict in find_state_dicts(root) for name, node in tensors_by_name(state_dict.node).items()}
     report.fitted, renamed = retargeting.apply(root, report.source, stack, whole)
+    _note_folded(retargeting.folded, root, report)
     report.optimizer_names += renamed
     report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
     report.dropped += list(report.fitted.dropped.items())
+    account.leave_out(before[name] for name in retargeting.left_out if name in before)
     if text := note_optimizer(root, report.fitted):
         report.notes.append(Note("optimizer-of-old-tensors", text))
+
+
+def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
+    """Which weights were in parts."""
+    if rows:
+        from ckpt_tools.edit.parametrized import told_fold
+
+        report.notes += [Note(code, text) for code, text in told_fold(rows)]
+        if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
+            text = f"The state in {state} belongs to the parts of the weights; leave it out: `drop={state!r}`"
+            report.notes.append(Note("optimizer-of-old-tensors", text))
 
 
 def _check_not_empty(checkpoint: Checkpoint, report: Converted) -> None:

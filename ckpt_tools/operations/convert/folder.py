@@ -19,7 +19,7 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import companions, sharding
 from ckpt_tools.operations.convert.companions import Companions
-from ckpt_tools.operations.convert.conversion import not_verified, open_input, report_flat
+from ckpt_tools.operations.convert.conversion import not_verified, open_input, records_leaving, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from ckpt_tools.edit.casts import Casting
+    from ckpt_tools.edit.checksums import Leaving
 
 _STALE = {
     "safetensors": r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json",
@@ -142,13 +143,13 @@ def _run_shards(
 ) -> None:
     ranks = target.ranks
 
-    def plan() -> tuple[Edited, Shards, Companions]:
+    def plan() -> tuple[Edited, Shards, Leaving | None, Companions]:
         with collector_paused():
             edited = edits.apply(checkpoint, report, inputs)
-            shards = _shards(edited.root, checkpoint, edits, limit, report)
-        return edited, shards, target.companions(checkpoint, report)
+            shards, leaving = _shards(edited.root, checkpoint, edits, limit, report)
+        return edited, shards, leaving, target.companions(checkpoint, report)
 
-    edited, shards, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[1].index))
+    edited, shards, leaving, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[1].index))
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
     if target.options.dry_run:
@@ -156,6 +157,7 @@ def _run_shards(
     with ExitStack() as stack:
         staging = target.staged(stack, shards.index_name, beside)
         ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
+        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world) if leaving is not None else None)
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)
@@ -166,7 +168,7 @@ def _run_shards(
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
 
 
-def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> Shards:
+def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving | None]:
     decoded, objects = checkpoint.decoded, edits.options.objects
     verify = edits.options.verify and decoded.has_checksums
     if edits.options.verify and not verify:
@@ -179,12 +181,10 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
             trust_crc=decoded.has_checksums, verify=verify,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    if verify:
-        from ckpt_tools.edit.casts import checked
-
-        pieces = iter(checked([piece for _, file in shards.files for piece in file], root))
-        shards.files[:] = [(name, [next(pieces) for _ in file]) for name, file in shards.files]
-    return shards
+    leaving = records_leaving(root, edits)
+    if leaving is not None:
+        shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
+    return shards, leaving
 
 
 def _write_own(shards: Shards, staging: Staging, size: int, ranks: Ranks, progress: Progress | None) -> None:
@@ -236,8 +236,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    if edits.options.verify:
-        report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
+    leaving = records_leaving(edited.root, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -248,6 +247,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         staging = target.staged(stack, ".metadata", beside)
         ranks.agree(lambda: staging.check_space((report.bytes + beside.bytes) // ranks.world))
         _save(found, staging, ranks, edits.options.progress)
+        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world) if leaving is not None else None)
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)

@@ -9,7 +9,7 @@ from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
 from ckpt_tools.edit.objects.tensor_attributes import tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint, find_tensors
+from ckpt_tools.formats.open import Checkpoint, find_state_dicts, find_tensors
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted
@@ -18,6 +18,7 @@ from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.nodes import Node, Where
 
+_NO_PLAIN_FORM = "They are arrays of dates, of structures, or of numbers that torch does not have."
 WRAPPER_CLASSES = ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 
 
@@ -37,9 +38,17 @@ def modules_first(root: Node, report: Converted) -> Node:
 
 def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
     """The averaged weights alone, and where they were."""
-    from ckpt_tools.edit.slimming import averaged
+    from ckpt_tools.edit.slimming import averaged, has_mmcvs
 
+    before = find_state_dicts(root)
     root, where = averaged(root)
+    if any(has_mmcvs(state_dict.names) for state_dict in before if state_dict.where == where):
+        text = (
+            "mmcv's EMAHook exchanges both copies before it evaluates: where it ran ahead of the CheckpointHook, the averages"
+        )
+        report.notes.append(
+            Note("ema-exchanged", f"{text} are under the plain names, which `drop='ema_*'` takes without `ema`.")
+        )
     report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
     return root, where
 
@@ -52,7 +61,9 @@ def weights_alone(
     Raises:
         ObjectsError: a state dict or module would lose tensors that --drop does not name.
     """
-    packed = losses.packed_tensors(root)
+    packed, outside = losses.packed_tensors(root), losses.outside_state(root) if checkpoint.has_modules else set()
+    every = losses.Held(find_tensors(root) if slim and not ema else ())
+    unsaved = {tensor.where for tensor in every.tensors if id(tensor.node) in outside}
     inside: Where = ()
     root = modules_first(root, report)
     if ema:
@@ -63,6 +74,9 @@ def weights_alone(
         root, fates = plain.drop_unknown(root)
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         _tell_attributes(attributes, root, report, "`slim`")
+        for where in every.lost(root):
+            why = losses.OUTSIDE if where in unsaved else "`slim`: a tensor outside state dicts"
+            report.dropped.append((dotted(where), why))
     lost = [where for where in packed if where[: len(inside)] == inside] + before.lost(root)
     return root, _drop_lost(checkpoint, lost, drop, report)
 
@@ -124,12 +138,17 @@ def _without_objects(
         root, fates = plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
+    if arrays := plain.lost_arrays(fates) if policy == "plain" else []:
+        used_for_arrays = losses.check_lost(checkpoint.path, arrays, drop, _NO_PLAIN_FORM).globs
+        report.dropped += [(dotted(where), "`drop`") for where in arrays]
+    else:
+        used_for_arrays = frozenset()
     if policy == "drop":
         _tell_attributes(attributes, root, report, "`objects='drop'`")
         report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
-    return root, _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
+    return root, used_for_arrays | _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
 
 
 def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted, why: str) -> None:

@@ -98,6 +98,13 @@ class QuantisedOptions(Options):
     )  # fmt: skip
 
 
+class PartOptions(Options):
+    """Weights in parts made whole."""
+
+    heading = "Values and devices"
+    fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)
+
+
 _ABOUT_INTEGERS = "Integers need scales beside them: `quantize='q8_0'` makes both, in a .gguf."
 
 
@@ -211,7 +218,8 @@ class WriteOptions(Options):
     """How the bytes are written."""
 
     heading = "Output"
-    verify: bool = flag("Check the CRC-32 of every record while copying.", moves=True)
+    verify: bool = flag("Check the CRC-32 of every record while copying, where the bytes keep it too.", moves=True)
+    no_verify: bool = flag("Check no CRC-32, where the bytes leave it behind either.", moves=True)
     reserve: int | None = whole("Room in a safetensors header.  [4096]", metavar="BYTES", most=64 << 20)
     compact: bool = flag("Leave no gaps, at the price of moving every tensor.", moves=True)
     fsync: bool = flag("Make a new OUT durable before returning (a replaced one always is).")
@@ -231,8 +239,8 @@ class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions,
 
 
 class ConvertOptions(
-    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions,
-    SaveOptions,
+    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
+    SlimOptions, SaveOptions,
 ):  # fmt: skip
     """All that `convert` takes."""
 

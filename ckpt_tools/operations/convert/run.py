@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
-    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, lora, names
-    (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
+    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, fold, lora,
+    names (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
 
     Args:
         source: the checkpoint to read, IN. target: the file to write, OUT.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_tools.torch.copying import memory_of
-from ckpt_tools.tree.inputs import Input
+from ckpt_tools.tree.graphs import Input
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ckpt_tools.torch.proving.reasons import Reasons, different_settings
 from ckpt_tools.torch.proving.running import RaisedError
 from ckpt_tools.torch.proving.trial import Trial
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.inputs import parse
+from ckpt_tools.tree.graphs import parse
 from ckpt_tools.tree.output_names import check_document_name
 
 _MOST_RUNS = 1000  # sets of inputs, which are all held in memory

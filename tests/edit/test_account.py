@@ -1,0 +1,66 @@
+"""Nothing is lost: what a conversion opens it writes, leaves out by the user's word, or refuses by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.edit import selection
+from ckpt_tools.errors import ConvertError
+from tests.support.commands import ckpt
+
+
+def training() -> dict[str, Any]:
+    """Ties, views on one storage, a sparse tensor, an optimizer, tensors outside state dicts."""
+    whole = torch.randn(6, 4)
+    weights = {"a.weight": whole[:3], "b.weight": whole[3:], "tied.weight": whole[:3], "s.weight": torch.eye(3).to_sparse()}
+    state = {0: {"exp_avg": torch.ones(3, 4)}}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1, 2, 3]}]}
+    return {"model": weights, "optimizer": optimizer, "queue": torch.ones(2), "rows": (torch.zeros(1),), "epoch": 3}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"select": "model"},
+    {"drop": ["optimizer", "queue", "b.*"]},
+    {"keep": "a.*", "drop": "optimizer"},
+    {"dtype": "bf16", "rename": "^a\\.=z."},
+    {"slim": True, "dtype": "fp16"},
+    {"compact": True, "map_location": "cuda"},
+    {"objects": "plain", "add_prefix": "net."},
+    {"format": "pth-legacy"},
+    {"select": "model", "drop": "s.*", "format": "safetensors"},
+    {"select": "model", "drop": "s.*", "shard_size": "1KB"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_honest_conversions_come_out_even(options: dict[str, Any], tmp_path: Path) -> None:
+    """The number of tensors in the report is that of the output, whatever was asked for."""
+    torch.save(training(), tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out", **{"format": "pth", **options})
+    assert report.tensors == ckpt_tools.inspect(tmp_path / "out").totals["tensors"]
+
+
+def test_a_step_that_loses_a_tensor_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a step takes a tensor away and says nothing, nothing is written, and the error names it."""
+    torch.save(training(), tmp_path / "in.pth")
+    honest = selection.filter_tensors
+    monkeypatch.setattr(selection, "filter_tensors", lambda root, *args: honest(root, *args)[1:])
+    with pytest.raises(ConvertError, match=r"1 of 7 tensors would be lost: 'model\.s\.weight'"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", drop="s.*", dtype="bf16")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_renamed_names_are_tensors(tmp_path: Path) -> None:
+    """Extra state that moves with its module is no tensor: two of two are renamed, never three."""
+    state = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.ones(2), "module.a._extra_state": {"k": 1}}
+    torch.save({"model": state}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", strip_module=True)
+    assert [(row.tensors, row.renamed) for row in report.state_dicts] == [(2, 2)]
+    assert list(torch.load(tmp_path / "out.pth")["model"]) == ["a.weight", "a.bias", "a._extra_state"]
+    assert "2 of 2" in ckpt("convert", tmp_path / "in.pth", tmp_path / "again.pth", "--strip-module").output
