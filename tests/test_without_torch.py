@@ -217,12 +217,9 @@ def test_no_network(place: Path, tmp_path: Path) -> None:
     """`inspect`, `check`, `scan` and `convert` of local files open no socket: one that raises is in the place of all."""
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     lines = [
-        "inspect ddp.pth",
-        "check ddp.pth",
-        "check --values ddp.pth",
-        "scan .",
+        "inspect ddp.pth", "check ddp.pth", "check --values ddp.pth", "scan .",
         f"convert ddp.pth {tmp_path}/x.safetensors --strip-module",
-    ]
+    ]  # fmt: skip
     done = run(
         [line.split() for line in [*lines, "inspect https://localhost:1/x.pth"]],
         place,

@@ -20,10 +20,8 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
     number = len(words.split(" ")) - 1
     last = words.split(" ")[-1]
     environment = {
-        "_CKPT_COMPLETE": f"{shell}_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": last if shell == "fish" else str(number),
-    }
+        "_CKPT_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": last if shell == "fish" else str(number),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_tools"], capture_output=True, text=True, cwd=folder,
         env={**os.environ, "PYTHONPATH": str(FIXTURES.parent), **environment},

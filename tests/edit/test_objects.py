@@ -210,13 +210,9 @@ def test_drop_leaves_nothing_broken(tmp_path: Path) -> None:
     """A known object that could not be made without what is dropped is dropped with it."""
     class_of_default: Any = collections.defaultdict(classes.Plain, {"a": 1})
     value = {
-        "default": class_of_default,
-        "list": [1, classes.Plain(), 2],
-        "tuple": (1, classes.Plain(), 2),
-        "set": {1, classes.Mode.FAST},
-        "matrix": np.ones(2).view(classes.Array),
-        "key": {classes.Colour.RED: 1, "b": 2},
-    }
+        "default": class_of_default, "list": [1, classes.Plain(), 2], "tuple": (1, classes.Plain(), 2),
+        "set": {1, classes.Mode.FAST}, "matrix": np.ones(2).view(classes.Array), "key": {classes.Colour.RED: 1, "b": 2},
+    }  # fmt: skip
     path = saved(tmp_path, value)
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
     loaded = torch.load(tmp_path / "out.pth", weights_only=False)["value"]
@@ -260,10 +256,8 @@ def test_objects_as_keys_do_not_lose_their_values(tmp_path: Path) -> None:
         tmp_path, {filled(classes.Plain, a=1): "x", filled(classes.Plain, a=2): "y", "tests.support.classes.Plain": 0}
     )
     assert loaded == {
-        "tests.support.classes.Plain 2": "x",
-        "tests.support.classes.Plain 3": "y",
-        "tests.support.classes.Plain": 0,
-    }
+        "tests.support.classes.Plain 2": "x", "tests.support.classes.Plain 3": "y", "tests.support.classes.Plain": 0,
+    }  # fmt: skip
     assert [fate.became for fate in report.objects] == ["text", "text"]
 
 

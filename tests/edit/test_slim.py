@@ -74,13 +74,8 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     """A slice no longer drags its storage along; overlapping views stay views, ties ties; the bytes saved are reported."""
     big, other = torch.arange(1_000_000.0), torch.arange(4.0)
     value = {
-        "a.w": big[10:20],
-        "a.tied": big[10:20],
-        "b.over": big[15:25],
-        "c.far": big[900:904],
-        "d.all": other,
-        "e.none": big[:0],
-    }
+        "a.w": big[10:20], "a.tied": big[10:20], "b.over": big[15:25], "c.far": big[900:904], "d.all": other, "e.none": big[:0],
+    }  # fmt: skip
     path = saved(tmp_path, value)
     found = [row for row in ckpt_tools.inspect(path).findings if row.code == "oversized-storage"]
     assert [row.fix.endswith("--slim") for row in found] == [True]
@@ -244,10 +239,8 @@ def test_select_never_guesses(tmp_path: Path) -> None:
 def test_state_dicts_are_found_wherever_they_are(tmp_path: Path) -> None:
     """Lists of state dicts, as AgileRL keeps agents; each is reached by its path."""
     value = {
-        "actors": [dict(MODEL), dict(EMA)],
-        "critic": {"nets": (dict(MODEL),)},
-        "agent": classes.Mapping({"net": dict(EMA)}),
-    }
+        "actors": [dict(MODEL), dict(EMA)], "critic": {"nets": (dict(MODEL),)}, "agent": classes.Mapping({"net": dict(EMA)}),
+    }  # fmt: skip
     path = saved(tmp_path, value)
     loaded, _ = converted(path, select="actors.1")
     assert_same(loaded, EMA)

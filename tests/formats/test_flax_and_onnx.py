@@ -218,15 +218,11 @@ ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
     "a group": (model(b"\x0b"), DamagedFileError, "wire type 3"),
     "raw_data twice": (model(initializer(message(9, bytes(4)) * 2)), DamagedFileError, "two places"),
     "empty raw_data beside numbers": (
-        model(initializer(message(9, b""), message(4, bytes(8)))),
-        DamagedFileError,
-        "two places",
+        model(initializer(message(9, b""), message(4, bytes(8)))), DamagedFileError, "two places",
     ),
     "floats as int64": (model(initializer(message(4, bytes(16)), kind=7)), DamagedFileError, "a field of another type"),
     "raw_data that is a number": (
-        model(initializer(b"\x48\x05", kind=2, dims=b"\1")),
-        DamagedFileError,
-        "field 9 of the wire type 0",
+        model(initializer(b"\x48\x05", kind=2, dims=b"\1")), DamagedFileError, "field 9 of the wire type 0",
     ),
     "a name that is a number": (model(initializer(RAW, b"\x40\x05")), DamagedFileError, "field 8 of the wire type 0"),
     "the field 0": (model(b"\x02\x00"), DamagedFileError, "the field 0"),
@@ -242,7 +238,7 @@ ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "more than 1024 dimensions",
     ),
     "segments": (model(initializer(RAW, message(3, b""))), UnsupportedContainerError, "segments"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ONNX)

@@ -354,17 +354,12 @@ def numbers(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
-    "float8": lambda: numbers(torch.float8_e8m0fnu),
-    "float8, transposed": lambda: numbers(torch.float8_e5m2).t(),
-    "uint16": lambda: numbers(torch.uint16),
-    "uint64": lambda: numbers(torch.uint64),
-    "bits8": lambda: numbers(torch.uint8).view(torch.bits8),
-    "complex32": lambda: numbers(torch.complex32),
-    "conjugate": lambda: numbers(torch.complex64).conj(),
-    "negative": lambda: numbers(torch.complex64).conj().imag,
-    "sparse": lambda: numbers().to_sparse(),
-    "sparse rows": lambda: numbers().to_sparse_csr(),
-}
+    "float8": lambda: numbers(torch.float8_e8m0fnu), "float8, transposed": lambda: numbers(torch.float8_e5m2).t(),
+    "uint16": lambda: numbers(torch.uint16), "uint64": lambda: numbers(torch.uint64),
+    "bits8": lambda: numbers(torch.uint8).view(torch.bits8), "complex32": lambda: numbers(torch.complex32),
+    "conjugate": lambda: numbers(torch.complex64).conj(), "negative": lambda: numbers(torch.complex64).conj().imag,
+    "sparse": lambda: numbers().to_sparse(), "sparse rows": lambda: numbers().to_sparse_csr(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,19 +10,10 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    LimitError,
-    TensorError,
-)
+from ckpt_tools.errors import ContainerLimitError, LimitError, TensorError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
-from tests.hostile.zips import (
-    build,
-    deflated,
-    torch_records,
-    torch_zip,
-)
+from tests.hostile.zips import build, deflated, torch_records, torch_zip
 
 
 def test_what_cannot_be_inflated_has_no_digest(tmp_path: Path) -> None:

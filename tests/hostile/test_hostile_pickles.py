@@ -12,19 +12,10 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    ObjectsError,
-)
+from ckpt_tools.errors import ContainerLimitError, ObjectsError
 from tests.hostile import pickles as p
 from tests.hostile.pickles import CALLS, COMMAND, SYSTEM
-from tests.hostile.refusals import (
-    expect_convert_refused,
-    expect_warned,
-    info,
-    safetensors,
-    write,
-)
+from tests.hostile.refusals import expect_convert_refused, expect_warned, info, safetensors, write
 from tests.hostile.zips import torch_zip
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}

@@ -10,19 +10,11 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    ObjectsError,
-    OutputError,
-    PickleError,
-    TensorError,
-)
+from ckpt_tools.errors import ContainerLimitError, ObjectsError, OutputError, PickleError, TensorError
 from tests.fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
-from tests.hostile.zips import (
-    torch_zip,
-)
+from tests.hostile.zips import torch_zip
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 

@@ -13,26 +13,10 @@ import pytest
 import torch
 
 import ckpt_tools.torch
-from ckpt_tools.errors import (
-    ChecksumError,
-    CkptError,
-    TensorError,
-    ZipError,
-)
+from ckpt_tools.errors import ChecksumError, CkptError, TensorError, ZipError
 from tests.hostile import pickles as p
-from tests.hostile.refusals import (
-    expect_convert_refused,
-    expect_warned,
-    listing,
-    write,
-)
-from tests.hostile.zips import (
-    Rec,
-    build,
-    deflated,
-    torch_records,
-    torch_zip,
-)
+from tests.hostile.refusals import expect_convert_refused, expect_warned, listing, write
+from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
 from tests.support.zips import rewrite
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}

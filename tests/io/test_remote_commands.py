@@ -11,15 +11,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from ckpt_tools import (
-    average,
-    check,
-    convert,
-    diff,
-    edit_in_place,
-    repair,
-    stats,
-)
+from ckpt_tools import average, check, convert, diff, edit_in_place, repair, stats
 from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model

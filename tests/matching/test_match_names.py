@@ -19,15 +19,12 @@ def test_other_shapes_are_mismatched() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("module.fc.weight", "fc.weight"),
-        ("fc.weight", "module.fc.weight"),
-        ("_orig_mod.module.fc.weight", "module._orig_mod.fc.weight"),
-        ("module.fc.weight", "_orig_mod.fc.weight"),
-        ("layer._fsdp_wrapped_module.fc.weight", "layer.fc.weight"),
-        ("encoder.module.fc.weight", "encoder.fc.weight"),
+        ("module.fc.weight", "fc.weight"), ("fc.weight", "module.fc.weight"),
+        ("_orig_mod.module.fc.weight", "module._orig_mod.fc.weight"), ("module.fc.weight", "_orig_mod.fc.weight"),
+        ("layer._fsdp_wrapped_module.fc.weight", "layer.fc.weight"), ("encoder.module.fc.weight", "encoder.fc.weight"),
         ("encoder.fc.weight", "module.encoder.module.fc.weight"),
     ],
-)
+)  # fmt: skip
 def test_wrappers_in_either_direction(old: str, new: str) -> None:
     """Wrappers in any order, on either side, also a `module.` in the middle, where the other side has none."""
     found = by_names([old], [new])

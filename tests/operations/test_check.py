@@ -19,9 +19,7 @@ import ckpt_tools
 from ckpt_tools import check
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from tests.support.commands import ckpt
-from tests.support.samples import (
-    FIXTURES,
-)
+from tests.support.samples import FIXTURES
 from tests.support.terminal import ROOT, run
 from tests.support.zips import flip_byte, rewrite
 
@@ -423,17 +421,12 @@ def test_digest_files_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["x", "0\tfloat32\t[1]\t[]", *(f"{'0' * 64}\tfloat32\t{rest}" for rest in ("[-1]\t[]", "[1]\t{}", "1\t[]"))],
+    "line", ["x", "0\tfloat32\t[1]\t[]", *(f"{'0' * 64}\tfloat32\t{rest}" for rest in ("[-1]\t[]", "[1]\t{}", "1\t[]"))]
 )
 def test_damaged_digest_files(tmp_path: Path, line: str) -> None:
     """A line that is none is refused with its number; another version, and a file of bytes, too."""
     path, model = tmp_path / "digests", saved(tmp_path / "model.pth")
-    for text, said in (
-        (f"1: x\n{line}\n", "line 2"),
-        ("2: x\n", "another version"),
-        ("1: \xff", "digests"),
-    ):
+    for text, said in ((f"1: x\n{line}\n", "line 2"), ("2: x\n", "another version"), ("1: \xff", "digests")):
         path.write_bytes(b"# ckpt digest " + text.encode("latin-1"))
         with pytest.raises(DigestError, match=said):
             check(model, against=path)

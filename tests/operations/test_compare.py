@@ -20,11 +20,7 @@ from torch import nn
 from ckpt_tools import convert, diff, stats
 from ckpt_tools.errors import LimitError, NothingMatchedError
 from tests.support.commands import ckpt
-from tests.support.samples import (
-    FIXTURES,
-    PTH,
-    SAFETENSORS,
-)
+from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 from tests.support.terminal import run
 
 

@@ -16,14 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import Converted
-from ckpt_tools.errors import (
-    CkptError,
-    CollisionError,
-    ContainerLimitError,
-    ConvertError,
-    NothingMatchedError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, CollisionError, ContainerLimitError, ConvertError, NothingMatchedError, UsageError
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES

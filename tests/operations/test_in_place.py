@@ -14,11 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    DamagedFileError,
-    OutputError,
-)
+from ckpt_tools.errors import ContainerLimitError, DamagedFileError, OutputError
 from ckpt_tools.torch import load_state_dict, save
 from tests.faults.layer import Fault
 from tests.net.test_in_place import WRITES, child

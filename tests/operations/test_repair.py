@@ -14,19 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpt_tools import (
-    Repaired,
-    check,
-    convert,
-    repair,
-)
-from ckpt_tools.errors import (
-    CkptError,
-    OutputExistsError,
-    RepairError,
-    UnsupportedContainerError,
-    UsageError,
-)
+from ckpt_tools import Repaired, check, convert, repair
+from ckpt_tools.errors import CkptError, OutputExistsError, RepairError, UnsupportedContainerError, UsageError
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support.commands import ckpt

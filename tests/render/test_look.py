@@ -64,14 +64,9 @@ def test_names_that_the_terminal_cannot_show(name: str, tmp_path: Path) -> None:
     if name == "extract-lora":
         torch.save({"\u5c64.weight": torch.ones(2), "a.weight": torch.zeros(2, 3)}, path)
     more: dict[str, list[object]] = {
-        "convert": [out],
-        "repair": [out],
-        "average": [path, out],
-        "extract-lora": [tuned, tmp_path / "\u00fc", "--rank", 1],
-        "diff": [path],
-        "match": ["--like", path],
-        "show": ["\u5c64.weight"],
-    }
+        "convert": [out], "repair": [out], "average": [path, out], "extract-lora": [tuned, tmp_path / "\u00fc", "--rank", 1],
+        "diff": [path], "match": ["--like", path], "show": ["\u5c64.weight"],
+    }  # fmt: skip
     done = shell(
         name,
         path,
@@ -119,9 +114,7 @@ QUIET: dict[str, list[tuple[int, list[str]]]] = {
     "sign": [(3, ["none.pth", "--key", "none.pth"])],
     "verify": [(3, ["none.pth", "--key", "none.pth"])],
     "prove": [(3, ["none.pth", "single.pth", "--model", "fixtures.make:network", "--input", "1x4"])],
-    "extract-lora": [
-        (3, ["none.pth", "single.pth", "OUT", "--rank", "1"]),
-    ],
+    "extract-lora": [(3, ["none.pth", "single.pth", "OUT", "--rank", "1"])],
     "report": [(0, ["single.pth", "-o", "OUT"]), (3, ["none.pth", "-o", "OUT"])],
 }
 

@@ -20,12 +20,7 @@ from torch import nn
 from tests.hostile.pickles import dict_of
 from tests.support.legacy import floats, legacy
 from tests.support.rank_files import rank_of, sharded
-from tests.support.tars import (
-    persistent,
-    storages,
-    tensors,
-    torch_tar,
-)
+from tests.support.tars import persistent, storages, tensors, torch_tar
 
 State = dict[str, torch.Tensor]
 

@@ -116,16 +116,11 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
         *(("model", "vgg"), ("data", None), ("batch_size", 0), ("batch_size", "32"), ("lr", float("nan")), ("lr", "fast")),
         *(("parallel", "many"), ("epochs", -1), ("grad_accum", 1.5), ("sync_bn", 1), ("data_dir", 3), ("keep", 0)),
         *(
-            ("keep", 1.5),
-            ("model", ["mlp"]),
-            ("lr", float("inf")),
-            ("workers", True),
-            ("shape", None),
-            ("seed", [1]),
+            ("keep", 1.5), ("model", ["mlp"]), ("lr", float("inf")), ("workers", True), ("shape", None), ("seed", [1]),
             ("epochs", float("inf")),
         ),
     ],
-)
+)  # fmt: skip
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
     saved = Config().plain() | {name: value}
     with pytest.raises(click.UsageError, match=f"the checkpoint's config has {name} = "):
