@@ -65,13 +65,8 @@ def test_tensors_without_elements_go_through_every_step(tmp_path: Path) -> None:
 
 
 CONFIGS = [
-    '{"n": ' * 100_000,
-    "[" * 100_000,
-    '{"heads": ' + "9" * 6000 + "}",
-    '{"heads": 1e400}',
-    "\xff",
-    '{"heads": {"heads": 2}}',
-]
+    '{"n": ' * 100_000, "[" * 100_000, '{"heads": ' + "9" * 6000 + "}", '{"heads": 1e400}', "\xff", '{"heads": {"heads": 2}}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -24,16 +24,8 @@ from tests.support.graphs import assert_same, element_bytes
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS, by_name, shown
 
 NETWORKS = [
-    "compiled",
-    "compiled_parallel",
-    "parallel_compiled",
-    "fsdp",
-    "data_parallel",
-    "ddp",
-    "single",
-    "cuda",
-    "no_byteorder",
-]
+    "compiled", "compiled_parallel", "parallel_compiled", "fsdp", "data_parallel", "ddp", "single", "cuda", "no_byteorder",
+]  # fmt: skip
 
 
 def assert_is_network(state_dict: Any) -> None:
@@ -257,13 +249,11 @@ def test_save_awkward_tensors_as_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"a.w": torch.eye(2).to_sparse()},
-        {"a.w": torch.ones(1), "o": object()},
-        {"a.w": torch.empty(1, device="meta")},
+        {"a.w": torch.eye(2).to_sparse()}, {"a.w": torch.ones(1), "o": object()}, {"a.w": torch.empty(1, device="meta")},
         training_state(),
     ],
     ids=["sparse", "object", "meta", "training"],
-)
+)  # fmt: skip
 def test_what_safetensors_cannot_hold(tmp_path: Path, data: Any) -> None:
     """Refused, and nothing is written."""
     with pytest.raises(ContainerLimitError):
