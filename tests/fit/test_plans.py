@@ -45,18 +45,6 @@ PLAN = (
 )
 
 
-def test_every_step_does_what_torch_would(tmp_path: Path) -> None:
-    """copy, reshape (of a strided tensor too), transpose, split in order, concat in order; values stay."""
-    loaded = applied(STATE, FORMAT + PLAN, tmp_path)
-    expected = {
-        "a.weight": QKV.reshape(6, 4, 1, 1), "b.weight": QKV, "e.weight": QKV.T.reshape(1, 4, 6), "c.weight": QKV.T,
-        "q": QKV[:1], "k": QKV[1:4], "v": QKV[4:], "d.bias": torch.tensor([1.0, 1, 0, 0, 0]),
-    }  # fmt: skip
-    assert loaded.pop("epoch") == 3
-    assert list(loaded) == list(expected)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-
-
 def test_ties_and_module_versions_go_along(tmp_path: Path) -> None:
     """A tensor that is copied to two names is tied there; the rows of `_metadata` move with their modules."""
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
@@ -150,20 +138,6 @@ def test_a_folded_plan_is_the_same_plan(parts: list[tuple[list[str], list[int], 
     news = list(dict.fromkeys(names))
     with tempfile.TemporaryDirectory() as folder:
         replayed([f"old.{number if shift else 7}.{name}" for number, name in enumerate(news)], news, Path(folder))
-
-
-def test_experts_are_one_table_each(tmp_path: Path) -> None:
-    """12 layers of 16 experts: a table for each tensor of a layer and for each of an expert; stages with other counts, too."""
-    names = [
-        f"layers.{i}.{name}"
-        for i in range(12)
-        for name in ("wq", *(f"experts.{j}.{part}" for j in range(16) for part in ("w1", "w2")), "norm")
-    ]
-    names += [f"stages.{i}.blocks.{j}.{part}" for i, many in enumerate((2, 2, 6, 2)) for j in range(many) for part in "ab"]
-    text = replayed(names, [f"m.{name}" for name in names], tmp_path)
-    assert 'i = "0-11"\nj = "0-15"\nold = "layers.{i}.experts.{j}.w1"\nnew = "m.layers.{i}.experts.{j}.w1"' in text
-    assert 'i = "0-2"\nj = "0-1"\nold = "stages.{i}.blocks.{j}.a"' in text
-    assert text.count("[[tensor]]") == 4 + 2 + 2 + 2
 
 
 def test_a_name_that_toml_cannot_hold(tmp_path: Path) -> None:

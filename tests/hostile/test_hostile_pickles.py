@@ -54,14 +54,6 @@ def test_46_47_50_52_globals_are_listed(case: str, tmp_path: Path) -> None:
     expect_listed(write(tmp_path, beside(opcodes)), name)
 
 
-def test_46_a_call_of_a_call(tmp_path: Path) -> None:
-    """What a call returned is called again: a function without a name of its own."""
-    inner = p.call("builtins", "getattr", p.glob("os", "path"), p.text("join"))
-    path = write(tmp_path, beside(inner + COMMAND + p.REDUCE))
-    assert "builtins.getattr" in ckpt_tools.inspect(path).globals
-    expect_convert_refused(path, ObjectsError, "a computed function", "builtins.getattr")
-
-
 @pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
 def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
     """A second pickle, or anything, behind the first: mentioned, examined, not written."""
@@ -72,14 +64,6 @@ def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
 
 
 # --- 54 to 57: the stream
-
-
-@pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"p99999999999999999999\n"])
-def test_56_huge_memo_index(opcode: bytes, tmp_path: Path) -> None:
-    """It is remembered, at the cost of one entry, and can be recalled."""
-    get = opcode.replace(b"r", b"j").replace(b"p", b"g")
-    path = write(tmp_path, beside(p.text("v") + opcode + b"0" + get))
-    assert ckpt_tools.inspect(path).values["x"] == "v"
 
 
 def test_57_python2_strings(tmp_path: Path) -> None:

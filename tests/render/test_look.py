@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from ckpt_tools import inspect
-from tests.support.commands import ckpt, main
+from tests.support.commands import main
 from tests.support.samples import FIXTURES, by_name
 from tests.support.terminal import COMMANDS, page, run, shell
 
@@ -78,26 +76,6 @@ def test_names_that_the_terminal_cannot_show(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)
-
-
-@pytest.mark.parametrize(("name", "other"), [("nothere.pth", "outer.zip"), ("model.pth", "notes.pth"), ("a.pth", "b.pth")])
-def test_a_file_of_another_name_is_not_meant(name: str, other: str, tmp_path: Path) -> None:
-    """An extension that two names share, and a few letters, do not make them near."""
-    (tmp_path / other).touch()
-    told = run("inspect", tmp_path / name).output
-    assert "There is no such file." in told
-    assert "Did you mean" not in told
-
-
-def test_what_saves_a_file_is_named_with_it(tmp_path: Path) -> None:
-    """`ckpt repair FILE` of a file that needs an OUT gives the whole command; run, it saves what is whole."""
-    path = tmp_path / "my cut.pth"
-    path.write_bytes((FIXTURES / "single.pth").read_bytes()[:-2000])
-    told = ckpt("repair", path, code=2)
-    command = re.search(r"name an OUT: ckpt (.*)", told.output)
-    assert command is not None
-    assert CliRunner().invoke(main, shlex.split(command[1])).exit_code in (0, 1)
-    assert (tmp_path / "my cut.fixed.pth").exists()
 
 
 QUIET: dict[str, list[tuple[int, list[str]]]] = {

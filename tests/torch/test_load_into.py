@@ -290,19 +290,6 @@ def test_a_mapped_file_is_private_and_lazy(tmp_path: Path) -> None:
     assert float(loaded.sum()) == (1 << 19) + 4
 
 
-def test_mapped_and_read_are_the_same(tmp_path: Path) -> None:
-    """mmap=False reads everything now, with the same values, ties and views."""
-    base = torch.arange(float(1 << 19))
-    torch.save({"a.w": base, "b.w": base[8:], "c.w": base.bfloat16()}, tmp_path / "m.pth")
-    mapped, read = (ckpt.load_state_dict(tmp_path / "m.pth", mmap=mmap) for mmap in (True, False))
-    assert {name: element_bytes(value) for name, value in mapped.items()} == {
-        name: element_bytes(value) for name, value in read.items()
-    }
-    assert mapped["b.w"].data_ptr() == mapped["a.w"].data_ptr() + 32
-    (tmp_path / "m.pth").write_bytes(b"")
-    assert torch.equal(read["a.w"], base)
-
-
 def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
     """An exchanged parameter keeps the attributes of the old one: trainers mark parameters so."""
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
