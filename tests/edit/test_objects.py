@@ -129,26 +129,18 @@ KNOWN: list[tuple[Any, Any, str]] = [
     (len, "builtins.len", "text"),
 ]
 UNKNOWN: list[tuple[Any, Any, str]] = [
-    (classes.Colour.GREEN, 2, "number"),
-    (classes.Mode.FAST, "fast", "text"),
-    (classes.Bits.ONE | classes.Bits.TWO, 3, "number"),
-    (filled(classes.Plain, a=1, b=[2]), {"a": 1, "b": [2]}, "dict"),
+    (classes.Colour.GREEN, 2, "number"), (classes.Mode.FAST, "fast", "text"),
+    (classes.Bits.ONE | classes.Bits.TWO, 3, "number"), (filled(classes.Plain, a=1, b=[2]), {"a": 1, "b": [2]}, "dict"),
     (filled(classes.Outer.Inner, a=1), {"a": 1}, "dict"),
     (filled(classes.Slotted, left=1, right=(2,)), {"left": 1, "right": (2,)}, "dict"),
     (filled(classes.Both, left=1, other=2), {"other": 2, "left": 1}, "dict"),
-    (mapping({"a": 1}, b=2), {"a": 1, "b": 2}, "dict"),
-    (classes.Sequence([1, 2]), [1, 2], "list"),
-    (classes.Label("name"), "name", "text"),
-    (classes.Count(4), 4, "number"),
-    (classes.Pair(1, "b"), (1, "b"), "tuple"),
-    (classes.Pair(1, [2]), [1, [2]], "list"),
-    (classes.Reduced(1, [2]), [1, [2]], "list"),
-    (classes.Keyword(value=3), {"value": 3}, "dict"),
-    (filled(classes.Stateful, data=[1]), ["state", [1]], "list"),
-    (classes.Plain, "tests.support.classes.Plain", "text"),
-    (classes.function, "tests.support.classes.function", "text"),
+    (mapping({"a": 1}, b=2), {"a": 1, "b": 2}, "dict"), (classes.Sequence([1, 2]), [1, 2], "list"),
+    (classes.Label("name"), "name", "text"), (classes.Count(4), 4, "number"), (classes.Pair(1, "b"), (1, "b"), "tuple"),
+    (classes.Pair(1, [2]), [1, [2]], "list"), (classes.Reduced(1, [2]), [1, [2]], "list"),
+    (classes.Keyword(value=3), {"value": 3}, "dict"), (filled(classes.Stateful, data=[1]), ["state", [1]], "list"),
+    (classes.Plain, "tests.support.classes.Plain", "text"), (classes.function, "tests.support.classes.function", "text"),
     (ValueError("why"), "why", "text"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -128,15 +128,13 @@ EMA = {"conv.weight": torch.full((2,), 2.0), "conv.bias": torch.full((1,), 2.0)}
 @pytest.mark.parametrize(
     "value",
     [
-        {"model": MODEL, "model_ema": EMA},
-        {"state_dict": MODEL, "state_dict_ema": EMA, "epoch": 1},
+        {"model": MODEL, "model_ema": EMA}, {"state_dict": MODEL, "state_dict_ema": EMA, "epoch": 1},
         {"state_dict": MODEL, "callbacks": {"EMACallback": {"ema_state_dict": EMA, "decay": 0.99}}},
-        {"model": MODEL, "extra_state": {"ema": EMA}},
-        {"model": MODEL, "ema": {"decay": 0.9, "shadow": EMA}},
+        {"model": MODEL, "extra_state": {"ema": EMA}}, {"model": MODEL, "ema": {"decay": 0.9, "shadow": EMA}},
         {"state_dict": EMA, "current_model_state": MODEL, "averaging_state": {"n_averaged": torch.tensor(3)}},
     ],
     ids=["model_ema", "timm", "callback", "fairseq", "nested", "lightning"],
-)
+)  # fmt: skip
 def test_ema_is_found(tmp_path: Path, value: Any) -> None:
     """Each layout: the averaged weights become the whole output, and the report says where they were."""
     loaded, report = converted(saved(tmp_path, value), ema=True)

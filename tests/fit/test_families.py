@@ -175,17 +175,14 @@ def test_sizes_come_from_the_config_beside(tmp_path: Path) -> None:
 
 
 CONFIGS: list[tuple[dict[str, object] | str, dict[str, int], str]] = [
-    ({}, {}, "needs heads"),
-    ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
+    ({}, {}, "needs heads"), ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
     ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "16 is not heads 4 x head_size/2 1 x 2"),
     ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "head_size = 2 (head_dim of config.json)"),
     ({"num_attention_heads": HEADS, "num_key_value_heads": 4}, {}, "8 is not kv_heads 4"),
-    ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"),
-    ("[]", {}, "not a JSON object"),
-    ("{", {}, "not a JSON object"),
-    ({"num_attention_heads": True}, {}, "needs heads"),
+    ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"), ("[]", {}, "not a JSON object"),
+    ("{", {}, "not a JSON object"), ({"num_attention_heads": True}, {}, "needs heads"),
     ({"num_attention_heads": -4}, {}, "needs heads"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "given", "message"), CONFIGS)

@@ -60,17 +60,12 @@ def test_one_seed_gives_the_same_bytes_everywhere(scheme: str) -> None:
 
 
 TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "zeros": nn.init.zeros_,
-    "ones": nn.init.ones_,
-    "normal:0.3": lambda tensor: nn.init.normal_(tensor, std=0.3),
+    "zeros": nn.init.zeros_, "ones": nn.init.ones_, "normal:0.3": lambda tensor: nn.init.normal_(tensor, std=0.3),
     "trunc_normal:1.7": lambda tensor: nn.init.trunc_normal_(tensor, std=1.7),
-    "uniform:0.2": lambda tensor: nn.init.uniform_(tensor, -0.2, 0.2),
-    "xavier_uniform": nn.init.xavier_uniform_,
-    "xavier_normal": nn.init.xavier_normal_,
-    "kaiming_uniform": nn.init.kaiming_uniform_,
-    "kaiming_normal": nn.init.kaiming_normal_,
-    "orthogonal": nn.init.orthogonal_,
-}
+    "uniform:0.2": lambda tensor: nn.init.uniform_(tensor, -0.2, 0.2), "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_, "kaiming_uniform": nn.init.kaiming_uniform_,
+    "kaiming_normal": nn.init.kaiming_normal_, "orthogonal": nn.init.orthogonal_,
+}  # fmt: skip
 
 
 def test_every_scheme_is_told() -> None:

@@ -118,9 +118,7 @@ FLAX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "not as Flax",
     ),
     "chunks by another value": (
-        packed({"a": packed(CHUNKED | {"__msgpack_chunked_array__": b"\xc2"})}),
-        DamagedFileError,
-        "not as Flax",
+        packed({"a": packed(CHUNKED | {"__msgpack_chunked_array__": b"\xc2"})}), DamagedFileError, "not as Flax",
     ),
     "a long key above many": (
         packed(
@@ -136,7 +134,7 @@ FLAX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "longer keys",
     ),
     "text that is none": (packed({"a": b"\xa2\xff\xff"}), DamagedFileError, "not UTF-8"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FLAX)

@@ -184,12 +184,10 @@ def test_one_distance_of_all(tmp_path: Path) -> None:
     report = diff(save(tmp_path / "a.pth", **left), save(tmp_path / "b.pth", **right), values=True)
     whole, whole_other = (torch.cat([same, same, values, torch.ones(1)]).double() for values in (one, other))
     assert report.distance == {
-        "tensors": 4,
-        "elements": 70_102,
-        "nonfinite": 1,
+        "tensors": 4, "elements": 70_102, "nonfinite": 1,
         "relative_l2": pytest.approx(float((whole - whole_other).norm() / whole.norm())),
         "cosine": pytest.approx(float(torch.cosine_similarity(whole, whole_other, dim=0))),
-    }
+    }  # fmt: skip
     output = ckpt("diff", "--values", tmp_path / "a.pth", tmp_path / "b.pth", code=1).output
     assert re.search(r"distance +relative L2 0\.\d+, cosine 0\.995\d+, over 4 tensors, 70,102 values, 1 place with", output)
     assert diff(tmp_path / "a.pth", tmp_path / "b.pth").distance is None

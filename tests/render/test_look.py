@@ -66,13 +66,9 @@ def test_names_that_the_terminal_cannot_show(name: str, tmp_path: Path) -> None:
         "diff": [path], "match": ["--like", path], "show": ["\u5c64.weight"],
     }  # fmt: skip
     done = shell(
-        name,
-        path,
-        *more.get(name, []),
-        PYTHONIOENCODING="ascii",
-        LANG="C",
+        name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C",
         **{"FORCE_COLOR": "1", "COLUMNS": "80"} if name == "inspect" else {},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)

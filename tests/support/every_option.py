@@ -17,25 +17,13 @@ from tests.support.without import Done, run
 
 # Each command as far as it goes by itself; files are those of `place`.
 COMMANDS = {
-    "inspect": "ddp.pth",
-    "show": "ddp.pth module.fc1.bias",
-    "convert": "ddp.pth OUT.pth",
-    "match": "ddp.pth --like single.pth",
-    "check": "ddp.pth",
-    "scan": "ddp.pth",
-    "repair": "ddp.pth OUT.pth",
-    "diff": "ddp.pth other.pth",
-    "stats": "ddp.pth",
-    "average": "ddp.pth other.pth OUT.pth",
-    "extract-lora": "single.pth tuned.pth OUT --rank 1",
-    "report": "ddp.pth -o OUT.html",
-    "prove": "ddp.pth ddp.pth --model models.py:net --input 1x3x4x4",
-    "sign": "ddp.pth --key key.pem",
-    "verify": "ddp.pth --key key.pem --signature key.pem",
-    "explain": "wrapper-prefix",
-    "completion": "bash",
-    "help": "inspect",
-}
+    "inspect": "ddp.pth", "show": "ddp.pth module.fc1.bias", "convert": "ddp.pth OUT.pth", "match": "ddp.pth --like single.pth",
+    "check": "ddp.pth", "scan": "ddp.pth", "repair": "ddp.pth OUT.pth", "diff": "ddp.pth other.pth", "stats": "ddp.pth",
+    "average": "ddp.pth other.pth OUT.pth", "extract-lora": "single.pth tuned.pth OUT --rank 1",
+    "report": "ddp.pth -o OUT.html", "prove": "ddp.pth ddp.pth --model models.py:net --input 1x3x4x4",
+    "sign": "ddp.pth --key key.pem", "verify": "ddp.pth --key key.pem --signature key.pem", "explain": "wrapper-prefix",
+    "completion": "bash", "help": "inspect",
+}  # fmt: skip
 # What an option takes in every command that has it.
 VALUES = {
     "--depth": "1", "--filter": "*", "--jobs": "2", "--limit": "records=2000000", "--seed": "1", "--runs": "1",

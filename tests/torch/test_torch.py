@@ -182,15 +182,13 @@ def test_unwrap() -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda model: model,
-        nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
+        lambda model: model, nn.DataParallel, lambda model: torch.compile(model, backend="eager"),
         lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
         lambda model: nn.DataParallel(cast("nn.Module", torch.compile(model, backend="eager"))),
         lambda model: Wrapped("_fsdp_wrapped_module", model),
     ],
     ids=["plain", "parallel", "compiled", "compiled-parallel", "parallel-compiled", "fsdp"],
-)
+)  # fmt: skip
 def test_save_a_model(tmp_path: Path, wrap: Any, suffix: str) -> None:
     """A wrapped model is saved under the plain model's names, `_metadata` included; torch and safetensors read it."""
     path = tmp_path / f"model.{suffix}"
