@@ -590,7 +590,6 @@ DAMAGED = {
     "function": (b"\n_rebuild_tensor_v2\n", b"\n_reb_tensor_v2\n", "it names storages, and makes no tensor of them"),
     "device": (b"X\3\0\0\0cpu", b"X\3\0\0\0cpt", "lies on 'cpt', which is not a device"),
     "number": (b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:x", "lies on 'cuda:x', which is not a device"),
-    "gradient": (b"\x89ccollections\nOrderedDict", b"\x88ccollections\nOrderedDict", "needs a gradient, and holds int64"),
 }
 
 

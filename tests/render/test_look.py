@@ -85,6 +85,7 @@ QUIET: dict[str, list[tuple[int, list[str]]]] = {
     "repair": [(0, ["single.pth", "OUT"]), (3, ["none.pth", "OUT"])],
     "diff": [(0, ["single.pth", "single.pth"]), (1, ["ddp.pth", "single.pth"]), (3, ["none.pth", "single.pth"])],
     "average": [(0, ["single.pth", "single.pth", "OUT"]), (3, ["none.pth", "single.pth", "OUT"])],
+    "scan": [(0, ["single.pth"])],
     "sign": [(3, ["none.pth", "--key", "none.pth"])],
     "verify": [(3, ["none.pth", "--key", "none.pth"])],
     "prove": [(3, ["none.pth", "single.pth", "--model", "fixtures.make:network", "--input", "1x4"])],
