@@ -186,9 +186,6 @@ def exported(tmp_path: Path) -> list[Rec]:
     return records((tmp_path / "good.pt2").read_bytes())
 
 
-# --- what the small pickles call
-
-
 # --- members of a tar
 
 

@@ -92,9 +92,6 @@ def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
     assert f"{len(after)} bytes after the archive" in [row.found for row in found.findings]
 
 
-# --- 25 to 32: entries and names
-
-
 # --- 34 to 42: packing, sizes, checksums
 
 

@@ -93,9 +93,6 @@ def test_no_state_dict_to_rename_in(tmp_path: Path) -> None:
     expect_refused(tmp_path, torch.ones(2), NothingMatchedError, "no state dict", strip_module=True)
 
 
-# --- selection
-
-
 # --- one dict under several paths
 
 

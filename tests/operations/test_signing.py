@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError, UsageError
-from tests.operations.test_in_place import interrupted
+from tests.operations.test_half_edited import interrupted
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
 from tests.support.terminal import run
