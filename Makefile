@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden net pictures docs man wheel pyz release-check clean
+.PHONY: help install demo test lint coverage check fuzz faults format bench fixtures golden net pictures docs man wheel pyz release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,18 +32,15 @@ demo: install  ## train on two processes, strip the names, load, see the same ac
 	$(BIN)/python -m docs.demo
 
 test: install  ## all tests, in two processes (WORKERS=8 for more)
-	$(PYTEST) -m "not matrix"
+	$(PYTEST)
 
 # Lines and branches that the tests reach, processes that they start included, into htmlcov/; of a part: TESTS=tests/formats.
 coverage: install  ## lines and branches that the tests reach; of a part: TESTS=tests/formats
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not matrix" $(TESTS)
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report
-
-matrix: install  ## every network in every training mode, minutes
-	$(PYTEST) -m matrix
 
 # A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m tests.fuzz --help).
 fuzz: install  ## a minute of mutated files; longer: FUZZ="--seconds 3600 --seed 1"
@@ -85,7 +82,7 @@ NET := tests/golden tests/net \
 	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_files.py \
 	tests/hostile/test_hostile_legacy.py tests/hostile/test_hostile_parts.py tests/hostile/test_hostile_quantised.py \
 	tests/hostile/test_hostile_readings.py tests/hostile/test_hostile_tensors.py tests/hostile/test_hostile_zips.py \
-	tests/operations/test_convert_lora.py tests/operations/test_sharing.py \
+	tests/operations/test_convert_lora.py tests/operations/test_lora_names.py tests/operations/test_sharing.py \
 	tests/render/test_notebooks.py \
 	tests/torch/test_load_hooks.py tests/torch/test_load_into_partners.py tests/torch/test_prove.py \
 	tests/torch/test_torch.py

@@ -66,10 +66,8 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     there = tmp_path / "there.pth"
     there.write_bytes(b"x")
     for target, kind in (
-        (there, FileExistsError),
-        (tmp_path, IsADirectoryError),
-        (tmp_path / "no" / "o.pth", FileNotFoundError),
-    ):
+        (there, FileExistsError), (tmp_path, IsADirectoryError), (tmp_path / "no" / "o.pth", FileNotFoundError),
+    ):  # fmt: skip
         with pytest.raises(kind) as caught:
             ckpt_tools.convert(SINGLE, target)
         assert isinstance(caught.value, errors.OutputError)

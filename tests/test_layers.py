@@ -2,12 +2,8 @@
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import ckpt_tools
 import ckpt_tools.torch
@@ -104,12 +100,6 @@ def test_public_names() -> None:
     assert set(dir(ckpt_tools.torch)) >= set(ckpt_tools.torch.__all__)
 
 
-def fresh(code: str, *arguments: str) -> str:
-    """The output of a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 def private_names(path: Path) -> set[str]:
     """What of ckpt_tools a test file imports, or names to patch it, beyond the public face."""
     found = set()
@@ -136,47 +126,12 @@ ROOMS = sorted(FLOOR.keys() - {"errors", "limits", "torch"})
 TESTS = Path(__file__).parent
 ELSEWHERE = {"support/commands.py"}  # the command line, which all tests take from there
 NOT_YET = {
-    "benchmarks/sparse.py", "edit/test_account.py",
-    "edit/test_objects.py", "edit/test_quantised.py", "faults/runs.py", "fit/test_families.py",
-    "fit/test_fit.py", "fit/test_initialisers.py", "fit/test_match_targets.py", "fit/test_patterns.py", "fit/test_plans.py",
-    "fit/test_prefixes.py", "fit/test_strange_folders.py", "formats/test_dcp.py", "formats/test_deepspeed.py",
-    "formats/test_gguf.py", "formats/test_items.py", "formats/test_layouts.py", "formats/test_packed.py",
-    "formats/test_plain_pickle.py", "formats/test_program_harm.py", "formats/test_programs.py",
-    "formats/test_rank_files.py", "formats/test_rank_parts.py", "formats/test_sharded.py", "formats/test_torch_legacy.py",
-    "formats/test_torch_tar.py", "fuzz/beside.py", "fuzz/cases.py", "fuzz/journals.py", "fuzz/readers.py",
-    "hostile/many_nodes.py", "hostile/test_hostile_expressions.py", "hostile/test_hostile_hdf5.py",
-    "hostile/test_hostile_journals.py", "hostile/test_hostile_limits.py", "hostile/test_hostile_pickles.py",
-    "hostile/test_hostile_plans.py", "hostile/test_hostile_processes.py", "hostile/test_hostile_writing.py",
-    "matching/test_colours.py", "matching/test_frameworks.py", "matching/test_left_over.py", "matching/test_libraries.py",
-    "matching/test_match_graphs.py", "matching/test_match_names.py", "matching/test_match_structure.py",
-    "matching/test_match_values.py", "matching/test_order.py", "operations/test_implicit_calls.py",
-    "operations/test_implicit_harm.py", "operations/test_payloads.py", "operations/test_safety.py", "support/fsdp_job.py",
-    "support/graphs.py", "support/trees.py", "torch/test_guard.py", "torch/test_load_into.py", "torch/test_prove_truth.py",
-    "torch/test_steps.py", "train/test_train_runs.py",
+    "benchmarks/sparse.py", "edit/test_account.py", "faults/runs.py", "fuzz/beside.py", "fuzz/cases.py", "fuzz/journals.py",
+    "fuzz/readers.py",
 }  # fmt: skip
 
 
 def test_tests_know_the_public_face_alone() -> None:
     """No test file imports or patches what is not public: the code below may change. The list only gets shorter."""
     reaching = {str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if private_names(path)} - ELSEWHERE
-    assert reaching <= NOT_YET
-
-
-TORCH_FREE = [
-    "import ckpt_tools; ckpt_tools.convert, ckpt_tools.inspect",
-    "import ckpt_tools.cli",
-    "from ckpt_tools.cli import main; main(['--help'], standalone_mode=False)",
-    "from ckpt_tools.cli import main; main(['inspect', FILE], standalone_mode=False)",
-    "from ckpt_tools.cli import main; main(['inspect', '--json', FILE], standalone_mode=False)",
-    "from ckpt_tools.cli import main; main(['convert', FILE, OUT, '--strip-module'], standalone_mode=False)",
-    "from ckpt_tools.cli import main; main(['convert', FILE, OUT + '.safetensors', '--unwrap'], standalone_mode=False)",
-]
-
-
-@pytest.mark.parametrize("code", TORCH_FREE)
-def test_torch_is_not_imported(code: str, wrapped_file: Path, tmp_path: Path) -> None:
-    """Importing, --help, inspect and a convert without value work leave torch and numpy alone."""
-    before = f"import sys; FILE, OUT = {str(wrapped_file)!r}, {str(tmp_path / 'out')!r}\ntry:\n    "
-    after = "\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
-    output = fresh(before + code + after + "print(*[m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])")
-    assert output.splitlines()[-1] == ""
+    assert reaching == NOT_YET

@@ -19,11 +19,7 @@ import ckpt_tools
 from ckpt_tools.errors import NothingMatchedError
 from tests.formats.test_oracle import assert_lists, loads_weights_only
 from tests.support import classes
-from tests.support.graphs import (
-    assert_same,
-    element_bytes,
-    load_with_tags,
-)
+from tests.support.graphs import assert_same, element_bytes, load_with_tags
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 quick = settings(max_examples=60)

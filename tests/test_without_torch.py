@@ -112,12 +112,10 @@ OTHERS = {
     "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
     "inspect s3://bucket/model.pth": "This needs fsspec: pip install fsspec",
     "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
-    "inspect frameworks/tiny.weights.h5": "pip install h5py",
-    "convert frameworks/types.gguf x.pth": PYTORCH,
-    "check --digest views.pth": PYTORCH,
-    "convert views.pth x.safetensors": PYTORCH,
+    "inspect frameworks/tiny.weights.h5": "pip install h5py", "convert frameworks/types.gguf x.pth": PYTORCH,
+    "check --digest views.pth": PYTORCH, "convert views.pth x.safetensors": PYTORCH,
     "inspect some.zst": "pip install zstandard",
-}
+}  # fmt: skip
 
 
 def test_other_packages(place: Path, tmp_path: Path) -> None:
@@ -142,13 +140,11 @@ def test_a_broken_torch(code: str, place: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(code)
     lines = [
-        "stats ddp.pth",
-        "check --values ddp.pth single.pth",
-        f"convert ddp.pth {tmp_path}/x.pth --dtype bf16",
+        "stats ddp.pth", "check --values ddp.pth single.pth", f"convert ddp.pth {tmp_path}/x.pth --dtype bf16",
         f"convert ddp.pth {tmp_path}/folder --format dcp",
         f"convert ddp.pth single.pth --to-dir {tmp_path}/many --jobs 2 --dtype bf16",
         "prove ddp.pth ddp.pth --model models.py:net --input 1x4",
-    ]
+    ]  # fmt: skip
     done = run([line.split() for line in [*lines, "inspect ddp.pth"]], place, hide(tmp_path, []))
     for line, one in zip(lines, done, strict=False):
         assert "PyTorch is installed and cannot be imported." in one.err, line
@@ -217,12 +213,9 @@ def test_no_network(place: Path, tmp_path: Path) -> None:
     """`inspect`, `check`, `scan` and `convert` of local files open no socket: one that raises is in the place of all."""
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     lines = [
-        "inspect ddp.pth",
-        "check ddp.pth",
-        "check --values ddp.pth",
-        "scan .",
+        "inspect ddp.pth", "check ddp.pth", "check --values ddp.pth", "scan .",
         f"convert ddp.pth {tmp_path}/x.safetensors --strip-module",
-    ]
+    ]  # fmt: skip
     done = run(
         [line.split() for line in [*lines, "inspect https://localhost:1/x.pth"]],
         place,

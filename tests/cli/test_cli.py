@@ -25,24 +25,6 @@ ckpt = run
 # --- inspect
 
 
-def test_the_suggested_command_works(training_file: Path) -> None:
-    """The command that a finding gives can be pasted, and mends what it says."""
-    line = next(line for line in ckpt("inspect", training_file).output.splitlines() if "--strip-module" in line)
-    assert ckpt(*line.split()[1:]).exit_code == 0
-    fixed = training_file.with_name("training.fixed.pth")
-    assert all(not name.startswith("module.") for name in torch.load(fixed)["model"])
-    assert "--strip-module" not in ckpt("inspect", fixed).output
-
-
-def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
-    """A folder stands for the checkpoints in it, sorted; other files in it are listed behind them."""
-    (training_file.parent / "notes.txt").write_text("no checkpoint")
-    result = ckpt("inspect", "--json", training_file.parent)
-    *documents, rest = map(json.loads, result.output.splitlines())
-    assert [document["path"] for document in documents] == [str(training_file), str(wrapped_file)]
-    assert rest == {"folder": str(training_file.parent), "no_checkpoints": [str(training_file.with_name("notes.txt"))]}
-
-
 def test_a_dangling_link_in_a_folder_is_told(training_file: Path) -> None:
     """A link named like a checkpoint that leads nowhere is no silence; a named pipe is passed over, not waited for."""
     (training_file.parent / "best.pth").symlink_to("gone.pth")
@@ -154,7 +136,7 @@ def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     networks = {"a": {"module.w.x": torch.ones(2)}, "b": {f"_orig_mod.module.{'y' * 30000}.x": torch.ones(2)}}
     torch.save({**networks, "args": ast.Constant(1)}, path)
-    ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep")
+    ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep", allow_dangerous=True)
     lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
     assert [line.partition(".fixed.pth ")[2] for line in lines] == [
         "--strip-module --objects plain", "--unwrap --objects plain", "--compact --objects plain", "--objects plain",
@@ -171,14 +153,6 @@ def test_one_command_mends_everything(tmp_path: Path) -> None:
     assert line.endswith("--strip-module --objects plain")
     assert ckpt(*line.split()[1:]).exit_code == 0
     assert json.loads(ckpt("inspect", "--json", tmp_path / "file.fixed.pth").output)["findings"] == []
-
-
-def test_a_sub_module_called_module_is_no_wrapper(tmp_path: Path) -> None:
-    """Only where every dotted name starts with `module.` does inspect speak of a wrapper."""
-    torch.save({"module.weight": torch.ones(1), "head.weight": torch.ones(1)}, tmp_path / "own.pth")
-    assert "--strip-module" not in ckpt("inspect", tmp_path / "own.pth").output
-    torch.save({"module.weight": torch.ones(1), "n_averaged": torch.ones(1)}, tmp_path / "averaged.pth")
-    assert "--strip-module" in ckpt("inspect", tmp_path / "averaged.pth").output
 
 
 def test_long_names_are_not_broken_in_a_pipe(tmp_path: Path) -> None:

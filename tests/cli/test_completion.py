@@ -20,10 +20,8 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
     number = len(words.split(" ")) - 1
     last = words.split(" ")[-1]
     environment = {
-        "_CKPT_COMPLETE": f"{shell}_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": last if shell == "fish" else str(number),
-    }
+        "_CKPT_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": last if shell == "fish" else str(number),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_tools"], capture_output=True, text=True, cwd=folder,
         env={**os.environ, "PYTHONPATH": str(FIXTURES.parent), **environment},
@@ -36,9 +34,7 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("ckpt dif", ["diff"]),
-        ("ckpt help dif", ["diff"]),
-        ("ckpt sing", ["sing"]),
+        ("ckpt dif", ["diff"]), ("ckpt help dif", ["diff"]), ("ckpt sing", ["sing"]),
         ("ckpt single.pth --filter fc1", ["fc1.weight", "fc1.bias"]),
         ("ckpt convert training.pth out.pth --select mo", ["model"]),
         ("ckpt convert --strip-module training.pth out.pth --drop opt", ["optimizer", "optimizer.state"]),
@@ -48,7 +44,7 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
         ("ckpt diff training.pth single.pth --select mod", ["model"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_names_and_paths_come_from_the_file(words: str, expected: list[str]) -> None:
     """Commands, tensor names and paths of state dicts, whatever comes before the option."""
     found = offered(words)

@@ -24,18 +24,11 @@ def training() -> dict[str, Any]:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"select": "model"},
-    {"drop": ["optimizer", "queue", "b.*"]},
-    {"keep": "a.*", "drop": "optimizer"},
-    {"dtype": "bf16", "rename": "^a\\.=z."},
-    {"slim": True, "dtype": "fp16"},
-    {"compact": True, "map_location": "cuda"},
-    {"objects": "plain", "add_prefix": "net."},
-    {"format": "pth-legacy"},
-    {"select": "model", "drop": "s.*", "format": "safetensors"},
-    {"select": "model", "drop": "s.*", "shard_size": "1KB"},
-]
+    {}, {"select": "model"}, {"drop": ["optimizer", "queue", "b.*"]}, {"keep": "a.*", "drop": "optimizer"},
+    {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"compact": True, "map_location": "cuda"},
+    {"objects": "plain", "add_prefix": "net."}, {"format": "pth-legacy"},
+    {"select": "model", "drop": "s.*", "format": "safetensors"}, {"select": "model", "drop": "s.*", "shard_size": "1KB"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -138,10 +138,8 @@ def test_a_part_alone_is_never_the_weight(kind: str, stage: Any, tmp_path: Path)
 def test_scales_of_quantised_weights_are_not_advised_away(tmp_path: Path) -> None:
     """Codes beside a scale that a plain model lacks: the error says dequantize, and never to drop the scale."""
     codes = {
-        "fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
-        "fc.weight_scale": torch.ones(2, 1),
-        "fc.bias": torch.ones(2),
-    }
+        "fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "fc.weight_scale": torch.ones(2, 1), "fc.bias": torch.ones(2),
+    }  # fmt: skip
     torch.save(codes, tmp_path / "in.pth")
     with pytest.raises(MatchError) as caught:
         ckpt_tools.convert(

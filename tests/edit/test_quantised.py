@@ -194,11 +194,8 @@ def test_names_ties_and_casts(tmp_path: Path) -> None:
     """In a torch checkpoint: nested, tied, wrapped, cast afterwards; the plain weight keeps its place."""
     weight, scale = codes(4, 4), torch.full((1, 1), 2.0)
     model = {
-        "module.n": torch.ones(2),
-        "module.a.weight": weight,
-        "module.a.weight_scale_inv": scale,
-        "module.z": torch.ones(1),
-    }
+        "module.n": torch.ones(2), "module.a.weight": weight, "module.a.weight_scale_inv": scale, "module.z": torch.ones(1),
+    }  # fmt: skip
     model |= {"module.b.weight": weight, "module.b.weight_scale_inv": scale}
     torch.save({"model": model, "epoch": 3}, tmp_path / "in.pth")
     report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32", strip_module=True, dtype="bf16")

@@ -74,13 +74,8 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     """A slice no longer drags its storage along; overlapping views stay views, ties ties; the bytes saved are reported."""
     big, other = torch.arange(1_000_000.0), torch.arange(4.0)
     value = {
-        "a.w": big[10:20],
-        "a.tied": big[10:20],
-        "b.over": big[15:25],
-        "c.far": big[900:904],
-        "d.all": other,
-        "e.none": big[:0],
-    }
+        "a.w": big[10:20], "a.tied": big[10:20], "b.over": big[15:25], "c.far": big[900:904], "d.all": other, "e.none": big[:0],
+    }  # fmt: skip
     path = saved(tmp_path, value)
     found = [row for row in ckpt_tools.inspect(path).findings if row.code == "oversized-storage"]
     assert [row.fix.endswith("--slim") for row in found] == [True]
@@ -133,15 +128,13 @@ EMA = {"conv.weight": torch.full((2,), 2.0), "conv.bias": torch.full((1,), 2.0)}
 @pytest.mark.parametrize(
     "value",
     [
-        {"model": MODEL, "model_ema": EMA},
-        {"state_dict": MODEL, "state_dict_ema": EMA, "epoch": 1},
+        {"model": MODEL, "model_ema": EMA}, {"state_dict": MODEL, "state_dict_ema": EMA, "epoch": 1},
         {"state_dict": MODEL, "callbacks": {"EMACallback": {"ema_state_dict": EMA, "decay": 0.99}}},
-        {"model": MODEL, "extra_state": {"ema": EMA}},
-        {"model": MODEL, "ema": {"decay": 0.9, "shadow": EMA}},
+        {"model": MODEL, "extra_state": {"ema": EMA}}, {"model": MODEL, "ema": {"decay": 0.9, "shadow": EMA}},
         {"state_dict": EMA, "current_model_state": MODEL, "averaging_state": {"n_averaged": torch.tensor(3)}},
     ],
     ids=["model_ema", "timm", "callback", "fairseq", "nested", "lightning"],
-)
+)  # fmt: skip
 def test_ema_is_found(tmp_path: Path, value: Any) -> None:
     """Each layout: the averaged weights become the whole output, and the report says where they were."""
     loaded, report = converted(saved(tmp_path, value), ema=True)
@@ -244,10 +237,8 @@ def test_select_never_guesses(tmp_path: Path) -> None:
 def test_state_dicts_are_found_wherever_they_are(tmp_path: Path) -> None:
     """Lists of state dicts, as AgileRL keeps agents; each is reached by its path."""
     value = {
-        "actors": [dict(MODEL), dict(EMA)],
-        "critic": {"nets": (dict(MODEL),)},
-        "agent": classes.Mapping({"net": dict(EMA)}),
-    }
+        "actors": [dict(MODEL), dict(EMA)], "critic": {"nets": (dict(MODEL),)}, "agent": classes.Mapping({"net": dict(EMA)}),
+    }  # fmt: skip
     path = saved(tmp_path, value)
     loaded, _ = converted(path, select="actors.1")
     assert_same(loaded, EMA)

@@ -62,31 +62,6 @@ def test_rotary_heads_are_turned_as_transformers_does_it(tmp_path: Path) -> None
     assert torch.equal(made["model.layers.0.self_attn.v_proj.weight"], state["layers.0.attention.wv.weight"])
 
 
-def test_rotary_attention_gives_the_same(tmp_path: Path) -> None:
-    """Adjacent pairs turned before the plan and halves turned after it give the same scores."""
-    torch.manual_seed(0)
-    q, k = (torch.randn(heads * HEAD, WIDTH, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
-    state = make.meta() | {"layers.0.attention.wq.weight": q, "layers.0.attention.wk.weight": k}
-    made = converted(state, tmp_path, "llama-meta-to-hf", plan_value={"heads": HEADS})
-    x, angles = torch.randn(6, WIDTH, dtype=torch.float64), torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.1]))
-
-    def pairs(weight: torch.Tensor) -> torch.Tensor:
-        turned = (x @ weight.T).view(6, -1, HEAD // 2, 2)
-        numbers = torch.view_as_complex(turned) * torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
-        return torch.view_as_real(numbers).flatten(2)
-
-    def halves(weight: torch.Tensor) -> torch.Tensor:
-        values = (x @ weight.T).view(6, -1, HEAD)
-        low, high = values.chunk(2, dim=-1)
-        cos, sin = (torch.cat([part, part], -1)[:, None].double() for part in (angles.cos(), angles.sin()))
-        return values * cos + torch.cat([-high, low], -1) * sin
-
-    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk"]
-    before = torch.einsum("qhd,khd->hqk", pairs(q), pairs(k).repeat_interleave(2, 1))
-    after = torch.einsum("qhd,khd->hqk", halves(made[names[0]]), halves(made[names[1]]).repeat_interleave(2, 1))
-    assert torch.allclose(before, after, atol=1e-6)
-
-
 def test_an_encoder_of_torch_gives_what_bert_gives(tmp_path: Path) -> None:
     """A layer of BERT, written out, and torch.nn.TransformerEncoder with the converted weights."""
     torch.manual_seed(0)
@@ -200,17 +175,14 @@ def test_sizes_come_from_the_config_beside(tmp_path: Path) -> None:
 
 
 CONFIGS: list[tuple[dict[str, object] | str, dict[str, int], str]] = [
-    ({}, {}, "needs heads"),
-    ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
+    ({}, {}, "needs heads"), ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
     ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "16 is not heads 4 x head_size/2 1 x 2"),
     ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "head_size = 2 (head_dim of config.json)"),
     ({"num_attention_heads": HEADS, "num_key_value_heads": 4}, {}, "8 is not kv_heads 4"),
-    ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"),
-    ("[]", {}, "not a JSON object"),
-    ("{", {}, "not a JSON object"),
-    ({"num_attention_heads": True}, {}, "needs heads"),
+    ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"), ("[]", {}, "not a JSON object"),
+    ("{", {}, "not a JSON object"), ({"num_attention_heads": True}, {}, "needs heads"),
     ({"num_attention_heads": -4}, {}, "needs heads"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "given", "message"), CONFIGS)

@@ -44,66 +44,10 @@ def assert_body(state: dict[str, torch.Tensor]) -> None:
 # --- the articles' cases
 
 
-class LeNet(nn.Module):
-    """As trained on several GPUs under nn.DataParallel."""
-
-    def __init__(self, classes: int = 10) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(256, 120), nn.Linear(120, 84), nn.Linear(84, classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        pooled = torch.max_pool2d(self.conv1(images).relu(), 2)
-        pooled = torch.max_pool2d(self.conv2(pooled).relu(), 2)
-        hidden: torch.Tensor = self.fc3(self.fc2(self.fc1(pooled.flatten(1)).relu()).relu())
-        return hidden
-
-
-def test_lenet_from_many_gpus_on_one_cpu(tmp_path: Path) -> None:
-    """A DataParallel file tagged cuda:3 loads into the plain model here, by convert and by load_into, and computes the same."""
-    torch.manual_seed(0)
-    trained = LeNet()
-    torch.save(nn.DataParallel(trained).state_dict(), tmp_path / "cpu.pth")
-    ckpt_tools.convert(tmp_path / "cpu.pth", tmp_path / "gpu.pth", map_location="cuda:3")
-    images = torch.randn(4, 1, 28, 28)
-    state = convert("tests.fit.test_fit:LeNet", tmp_path / "plain.pth", tmp_path / "gpu.pth", map_location="cpu")
-    plain, direct = LeNet(), LeNet()
-    plain.load_state_dict(state)
-    assert load_into(direct, tmp_path / "gpu.pth")
-    assert torch.equal(plain(images), trained(images))
-    assert torch.equal(direct(images), trained(images))
-
-
 def head(classes: int) -> nn.Module:
     """A body and a head on 1024 features."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, classes))
-
-
-def test_a_head_of_1000_classes_for_200(tmp_path: Path) -> None:
-    """Normal weights of deviation 0.02 and zero bias for 200 classes; the body is the old one; one seed, one file."""
-    torch.save(nn.DataParallel(head(1000)).state_dict(), tmp_path / "imagenet.pth")
-    options: dict[str, Any] = {
-        "on_mismatch": "reinit",
-        "reinit": ["normal:0.02", "*.bias=zeros"],
-        "like_args": {"classes": 200},
-    }
-    target = "tests.fit.test_fit:head"
-    state = convert(target, tmp_path / "a.pth", tmp_path / "imagenet.pth", **options)
-    assert torch.equal(state["0.weight"], head(1000).state_dict()["0.weight"])
-    weight = state["2.weight"].double()
-    assert weight.shape == (200, 1024)
-    assert abs(float(weight.mean())) < 2e-4
-    assert abs(float(weight.std()) - 0.02) < 2e-4
-    assert float(weight.abs().max()) < 0.12
-    assert not state["2.bias"].any()
-    again = convert(target, tmp_path / "b.pth", tmp_path / "imagenet.pth", **options)
-    assert torch.equal(state["2.weight"], again["2.weight"])
-    other = convert(target, tmp_path / "c.pth", tmp_path / "imagenet.pth", seed=1, **options)
-    assert not torch.equal(state["2.weight"], other["2.weight"])
-    model = head(200)
-    load_into(model, tmp_path / "imagenet.pth", on_mismatch="reinit", reinit={"*": "normal:0.02", "*.bias": "zeros"})
-    assert torch.equal(model.state_dict()["2.weight"], state["2.weight"])
 
 
 # --- targets
@@ -224,10 +168,8 @@ def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
     """The first convolution to one channel and to five; position embeddings to a larger and a smaller grid."""
     torch.manual_seed(0)
     state = {
-        "patch.weight": torch.randn(8, 3, 4, 4),
-        "pos_embed": torch.randn(1, 17, 8),
-        "late.weight": torch.randn(4, 3, 2, 2),
-    }
+        "patch.weight": torch.randn(8, 3, 4, 4), "pos_embed": torch.randn(1, 17, 8), "late.weight": torch.randn(4, 3, 2, 2),
+    }  # fmt: skip
     torch.save(state, tmp_path / "in.pth")
 
     def like(channels: int, tokens: int) -> dict[str, torch.Tensor]:

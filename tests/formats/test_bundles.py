@@ -48,12 +48,9 @@ def bundle(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP
 LEGACY = legacy(POLICY)
 AGENT = {
     "data": json.dumps({"gamma": 0.99, "policy_class": {":serialized:": "gAWV"}, "shape": [1, 2]}).encode(),
-    "policy.pth": saved(POLICY),
-    "policy.optimizer.pth": saved(OPTIMIZER),
-    "pytorch_variables.pth": saved({"log_std": torch.zeros(3)}),
-    "_stable_baselines3_version": b"2.6.0",
-    "blob": b"\xff\x00",
-}
+    "policy.pth": saved(POLICY), "policy.optimizer.pth": saved(OPTIMIZER),
+    "pytorch_variables.pth": saved({"log_std": torch.zeros(3)}), "_stable_baselines3_version": b"2.6.0", "blob": b"\xff\x00",
+}  # fmt: skip
 
 
 def test_an_agent_is_one_checkpoint(tmp_path: Path) -> None:

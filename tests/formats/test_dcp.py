@@ -138,20 +138,6 @@ def test_any_grid_of_parts_in_safetensors(tiling: Any, data: st.DataObject, tmp_
             convert(folder, folder / "two.pth")
 
 
-def test_one_file_alone(folder: Path, tmp_path: Path) -> None:
-    """A .distcp is several archives: shown as such, with what it needs to be more."""
-    found = inspect(folder / "__0_0.distcp")
-    assert found.container == "dcp-part"
-    assert len(found.tensors) == 7
-    assert [row.code for row in found.findings] == ["several-archives"]
-    assert found.findings[0].fix == f"Its folder is the whole: ckpt convert {folder} OUT.pth"
-    lone = tmp_path / "__0_0.distcp"
-    lone.write_bytes((folder / "__0_0.distcp").read_bytes())
-    assert "Get the other files" in inspect(lone).findings[0].fix
-    torch.save(torch.ones(3), lone)  # a rank with one tensor: a whole archive
-    assert [(row.code, row.severity) for row in inspect(lone).findings] == [("alone", "warning")]
-
-
 # --- writing
 
 

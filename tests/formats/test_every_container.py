@@ -123,14 +123,12 @@ BAD: dict[str, Any] = {
     "folder": lambda path: path.mkdir(),
 }
 COMMANDS = {
-    "diff": lambda bad, good, out: ("diff", bad, good),
-    "diff, second": lambda bad, good, out: ("diff", good, bad),
-    "stats": lambda bad, good, out: ("stats", bad),
-    "average": lambda bad, good, out: ("average", bad, good, out),
+    "diff": lambda bad, good, out: ("diff", bad, good), "diff, second": lambda bad, good, out: ("diff", good, bad),
+    "stats": lambda bad, good, out: ("stats", bad), "average": lambda bad, good, out: ("average", bad, good, out),
     "average, second": lambda bad, good, out: ("average", good, bad, out),
     "report": lambda bad, good, out: ("report", bad, "-o", out),
     "report, second": lambda bad, good, out: ("report", good, bad, "-o", out),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD)

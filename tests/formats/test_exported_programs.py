@@ -244,15 +244,10 @@ def test_a_table_that_lies_is_refused(
 @pytest.mark.parametrize(
     "table",
     [
-        b"[" * 3_000_000,
-        b'{"config":[' + b"[]," * 1_000_000 + b"[]]}",
-        b"{",
-        b"[]",
-        b'{"config":7}',
-        '{"config":{}}'.encode("utf-16"),
-        b'{"config":{},"config":{}}',
+        b"[" * 3_000_000, b'{"config":[' + b"[]," * 1_000_000 + b"[]]}", b"{", b"[]", b'{"config":7}',
+        '{"config":{}}'.encode("utf-16"), b'{"config":{},"config":{}}',
     ],
-)
+)  # fmt: skip
 def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
     """Nested, endless, cut off, of another kind: one sentence, before memory is spent."""
     path = edited(program, lambda rows: None, **{"model_weights_config.json": table})

@@ -118,9 +118,7 @@ FLAX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "not as Flax",
     ),
     "chunks by another value": (
-        packed({"a": packed(CHUNKED | {"__msgpack_chunked_array__": b"\xc2"})}),
-        DamagedFileError,
-        "not as Flax",
+        packed({"a": packed(CHUNKED | {"__msgpack_chunked_array__": b"\xc2"})}), DamagedFileError, "not as Flax",
     ),
     "a long key above many": (
         packed(
@@ -136,7 +134,7 @@ FLAX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "longer keys",
     ),
     "text that is none": (packed({"a": b"\xa2\xff\xff"}), DamagedFileError, "not UTF-8"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FLAX)
@@ -218,15 +216,11 @@ ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
     "a group": (model(b"\x0b"), DamagedFileError, "wire type 3"),
     "raw_data twice": (model(initializer(message(9, bytes(4)) * 2)), DamagedFileError, "two places"),
     "empty raw_data beside numbers": (
-        model(initializer(message(9, b""), message(4, bytes(8)))),
-        DamagedFileError,
-        "two places",
+        model(initializer(message(9, b""), message(4, bytes(8)))), DamagedFileError, "two places",
     ),
     "floats as int64": (model(initializer(message(4, bytes(16)), kind=7)), DamagedFileError, "a field of another type"),
     "raw_data that is a number": (
-        model(initializer(b"\x48\x05", kind=2, dims=b"\1")),
-        DamagedFileError,
-        "field 9 of the wire type 0",
+        model(initializer(b"\x48\x05", kind=2, dims=b"\1")), DamagedFileError, "field 9 of the wire type 0",
     ),
     "a name that is a number": (model(initializer(RAW, b"\x40\x05")), DamagedFileError, "field 8 of the wire type 0"),
     "the field 0": (model(b"\x02\x00"), DamagedFileError, "the field 0"),
@@ -242,7 +236,7 @@ ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
         "more than 1024 dimensions",
     ),
     "segments": (model(initializer(RAW, message(3, b""))), UnsupportedContainerError, "segments"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ONNX)

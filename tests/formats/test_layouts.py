@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 import random
 import sys
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, NotACheckpointError, ObjectsError, PartError
+from ckpt_tools.errors import ContainerLimitError, NotACheckpointError, ObjectsError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same
 from tests.support.samples import FIXTURES
@@ -195,60 +194,6 @@ def test_the_files_of_a_hugging_face_trainer(tmp_path: Path, classes: Callable[.
     with pytest.raises(NotACheckpointError) as above:
         ckpt_tools.inspect(FIXTURES / "parts")
     assert above.value.fix == "Name a checkpoint in it: consolidated, dcp, fsdp-tp, fsdp2."
-
-
-def test_deepspeed_zero_is_said_to_be_a_part(tmp_path: Path, classes: Callable[..., type]) -> None:
-    """Parts of an optimizer, and weights that are empty under stage 3, are read, and what to do is said; whole ones are not."""
-    shapes = [OrderedDict((name, tensor.shape) for name, tensor in weights().items())]
-    common = {"ds_config": {}, "ds_version": "0.14", "param_shapes": shapes}
-    whole = write(tmp_path / "whole.pt", {"module": weights(), **common})
-    assert not ckpt_tools.inspect(whole).findings
-    empty = write(tmp_path / "zero3.pt", {"module": {name: torch.empty(0) for name in weights()}, **common})
-    scaler = instance(classes("deepspeed.runtime.fp16.loss_scaler.LossScaler"), cur_scale=1.0)
-    part = write(tmp_path / "part.pt", {"optimizer_state_dict": {"loss_scaler": scaler, "partition_count": [2],
-                 "single_partition_of_fp32_groups": [torch.ones(7)]}, **common})  # fmt: skip
-    for path, text in ((empty, "9 of 9 tensors have no elements"), (part, "one process's part")):
-        found = {finding.code: finding for finding in ckpt_tools.inspect(path).findings}["partition"]
-        assert text in found.found
-        assert "save_16bit_model" in found.fix
-        assert "zero_to_fp32" not in found.fix  # a script that a stranger's folder brings along is not to be run
-        with pytest.raises(PartError, match=text):
-            ckpt_tools.convert(path, path.with_suffix(".out"), objects="plain")
-        with pytest.raises(PartError, match=text):
-            load_state_dict(path, select="module")
-
-
-@pytest.mark.parametrize(("name", "extra", "text"), [
-    ("mp_rank_00_model_states.pt", {"ds_version": "0.14", "mp_world_size": 2}, "one of 2 parts"),
-    ("layer_03-model_00-model_states.pt", {}, "one layer of a pipeline"),
-    ("layer_0_expert_3_mp_rank_00_model_states.pt", {}, "an expert of one layer"),
-])  # fmt: skip
-def test_parts_of_deepspeed_that_look_whole(tmp_path: Path, name: str, extra: dict[str, Any], text: str) -> None:
-    """A tensor parallel part says so by its sizes, a layer and its experts by the names that DeepSpeed gives the files."""
-    path = write(tmp_path / name, {**weights(), **extra})
-    assert text in ckpt_tools.inspect(path).findings[0].found
-    with pytest.raises(PartError, match=text):
-        load_state_dict(path)
-
-
-@pytest.mark.parametrize(("size", "parts"), [(1, 0), (2, 1)])
-def test_megatron(tmp_path: Path, size: int, parts: int) -> None:
-    """Nested state dicts, an extra state of bytes; one of several parts is said to be one."""
-    encoder = OrderedDict([("layers.0.weight", torch.ones(4, 4)), ("layers.0._extra_state", io.BytesIO(b"abc"))])
-    path = write(tmp_path / "model_optim_rng.pt", {
-        "args": argparse.Namespace(tensor_model_parallel_size=size, pipeline_model_parallel_size=1), "checkpoint_version": 3.0,
-        "model": {"language_model": {"embedding": {"word_embeddings": {"weight": torch.ones(8, 4)}}, "encoder": encoder}},
-        "optimizer": {"optimizer": optimizer()}, "rng_state": [{"np_rng_state": np.random.default_rng(0).random(3)}],
-    })  # fmt: skip
-    assert state_dicts(path) == ["model.language_model.embedding.word_embeddings", "model.language_model.encoder"]
-    assert sum(finding.code == "partition" for finding in ckpt_tools.inspect(path).findings) == parts
-    if parts:
-        with pytest.raises(PartError, match="one of 2 parts"):
-            ckpt_tools.convert(path, tmp_path / "out.pth", slim=True)
-        ckpt_tools.edit_in_place(path, add_prefix="net.", objects="keep")
-        assert ckpt_tools.inspect(path).part is not None
-    else:
-        assert list(plain(path, slim=True)) == ["args", "checkpoint_version", "model"]
 
 
 @pytest.mark.parametrize("nested", [True, False])

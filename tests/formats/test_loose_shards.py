@@ -106,13 +106,11 @@ def interrupted(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "text"),
     [
-        (twice, PartError, "is there twice"),
-        (beyond, PartError, "has another number"),
-        (same_name, DamagedFileError, "'b.w' is in two shards"),
-        (two_models, NotACheckpointError, "holds several checkpoints"),
+        (twice, PartError, "is there twice"), (beyond, PartError, "has another number"),
+        (same_name, DamagedFileError, "'b.w' is in two shards"), (two_models, NotACheckpointError, "holds several checkpoints"),
         (interrupted, PartError, "interrupted"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_one_checkpoint(spoil: object, kind: type[CkptError], text: str, tmp_path: Path) -> None:
     """Shards of which two programs could make two checkpoints are refused."""
     shards(tmp_path)

@@ -26,13 +26,10 @@ from tests.test_properties import quick
 
 DTYPES = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 ARRAYS = {
-    "layer.weight": np.arange(6, dtype="f4").reshape(2, 3),
-    "layer.bias": np.arange(3, dtype=">f8"),
-    "columns": np.asfortranarray(np.arange(24, dtype="i2").reshape(2, 3, 4)),
-    "scalar": np.array(1.5, "f4"),
-    "none": np.zeros((0, 4), "u8"),
-    "mask": np.array([True, False]),
-}
+    "layer.weight": np.arange(6, dtype="f4").reshape(2, 3), "layer.bias": np.arange(3, dtype=">f8"),
+    "columns": np.asfortranarray(np.arange(24, dtype="i2").reshape(2, 3, 4)), "scalar": np.array(1.5, "f4"),
+    "none": np.zeros((0, 4), "u8"), "mask": np.array([True, False]),
+}  # fmt: skip
 
 
 def npy(value: Any, **options: Any) -> bytes:

@@ -101,16 +101,6 @@ def test_reads_what_is_packed(name: str, tmp_path: Path) -> None:
     assert "unpacked" in found.weights_only["reasons"][0]
 
 
-def test_a_large_one_is_copied_whole(tmp_path: Path) -> None:
-    """Tensors of megabytes come out of a tar and of a compressed file byte for byte, mapped or read."""
-    large = {"w": torch.arange(600_000.0)}
-    for name, data in {"large.tar": tar({"m.pth": saved(large)}), "large.gz": gzip.compress(saved(large), 1)}.items():
-        path = write(tmp_path, data, name)
-        ckpt_tools.convert(path, tmp_path / "large.pth", overwrite=True, verify=True)
-        assert torch.equal(torch.load(tmp_path / "large.pth")["w"], large["w"])
-        assert all(torch.equal(load_state_dict(path, mmap=mapped)["w"], large["w"]) for mapped in (True, False))
-
-
 # --- folders in a tar
 
 
@@ -144,22 +134,6 @@ def test_rank_files_in_a_tar(tmp_path: Path) -> None:
     alone = f"{path}!{sorted(item.name for item in folder.iterdir())[0]}"
     with pytest.raises(PartError, match="rank 0 of 2"):
         load_state_dict(alone)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_torch_dist_folder_in_a_nemo(tmp_path: Path) -> None:
-    """NeMo's model_weights/ is a distributed checkpoint, of which every chunk is found in the tar."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "in" / "model_weights"), no_dist=True)
-    (tmp_path / "in" / "model_config.yaml").write_text("a: 1\n")
-    for mode in ("w:", "w:gz"):
-        path = write(tmp_path, folder_tar(tmp_path / "in", mode), "model.nemo")
-        assert ckpt_tools.inspect(path).container == "dcp"
-        assert ckpt_tools.check(path).verdict == "healthy"
-        ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
-        written = torch.load(tmp_path / "out.pth")
-        assert all(torch.equal(written[name], value) for name, value in state().items())
 
 
 # --- which of several

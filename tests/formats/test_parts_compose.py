@@ -112,15 +112,12 @@ def outcome(source: Path, target: Path, options: dict[str, Any]) -> Any:
     edits=st.fixed_dictionaries(
         {},
         optional={
-            "unwrap": st.just(True),
-            "rename": st.sampled_from(["^=net.", "weight$=w", r"\.(\w+)\.=.inner.\1."]),
-            "dtype": st.sampled_from(["bf16", "fp16", "fp64"]),
-            "select": st.just("model"),
-            "drop": st.sampled_from(["*emb*", "*emb*weight"]),
-            "like": st.just(True),
+            "unwrap": st.just(True), "rename": st.sampled_from(["^=net.", "weight$=w", r"\.(\w+)\.=.inner.\1."]),
+            "dtype": st.sampled_from(["bf16", "fp16", "fp64"]), "select": st.just("model"),
+            "drop": st.sampled_from(["*emb*", "*emb*weight"]), "like": st.just(True),
         },
     ),
-)
+)  # fmt: skip
 def test_editing_parts_is_merging_and_then_editing(place: Path, family: str, output: str, edits: dict[str, Any]) -> None:
     """Bytes, aliases and refusals are the same; only a folder's note differs."""
     source, one, like = made(family, place)

@@ -287,20 +287,15 @@ def changed(**rows: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        ("{", ZipError, "malformed"),
-        ("[]", ZipError, "malformed"),
-        ('{"tensors": []}', ZipError, "malformed"),
-        ({**MODEL, "tensors": []}, ZipError, "malformed"),
-        (changed(data={"key": "tensors/none"}), ZipError, "not in the file"),
+        ("{", ZipError, "malformed"), ("[]", ZipError, "malformed"), ('{"tensors": []}', ZipError, "malformed"),
+        ({**MODEL, "tensors": []}, ZipError, "malformed"), (changed(data={"key": "tensors/none"}), ZipError, "not in the file"),
         (changed(dataType="STRING"), TensorError, "unknown type 'STRING'"),
-        (changed(dims=["2", "300"]), TensorError, "outside its storage"),
-        (changed(offset="-1"), TensorError, "negative"),
-        (changed(dims=["9" * 5000]), ZipError, "malformed"),
-        (changed(offset=float("inf")), ZipError, "malformed"),
+        (changed(dims=["2", "300"]), TensorError, "outside its storage"), (changed(offset="-1"), TensorError, "negative"),
+        (changed(dims=["9" * 5000]), ZipError, "malformed"), (changed(offset=float("inf")), ZipError, "malformed"),
         ('{"tensors": [], "tensors": []}', ZipError, "'tensors' is there twice"),
         ('{"mainModule": ' + '{"submodules": [' * 5000 + "]}" * 5000 + "}", ZipError, "malformed"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_model_json_is_refused(tmp_path: Path, model: Any, error: type[CkptError], message: str) -> None:
     """Whatever is wrong in model.json gives our own error."""
     with pytest.raises(error, match=message):
@@ -354,17 +349,12 @@ def numbers(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
-    "float8": lambda: numbers(torch.float8_e8m0fnu),
-    "float8, transposed": lambda: numbers(torch.float8_e5m2).t(),
-    "uint16": lambda: numbers(torch.uint16),
-    "uint64": lambda: numbers(torch.uint64),
-    "bits8": lambda: numbers(torch.uint8).view(torch.bits8),
-    "complex32": lambda: numbers(torch.complex32),
-    "conjugate": lambda: numbers(torch.complex64).conj(),
-    "negative": lambda: numbers(torch.complex64).conj().imag,
-    "sparse": lambda: numbers().to_sparse(),
-    "sparse rows": lambda: numbers().to_sparse_csr(),
-}
+    "float8": lambda: numbers(torch.float8_e8m0fnu), "float8, transposed": lambda: numbers(torch.float8_e5m2).t(),
+    "uint16": lambda: numbers(torch.uint16), "uint64": lambda: numbers(torch.uint64),
+    "bits8": lambda: numbers(torch.uint8).view(torch.bits8), "complex32": lambda: numbers(torch.complex32),
+    "conjugate": lambda: numbers(torch.complex64).conj(), "negative": lambda: numbers(torch.complex64).conj().imag,
+    "sparse": lambda: numbers().to_sparse(), "sparse rows": lambda: numbers().to_sparse_csr(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

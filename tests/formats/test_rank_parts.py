@@ -192,13 +192,9 @@ def test_a_job_saves_and_loads(tmp_path: Path) -> None:
     """In two processes `save` writes the whole model once, and `load_into` gives each rank of an FSDP2 model its part."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     done = subprocess.run(
-        [*command, "tests/support/fsdp_job.py", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
+        [*command, "tests/support/fsdp_job.py", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False,
         timeout=120,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     expected = net().state_dict()
     for name in ("model.pth", "model.safetensors"):

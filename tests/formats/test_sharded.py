@@ -103,13 +103,11 @@ def test_torch_shards_with_checksums(tmp_path: Path) -> None:
         ({"a.w": TWO, "b.w": TWO, "b.b": ONE}, "'a.w' is in model-00001.*index.json says model-00002"),
         ({"a.w": ONE, "b.w": TWO}, "holds 'b.b', which .*index.json does not list"),
         ({"a.w": ONE, "b.w": "../x.safetensors"}, "names the file '../x.safetensors', which is not a name inside"),
-        ({"a.w": "/etc/passwd"}, "names the file '/etc/passwd'"),
-        ({"a.w": "C:\\x"}, "which is not a name inside"),
-        ({"a.w": "", "b.w": TWO}, "which is not a name inside"),
-        ({"a.w": 3}, "no weight_map of names to files"),
+        ({"a.w": "/etc/passwd"}, "names the file '/etc/passwd'"), ({"a.w": "C:\\x"}, "which is not a name inside"),
+        ({"a.w": "", "b.w": TWO}, "which is not a name inside"), ({"a.w": 3}, "no weight_map of names to files"),
         ({"a.w": "\ud800"}, "lone surrogate"),
     ],
-)
+)  # fmt: skip
 def test_an_index_that_does_not_fit(folder: Path, weight_map: dict[str, str], message: str) -> None:
     """A tensor missing, in the wrong shard or not listed, and names that lead out of the folder, are named errors."""
     index = folder / "model.safetensors.index.json"

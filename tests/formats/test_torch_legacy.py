@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
 from torch import nn
 
 import ckpt_tools
@@ -18,7 +17,6 @@ from tests.hostile.pickles import get as recall
 from tests.support.graphs import assert_same, element_bytes, live_tensors, load_with_tags
 from tests.support.legacy import floats, legacy, persistent, stream, view_of
 from tests.support.samples import PTH, by_name, corpus
-from tests.test_properties import quick, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 pth_fixtures = pytest.mark.parametrize("path", PTH, ids=by_name)
@@ -214,21 +212,3 @@ def test_written_files_load(path: Path, tmp_path: Path) -> None:
     assert_same(before, after)
     for (_, one), (_, two) in zip(live_tensors(before), live_tensors(after), strict=True):
         assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
-
-
-def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
-    """What torch saves as legacy is listed as torch loads it, and comes out the same in every container of torch."""
-    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
-
-    @quick
-    @given(tensors())
-    def check(state_dict: dict[str, torch.Tensor]) -> None:
-        assume(all(one.dtype in torch.storage._dtype_to_storage_type_map() for one in state_dict.values()))
-        source.write_bytes(legacy(state_dict))
-        loaded, tags = load_with_tags(source)
-        assert_lists(source, loaded, tags)
-        for kind in ("pth", "pth-legacy"):
-            ckpt_tools.convert(source, target, overwrite=True, format=kind)
-            assert_same(loaded, torch.load(target, weights_only=True))
-
-    check()

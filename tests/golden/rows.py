@@ -35,14 +35,10 @@ _OF_PAIRS = (
     "convert made/A.pth out.pth --like made/B.pth --match structure",
 )  # fmt: skip
 _OF_EACH = {
-    "inspect": ["ckpt inspect X"],
-    "inspect-json": ["ckpt inspect --json X"],
-    "check": ["ckpt check X"],
-    "scan": ["ckpt scan X", "ckpt scan --json X"],
-    "convert-each": ["ckpt convert X out.pth", "ckpt convert X out.safetensors"],
-    "stats-each": ["ckpt stats X"],
-    "repair-each": ["ckpt repair X out.pth"],
-}
+    "inspect": ["ckpt inspect X"], "inspect-json": ["ckpt inspect --json X"], "check": ["ckpt check X"],
+    "scan": ["ckpt scan X", "ckpt scan --json X"], "convert-each": ["ckpt convert X out.pth", "ckpt convert X out.safetensors"],
+    "stats-each": ["ckpt stats X"], "repair-each": ["ckpt repair X out.pth"],
+}  # fmt: skip
 
 
 def _places() -> list[str]:

@@ -66,22 +66,15 @@ def test_tensors_that_are_no_adapter(tensors: dict[str, torch.Tensor], message: 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("", "not JSON"),
-        ("[1]", "no JSON object"),
-        ('{"peft_type": "LORA", "lora_alpha": NaN, "r": 2}', "lora_alpha"),
+        ("", "not JSON"), ("[1]", "no JSON object"), ('{"peft_type": "LORA", "lora_alpha": NaN, "r": 2}', "lora_alpha"),
         ('{"peft_type": "LORA", "lora_alpha": 1e999, "r": 2}', "lora_alpha"),
-        (CONFIG | {"r": -1}, "not a whole number above 0"),
-        (CONFIG | {"r": 1 << 40}, "not a whole number above 0"),
-        (CONFIG | {"r": True}, "not a whole number above 0"),
-        (CONFIG | {"lora_alpha": 10**400}, "lora_alpha"),
-        (CONFIG | {"alpha_pattern": [1]}, "alpha_pattern"),
-        (CONFIG | {"alpha_pattern": {"q": "1"}}, "alpha_pattern"),
+        (CONFIG | {"r": -1}, "not a whole number above 0"), (CONFIG | {"r": 1 << 40}, "not a whole number above 0"),
+        (CONFIG | {"r": True}, "not a whole number above 0"), (CONFIG | {"lora_alpha": 10**400}, "lora_alpha"),
+        (CONFIG | {"alpha_pattern": [1]}, "alpha_pattern"), (CONFIG | {"alpha_pattern": {"q": "1"}}, "alpha_pattern"),
         (CONFIG | {"modules_to_save": "head"}, "modules_to_save"),
         (CONFIG | {"use_rslora": "false"}, "use_rslora in adapter_config.json is neither true nor false"),
-        (CONFIG | {"use_dora": 0}, "use_dora"),
-        (CONFIG | {"fan_in_fan_out": [True]}, "fan_in_fan_out"),
-        (CONFIG | {"lora_bias": "none"}, "lora_bias"),
-        (CONFIG | {"alpha_pattern": {"(a+)+b": 1}}, "could take forever"),
+        (CONFIG | {"use_dora": 0}, "use_dora"), (CONFIG | {"fan_in_fan_out": [True]}, "fan_in_fan_out"),
+        (CONFIG | {"lora_bias": "none"}, "lora_bias"), (CONFIG | {"alpha_pattern": {"(a+)+b": 1}}, "could take forever"),
         (CONFIG | {"alpha_pattern": {"(.*a){9}": 1}}, "could take forever"),
         (CONFIG | {"alpha_pattern": {"a*" * 30: 1}}, "could take forever"),
         (CONFIG | {"alpha_pattern": {"a?" * 60 + "a" * 60: 1}}, "could take forever"),
@@ -93,7 +86,7 @@ def test_tensors_that_are_no_adapter(tensors: dict[str, torch.Tensor], message: 
         (CONFIG | {"alpha_pattern": {"(?i)q": 1}}, "not a regular expression"),
         (CONFIG | {"peft_type": {"a": [1] * 1000}}, "only LoRA"),
     ],
-)
+)  # fmt: skip
 def test_configurations_that_mean_nothing(config: dict[str, Any] | str, message: str, tmp_path: Path) -> None:
     """Numbers that are none, patterns that would run for ever, text that is not JSON."""
     names = {f"{P}{'a' * 60}.lora_{side}.weight": value for side, value in (("A", torch.ones(2, 6)), ("B", torch.ones(6, 2)))}

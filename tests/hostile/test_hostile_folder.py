@@ -114,13 +114,9 @@ print(*asked)
 
 def run(command: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
 
 
 def without_pythons_own(folder: Path, command: Sequence[str], to: Path) -> Path:

@@ -118,14 +118,11 @@ def test_a_journal_that_is_a_hole(small: Path, head: bytes, size: int) -> None:
 
 
 CRAFTED: dict[str, Regions] = {
-    "empty": [(100, b"", b"")] * 3000,
-    "overlapping": [(100, b"abcd", b"abcd"), (102, b"abcd", b"abcd")],
-    "not in order": [(200, b"abcd", b"abcd"), (100, b"abcd", b"abcd")],
-    "old bytes that are not there": [(100, b"", b"abcd")],
-    "in the first bytes": [(4, b"abcd", b"abcd")],
-    "beyond the end": [(12_000_000, b"", b"abcd")],
+    "empty": [(100, b"", b"")] * 3000, "overlapping": [(100, b"abcd", b"abcd"), (102, b"abcd", b"abcd")],
+    "not in order": [(200, b"abcd", b"abcd"), (100, b"abcd", b"abcd")], "old bytes that are not there": [(100, b"", b"abcd")],
+    "in the first bytes": [(4, b"abcd", b"abcd")], "beyond the end": [(12_000_000, b"", b"abcd")],
     "too many": [(100 + at, b"a", b"a") for at in range(10_001)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CRAFTED)

@@ -9,28 +9,10 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    DamagedFileError,
-)
-from tests.hostile.pickles import (
-    call,
-    dict_of,
-    glob,
-    integer,
-    tensor,
-    text,
-    tuple_of,
-)
+from ckpt_tools.errors import CkptError, DamagedFileError
+from tests.hostile.pickles import call, dict_of, glob, integer, tensor, text, tuple_of
 from tests.hostile.refusals import expect_warned, write
-from tests.support.legacy import (
-    MAGIC,
-    floats,
-    legacy,
-    persistent,
-    stream,
-    view_of,
-)
+from tests.support.legacy import MAGIC, floats, legacy, persistent, stream, view_of
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 ONE = dict_of(w=tensor(on=persistent()))

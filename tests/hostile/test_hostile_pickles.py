@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import io
 import json
-import pickle
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    ObjectsError,
-)
+from ckpt_tools.errors import ContainerLimitError, ObjectsError
 from tests.hostile import pickles as p
 from tests.hostile.pickles import CALLS, COMMAND, SYSTEM
-from tests.hostile.refusals import (
-    expect_convert_refused,
-    expect_warned,
-    info,
-    safetensors,
-    write,
-)
+from tests.hostile.refusals import expect_convert_refused, expect_warned, info, safetensors, write
 from tests.hostile.zips import torch_zip
-from tests.support.trees import value_at
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 
@@ -68,23 +54,6 @@ def test_46_47_50_52_globals_are_listed(case: str, tmp_path: Path) -> None:
     expect_listed(write(tmp_path, beside(opcodes)), name)
 
 
-def test_46_a_call_of_a_call(tmp_path: Path) -> None:
-    """What a call returned is called again: a function without a name of its own."""
-    inner = p.call("builtins", "getattr", p.glob("os", "path"), p.text("join"))
-    path = write(tmp_path, beside(inner + COMMAND + p.REDUCE))
-    assert "builtins.getattr" in ckpt_tools.inspect(path).globals
-    expect_convert_refused(path, ObjectsError, "a computed function", "builtins.getattr")
-
-
-@pytest.mark.parametrize("known", ["collections.OrderedDict", "builtins.set", "argparse.Namespace", "pathlib.PosixPath"])
-def test_46_known_data_needs_no_word(known: str, tmp_path: Path) -> None:
-    """The table of known data: these are kept without being asked about."""
-    module, _, name = known.rpartition(".")
-    path = write(tmp_path, beside(p.glob(module, name) + p.EMPTY_TUPLE + p.REDUCE))
-    ckpt_tools.convert(path, tmp_path / "out.pth")
-    assert known in ckpt_tools.inspect(tmp_path / "out.pth").globals
-
-
 @pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
 def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
     """A second pickle, or anything, behind the first: mentioned, examined, not written."""
@@ -95,22 +64,6 @@ def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
 
 
 # --- 54 to 57: the stream
-
-
-@pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"p99999999999999999999\n"])
-def test_56_huge_memo_index(opcode: bytes, tmp_path: Path) -> None:
-    """It is remembered, at the cost of one entry, and can be recalled."""
-    get = opcode.replace(b"r", b"j").replace(b"p", b"g")
-    path = write(tmp_path, beside(p.text("v") + opcode + b"0" + get))
-    assert ckpt_tools.inspect(path).values["x"] == "v"
-
-
-def test_56_memoize_counts_what_was_written_ahead(tmp_path: Path) -> None:
-    """MEMOIZE writes to the number of entries that there are, wherever they are."""
-    body = p.MARK + p.text("ahead") + p.put(5) + p.text("b") + b"\x94" + p.get(1) + p.get(5) + p.TUPLE
-    expected = pickle.loads(p.PROTO4 + body + p.STOP)
-    found = ckpt_tools.inspect(write(tmp_path, raw(p.dict_of(x=body), protocol=p.PROTO4)))
-    assert found.values["x"] == list(expected) == ["ahead", "b", "b", "ahead"]
 
 
 def test_57_python2_strings(tmp_path: Path) -> None:
@@ -131,23 +84,6 @@ def test_58_depth_that_passes(tmp_path: Path) -> None:
     path = write(tmp_path, beside(deep))
     ckpt_tools.convert(path, tmp_path / "out.pth")
     assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == 1
-
-
-SMALLEST: list[Any] = [
-    [[] for _ in range(150_000)],
-    {number: [] for number in range(150_000)},
-    [(number, None) for number in range(150_000)],
-    [{number: None} for number in range(120_000)],
-    dict.fromkeys(range(70_000)),
-    collections.OrderedDict.fromkeys(range(150_000)),
-]
-
-
-@pytest.mark.parametrize("value", SMALLEST, ids=range(len(SMALLEST)))
-def test_62_what_pickle_writes_passes(value: Any, tmp_path: Path) -> None:
-    """The smallest containers in the greatest number that torch.save can write: the budget is no obstacle to them."""
-    torch.save({"w": torch.zeros(1), "x": value}, tmp_path / "many.pth")
-    assert value_at(ckpt_tools.open_checkpoint(tmp_path / "many.pth").root, "w") is not None
 
 
 def test_63_long_numbers(tmp_path: Path) -> None:
@@ -181,25 +117,6 @@ def test_63_long_numbers_in_objects(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == [name]
 
 
-def test_64_root_cycle(tmp_path: Path) -> None:
-    """The root in itself."""
-    body = p.EMPTY_DICT + p.put(0) + p.text("a.w") + p.tensor() + p.SETITEM + p.text("me") + p.get(0) + p.SETITEM
-    path = write(tmp_path, raw(body))
-    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == ["a.w"]
-    ckpt_tools.convert(path, tmp_path / "out.pth", add_module=True)
-    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert loaded["me"] is loaded
-
-
-def test_65_duplicate_tensor_names(tmp_path: Path) -> None:
-    """Two tensors under one name: what torch would load is listed."""
-    body = p.EMPTY_DICT + p.MARK + p.text("a.w") + p.tensor() + p.text("a.w") + p.tensor(p.sizes(3), p.sizes(1)) + p.SETITEMS
-    path = write(tmp_path, raw(body))
-    expect_warned(path, "repeated-key")
-    assert [row["shape"] for row in ckpt_tools.inspect(path).tensors] == [[3]]
-    assert torch.load(path)["a.w"].shape == (3,)
-
-
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202e\u200f\x00\x7f\x9b31m\r\n\u2028\ud800<b>[red]\U000e0041"
 
 
@@ -224,6 +141,7 @@ def test_66_names_never_reach_the_terminal_raw(tmp_path: Path) -> None:
         ["convert", "good.pth", "out.pth"], ["convert", bad_name, "out.pth"],
         ["convert", "good.pth", "out.pth", "--objects", "drop"], ["convert", "good.pth", "o.safetensors", "--objects", "plain"],
         ["convert", "good.pth", "o.safetensors", "--objects", "plain", "--select", "tied", "--json"],
+        ["stats", "good.pth"], ["diff", "--all", "good.pth", "out.pth"], ["repair", "good.pth", "repaired.pth"],
     ):  # fmt: skip
         expect_escaped(command, tmp_path)
 
@@ -263,14 +181,6 @@ def test_68_pickle_in_bytes(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pth", weights_only=True)["x"] == [inner, inner]
 
 
-def test_68_saved_by_torch(tmp_path: Path) -> None:
-    """The same as torch writes it: a checkpoint in the bytes of a checkpoint."""
-    buffer = io.BytesIO()
-    torch.save({"evil": torch.zeros(1)}, buffer)
-    torch.save({"a.w": torch.zeros(1), "inner": buffer.getvalue()}, tmp_path / "outer.pth")
-    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "outer.pth").tensors] == ["a.w"]
-
-
 # --- what a fuzzer found: outputs that could not be read again
 
 
@@ -300,12 +210,16 @@ def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
 
 
 def test_63_array_of_odd_length(tmp_path: Path) -> None:
-    """A NumPy array whose bytes are not whole elements is left out, not written as a tensor that nobody can read."""
+    """A NumPy array whose bytes are not whole elements is refused, not written as a tensor that nobody can read."""
     numbers = (b"K\x03", p.text("<"), p.NONE, p.NONE, p.NONE, b"J\xff\xff\xff\xff", b"J\xff\xff\xff\xff", b"K\x00")
     dtype = p.call("numpy", "dtype", p.text("f8"), p.FALSE, p.TRUE) + p.tuple_of(*numbers) + p.BUILD
     empty = p.call("numpy._core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), p.sizes(0), b"C\x01b")
     for size in (8, 7, 10, 16):
         state = p.tuple_of(b"K\x01", p.sizes(1), dtype, p.FALSE, b"C" + bytes([size]) + bytes(size))
         path = write(tmp_path, beside(empty + state + p.BUILD))
-        ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)
-        assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == (2 if size == 8 else 1)
+        if size == 8:
+            ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+            assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == 2
+        else:
+            with pytest.raises(ObjectsError, match="would be lost: x"):
+                ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)

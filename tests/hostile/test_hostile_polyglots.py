@@ -16,22 +16,11 @@ from safetensors.torch import load_file, save
 
 import ckpt_tools
 from ckpt_tools.torch import load_state_dict
-from tests.hostile.pickles import (
-    dict_of,
-    pickle,
-    storage,
-    tensor,
-    tuple_of,
-)
+from tests.hostile.pickles import dict_of, pickle, storage, tensor, tuple_of
 from tests.hostile.refusals import write
-from tests.hostile.zips import (
-    Rec,
-    build,
-)
+from tests.hostile.zips import Rec, build
 from tests.support import tars
-from tests.support.legacy import (
-    floats,
-)
+from tests.support.legacy import floats
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 GOOD_TAR = tars.torch_tar(
@@ -187,11 +176,7 @@ def test_a_state_that_code_computes_from(tmp_path: Path) -> None:
 
 def test_attributes_in_another_order(tmp_path: Path) -> None:
     """The order of the code is the one that counts."""
-    path = scripted(
-        tmp_path,
-        code=(b"  w : Tensor\n", b"  v : Tensor\n  w : Tensor\n"),
-        state=dict_of(w=W, v=V, **FLAGS),
-    )
+    path = scripted(tmp_path, code=(b"  w : Tensor\n", b"  v : Tensor\n  w : Tensor\n"), state=dict_of(w=W, v=V, **FLAGS))
     assert [row["name"] for row in ckpt_tools.inspect(path).tensors if row["name"]] == list(jit_loaded(path))
 
 
@@ -199,9 +184,6 @@ def exported(tmp_path: Path) -> list[Rec]:
     """The records of an exported program."""
     torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "good.pt2")
     return records((tmp_path / "good.pt2").read_bytes())
-
-
-# --- what the small pickles call
 
 
 # --- members of a tar

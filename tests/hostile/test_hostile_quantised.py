@@ -118,22 +118,8 @@ def test_a_single_row_of_words(tmp_path: Path) -> None:
 
 
 ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    2**70,
-    1e308,
-    float("nan"),
-    "4",
-    "\ud800",
-    [],
-    [None],
-    [[1]],
-    {},
-    {"": None},
-    [128, -1],
-    [2**40, 2**40],
-]
+    None, True, -1, 2**70, 1e308, float("nan"), "4", "\ud800", [], [None], [[1]], {}, {"": None}, [128, -1], [2**40, 2**40],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["quant_method", "bits", "group_size", "weight_block_size", "config_groups", "version", None])

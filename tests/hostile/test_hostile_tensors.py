@@ -10,19 +10,11 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ContainerLimitError,
-    ObjectsError,
-    OutputError,
-    PickleError,
-    TensorError,
-)
+from ckpt_tools.errors import ContainerLimitError, ObjectsError, OutputError, PickleError, TensorError
 from tests.fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
-from tests.hostile.zips import (
-    torch_zip,
-)
+from tests.hostile.zips import torch_zip
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 
@@ -90,12 +82,10 @@ def unusual() -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
-            "sparse": dense.to_sparse(),
-            "sparse_csr": dense.to_sparse_csr(),
+            "sparse": dense.to_sparse(), "sparse_csr": dense.to_sparse_csr(),
             "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
-            "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-            "meta": torch.empty(3, device="meta"),
-        }
+            "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "meta": torch.empty(3, device="meta"),
+        }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -114,14 +104,11 @@ def test_76_unusual_tensors(kind: str, tmp_path: Path) -> None:
 
 
 UNUSUAL = {
-    "_rebuild_qtensor": (p.storage(), b"K\x00"),
-    "_rebuild_sparse_tensor": (p.NONE, p.NONE),
-    "_rebuild_sparse_csr_tensor": (p.NONE, p.tuple_of(p.NONE)),
-    "_rebuild_nested_tensor": (),
+    "_rebuild_qtensor": (p.storage(), b"K\x00"), "_rebuild_sparse_tensor": (p.NONE, p.NONE),
+    "_rebuild_sparse_csr_tensor": (p.NONE, p.tuple_of(p.NONE)), "_rebuild_nested_tensor": (),
     "_rebuild_meta_tensor_no_storage": (p.glob("torch", "float7"), p.sizes(1), p.sizes(1), p.FALSE),
-    "_rebuild_wrapper_subclass": (p.NONE, p.NONE, p.sizes(1)),
-    "_rebuild_device_tensor_from_cpu_tensor": (p.NONE, p.NONE),
-}
+    "_rebuild_wrapper_subclass": (p.NONE, p.NONE, p.sizes(1)), "_rebuild_device_tensor_from_cpu_tensor": (p.NONE, p.NONE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", UNUSUAL)

@@ -13,26 +13,10 @@ import pytest
 import torch
 
 import ckpt_tools.torch
-from ckpt_tools.errors import (
-    ChecksumError,
-    CkptError,
-    TensorError,
-    ZipError,
-)
+from ckpt_tools.errors import ChecksumError, CkptError, TensorError, ZipError
 from tests.hostile import pickles as p
-from tests.hostile.refusals import (
-    expect_convert_refused,
-    expect_warned,
-    listing,
-    write,
-)
-from tests.hostile.zips import (
-    Rec,
-    build,
-    deflated,
-    torch_records,
-    torch_zip,
-)
+from tests.hostile.refusals import expect_convert_refused, expect_warned, listing, write
+from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
 from tests.support.zips import rewrite
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
@@ -106,9 +90,6 @@ def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
     path = write(tmp_path, torch_zip(PICKLE, FLOATS, after=after))
     found = expect_warned(path, "trailing-bytes")
     assert f"{len(after)} bytes after the archive" in [row.found for row in found.findings]
-
-
-# --- 25 to 32: entries and names
 
 
 # --- 34 to 42: packing, sizes, checksums

@@ -11,15 +11,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from ckpt_tools import (
-    average,
-    check,
-    convert,
-    diff,
-    edit_in_place,
-    repair,
-    stats,
-)
+from ckpt_tools import average, check, convert, diff, edit_in_place, repair, stats
 from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model
@@ -130,11 +122,9 @@ def test_what_goes_to_no_address(memory: Any, tmp_path: Path) -> None:
     torch.save(small_model().state_dict(), tmp_path / "a.pth")
     path = str(tmp_path / "a.pth")
     for arguments in (
-        ["report", path, "-o", "memory://x/page.html"],
-        ["repair", path, "memory://x/a.pth"],
-        ["check", path, "--digest", "-o", "memory://x/a.digest"],
-        ["match", path, "--like", path, "-o", "memory://x/plan.toml"],
-    ):
+        ["report", path, "-o", "memory://x/page.html"], ["repair", path, "memory://x/a.pth"],
+        ["check", path, "--digest", "-o", "memory://x/a.digest"], ["match", path, "--like", path, "-o", "memory://x/plan.toml"],
+    ):  # fmt: skip
         result = ckpt(*arguments, code=3)
         assert "memory://x/" in result.stderr
         assert "Write a local file, and copy it." in result.stderr
@@ -162,12 +152,10 @@ def test_only_what_is_needed_is_fetched(server: Server, tmp_path: Path) -> None:
     url = server.url("a.pth")
     for arguments, most in (
         (["match", url, "--like", str(tmp_path / "a.pth")], 0.05),
-        (["diff", url, str(tmp_path / "a.pth"), "--no-contents"], 0.05),
-        (["stats", url], 1.2),
-        (["check", url], 1.2),
+        (["diff", url, str(tmp_path / "a.pth"), "--no-contents"], 0.05), (["stats", url], 1.2), (["check", url], 1.2),
         (["diff", url, str(tmp_path / "a.pth")], 1.2),
         (["average", url, str(tmp_path / "a.pth"), str(tmp_path / "mean.pth")], 1.2),
-    ):
+    ):  # fmt: skip
         server.sent = 0
         ckpt(*arguments)
         assert server.sent < most * size, arguments

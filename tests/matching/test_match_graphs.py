@@ -146,12 +146,6 @@ def chain(names: list[str]) -> nn.Module:
     return opaque.Layers(opaque.linear(" ".join(sorted(names)), 4), computed)
 
 
-def test_a_chain_of_equal_layers_is_decided_from_its_ends() -> None:
-    """A hundred layers of one shape: each is as far from an end as its partner."""
-    olds, news = named(100, 0, "x"), named(100, 1, "z")
-    assert modules(compared(chain(olds), chain(news), ["2x4"])) == dict(zip(olds, news, strict=True))
-
-
 def test_every_layer_along_a_residual_stream_is_decided() -> None:
     """What is added to a stream feeds everything behind it: each layer gets the partner at its depth, none another."""
     old, new = opaque.stream_a(12), opaque.stream_b(12)

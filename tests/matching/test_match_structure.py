@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import networks as nets
-from tests.support.matching import Shapes, assert_same_function, fates, matched, pairs, state_of
+from tests.support.matching import assert_same_function, fates, matched, pairs
 
 # --- pairs of implementations
 
@@ -111,19 +111,6 @@ def test_what_is_not_one_network_is_not_matched(name: str) -> None:
         found = matched(old, new, allow_reshape=True)
         assert not found.complete_with_offers
         assert found.ambiguous or any(found.left_over)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_order_in_the_file_means_nothing(name: str) -> None:
-    """Sorted as text (as safetensors has it) and in two random orders: the same partners, the same left over."""
-    old, new = (state_of(build()) for build in PAIRS[name][:2])
-    expected = fates(matched(old, new, allow_reshape=True))
-    for seed in range(3):
-        shuffled = [sorted(side) for side in (old, new)]
-        for side in shuffled if seed else ():
-            Random(seed).shuffle(side)
-        sides = ({name: state[name] for name in order} for order, state in zip(shuffled, (old, new), strict=True))
-        assert fates(matched(*sides, allow_reshape=True)) == expected
 
 
 def test_numbers_count_in_any_order() -> None:
@@ -354,27 +341,6 @@ def test_every_tensor_has_one_fate(data: st.DataObject) -> None:
 
 
 # --- as many as there are
-
-
-MANY: dict[str, tuple[Shapes, Shapes]] = {
-    "blocks": (
-        {f"layers.{n}.{leaf}.weight": (8, 8) for n in range(60) for leaf in ("q_proj", "k_proj", "v_proj", "fc1", "fc2")},
-        {f"encoder.block_{n}.{leaf}.weight": (8, 8) for n in range(60) for leaf in ("q_lin", "k_lin", "v_lin", "fc1", "fc2")},
-    ),
-    "flat": ({f"features.{n}.weight": (8, 8) for n in range(500)}, {f"net.{2 * n}.weight": (8, 8) for n in range(500)}),
-    "shapes of their own": (
-        {f"b{n}.{part}.weight": (n + 3, size) for n in range(40) for size, part in enumerate("wx", 1)},
-        {f"c{n}.{part}.weight": (n + 3, size) for n in range(40) for size, part in enumerate("qr", 1)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_hundreds_of_tensors(name: str) -> None:
-    """In blocks, flat, and each of a shape of its own: all have their partners."""
-    found = matched(*MANY[name])
-    assert found.complete
-    assert [row.old for row in found.matched] == list(MANY[name][0])
 
 
 def test_of_many_candidates_the_first_are_listed() -> None:

@@ -85,18 +85,8 @@ def child(work: Callable[[], Any], fault: Fault | None) -> tuple[int, dict[str, 
 
 
 WRITES = (
-    "pwrite",
-    "write",
-    "ftruncate",
-    "fsync",
-    "fdatasync",
-    "unlink",
-    "rename",
-    "replace",
-    "open",
-    "link",
-    "copy_file_range",
-)
+    "pwrite", "write", "ftruncate", "fsync", "fdatasync", "unlink", "rename", "replace", "open", "link", "copy_file_range",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

@@ -185,20 +185,16 @@ def test_repeated_and_mixed_keys(name: str, setter: str, tmp_path: Path) -> None
 STATE = p.dict_of(x=ONE)
 PLAIN, NS = p.call("argparse", "Namespace"), p.glob("argparse", "Namespace")
 BUILDS: dict[str, bytes] = {
-    "dict": PLAIN + STATE + p.BUILD,
-    "twice": PLAIN + STATE + p.BUILD + p.dict_of(y=p.text("b"), x=ZERO) + p.BUILD,
-    "pair": PLAIN + p.tuple_of(STATE, p.EMPTY_DICT) + p.BUILD,
-    "slots": PLAIN + p.tuple_of(p.NONE, STATE) + p.BUILD,
-    "both": PLAIN + p.tuple_of(STATE, p.dict_of(y=ZERO)) + p.BUILD,
-    "empty": PLAIN + p.EMPTY_DICT + p.BUILD,
+    "dict": PLAIN + STATE + p.BUILD, "twice": PLAIN + STATE + p.BUILD + p.dict_of(y=p.text("b"), x=ZERO) + p.BUILD,
+    "pair": PLAIN + p.tuple_of(STATE, p.EMPTY_DICT) + p.BUILD, "slots": PLAIN + p.tuple_of(p.NONE, STATE) + p.BUILD,
+    "both": PLAIN + p.tuple_of(STATE, p.dict_of(y=ZERO)) + p.BUILD, "empty": PLAIN + p.EMPTY_DICT + p.BUILD,
     "newobj": NS + p.EMPTY_TUPLE + b"\x81" + STATE + p.BUILD,
     "newobj-ex": NS + p.EMPTY_TUPLE + p.EMPTY_DICT + b"\x92" + STATE + p.BUILD,
-    "inst": p.MARK + b"iargparse\nNamespace\n" + STATE + p.BUILD,
-    "obj": p.MARK + NS + b"o" + STATE + p.BUILD,
+    "inst": p.MARK + b"iargparse\nNamespace\n" + STATE + p.BUILD, "obj": p.MARK + NS + b"o" + STATE + p.BUILD,
     "itself": PLAIN + p.put(5) + p.EMPTY_DICT + p.text("me") + p.get(5) + p.SETITEM + p.BUILD,
     "state-shared": p.list_of(STATE + p.put(5), PLAIN + p.get(5) + p.BUILD, p.get(5)),
     "ordered": p.ORDERED_DICT + p.pairs([(ONE, ZERO)]) + STATE + p.BUILD,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUILDS)

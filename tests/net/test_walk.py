@@ -30,11 +30,9 @@ def deep() -> dict[str | int, Any]:
     state: Any = OrderedDict({"x.w": torch.ones(1), "x.b": torch.zeros(1)})
     state._metadata = OrderedDict({"": {"version": 1}, "x": {"version": 2}})
     return {
-        "nets": [state, {"y.w": torch.ones(2)}],
-        "a.b": {"c": torch.ones(3)},
-        "pair": (torch.ones(4), {}),
+        "nets": [state, {"y.w": torch.ones(2)}], "a.b": {"c": torch.ones(3)}, "pair": (torch.ones(4), {}),
         7: {"z": torch.ones(5)},
-    }
+    }  # fmt: skip
 
 
 def ring() -> dict[str, Any]:

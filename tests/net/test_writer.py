@@ -126,10 +126,8 @@ def test_over_4_gb() -> None:
         assert [(row["name"], row["shape"]) for row in ckpt_tools.inspect(out).tensors] == [("big", [SIZE]), ("end", [5])]
         found = torch.load(out, mmap=True)
         assert (found["big"][:2].tolist(), found["big"][-2:].tolist(), found["end"].tolist()) == (
-            [7, 0],
-            [0, 9],
-            [0, 1, 2, 3, 4],
-        )
+            [7, 0], [0, 9], [0, 1, 2, 3, 4],
+        )  # fmt: skip
         del found
         ckpt_tools.convert(out, back)
         with safe_open(back, "pt") as opened:

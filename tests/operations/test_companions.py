@@ -175,14 +175,6 @@ def test_nobody_else_may_read_them(folder: Path, tmp_path: Path) -> None:
         assert (tmp_path / f"{source}-out" / "config.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_to_an_address_and_from_one(folder: Path, tmp_path: Path) -> None:
-    """Folders elsewhere take and give them as local ones do."""
-    address = f"memory://{tmp_path.name}/companions"
-    assert ckpt_tools.convert(folder, address, shard_size="1KB").companions == sorted(TAKEN)
-    assert ckpt_tools.convert(address, tmp_path / "back", shard_size="1KB").companions == sorted(TAKEN)
-    assert (tmp_path / "back" / "config.json").read_bytes() == CONFIG
-
-
 def test_one_file_has_none(folder: Path, tmp_path: Path) -> None:
     """A single file, as input or as output, has no companions."""
     merged = ckpt_tools.convert(folder, tmp_path / "one.safetensors")

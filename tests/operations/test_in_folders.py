@@ -154,12 +154,6 @@ def test_links_count_once(tmp_path: Path) -> None:
     assert names(tmp_path) == (["snapshots/model.pth"], [])
 
 
-def test_digests_of_a_folder_that_is_one(sharded: Path) -> None:
-    """--output takes the digests of a folder that is one checkpoint, whatever lies beside the shards."""
-    ckpt("check", "--digest", "-o", sharded.parent / "a.digest", sharded)
-    assert "a.weight" in (sharded.parent / "a.digest").read_text()
-
-
 def test_a_folder_without_checkpoints_says_what_it_has(tmp_path: Path) -> None:
     """What was looked at is counted in the error too."""
     (tmp_path / "notes.txt").write_text("x")

@@ -55,10 +55,8 @@ def test_kohya_and_diffusers(tmp_path: Path) -> None:
     )
     save_file({f"unet.mid.to_k.lora.{k}.weight": v for k, v in factors.items()}, tmp_path / "d.safetensors")
     assert described(tmp_path / "k.safetensors") | {
-        "names": "kohya",
-        "targets": {"attn1_to_q": 1},
-        "elements": 24,
-    } == described(tmp_path / "k.safetensors")
+        "names": "kohya", "targets": {"attn1_to_q": 1}, "elements": 24,
+    } == described(tmp_path / "k.safetensors")  # fmt: skip
     found = described(tmp_path / "d.safetensors")
     assert (found["names"], found["targets"], found["problem"]) == ("diffusers", {"to_k": 1}, None)
 

@@ -323,15 +323,12 @@ def test_a_scripted_program_is_followed_through_its_branches(tmp_path: Path) -> 
 
 
 CODE = [
-    "def forward(self, x):\n  x = " + "(" * 200 + ")" * 200,
-    "def forward(self, x):\n" + "  x = [x, x]\n" * 80 + "  return x\n",
+    "def forward(self, x):\n  x = " + "(" * 200 + ")" * 200, "def forward(self, x):\n" + "  x = [x, x]\n" * 80 + "  return x\n",
     "def forward(self, x):\n  return (self).forward(x, )\n",
     "def forward(self, x):\n  for i in range(999999999999999999999999999):\n    x = torch.relu(x)\n  return x\n",
-    "def forward(self, x):\n  return lambda: x\n",
-    "def forward(self, x):\n  x." + ".".join(["a"] * 20000) + "\n  return x\n",
-    "def forward(self, x):\n  with x:\n    return x\n",
-    "def forward(self, x):\n  not Python",
-]
+    "def forward(self, x):\n  return lambda: x\n", "def forward(self, x):\n  x." + ".".join(["a"] * 20000) + "\n  return x\n",
+    "def forward(self, x):\n  with x:\n    return x\n", "def forward(self, x):\n  not Python",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(CODE)))

@@ -32,10 +32,8 @@ def test_flips_anywhere(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     data, out = path.read_bytes(), path.with_name("out.pth")
     pickle, last = data.index(b"\x80\x02"), data.index(made["layer2.weight"].numpy().tobytes())
     spots = [
-        *range(pickle, pickle + 90, 13),
-        *(data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values()),
-        last + 239,
-    ]
+        *range(pickle, pickle + 90, 13), *(data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values()), last + 239,
+    ]  # fmt: skip
     for spot in spots:
         path.write_bytes(data[:spot] + bytes([data[spot] ^ 32]) + data[spot + 1 :])
         report = repair(path, out, overwrite=True)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError, UsageError
-from tests.operations.test_in_place import interrupted
+from tests.operations.test_half_edited import interrupted
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
 from tests.support.terminal import run
@@ -97,18 +97,6 @@ def test_one_flipped_bit_is_named(container: str, signed: tuple[Path, Path, Path
     assert report.compared.equal == 6
     result = ckpt("verify", path, "--key", public, "--signature", signature, code=1)
     assert "layer.2.weight: other bytes" in result.output
-
-
-def test_tensors_that_are_gone_or_new(signed: tuple[Path, Path, Path]) -> None:
-    """A tensor that is missing, and one that was never signed, are named; so is another dtype."""
-    path, public, signature = signed
-    state = torch.load(path)["model"]
-    del state["norm.steps"]
-    torch.save(state | {"new.weight": torch.ones(2), "half.weight": state["half.weight"].float()}, path.with_name("other.pth"))
-    compared = ckpt_tools.verify(path.with_name("other.pth"), key=public, signature=signature).compared
-    assert [where[-1] for where in compared.missing] == ["norm.steps"]
-    assert [where[-1] for where in compared.unexpected] == ["new.weight"]
-    assert [(where[-1], how) for where, how in compared.different] == [("half.weight", "float32, and float16 there")]
 
 
 def test_the_envelope_is_dsse_around_in_toto(signed: tuple[Path, Path, Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import pickle
 import re
@@ -84,16 +83,6 @@ def exported_program(path: Path) -> None:
         torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
 
 
-def distributed_part(path: Path) -> None:
-    """One rank's file, out of its folder."""
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": WEIGHTS}, checkpoint_id=path.parent / "folder", no_dist=True)
-    (path.parent / "folder" / "__0_0.distcp").rename(path)
-
-
 def pickled(value: Any, protocol: int) -> Callable[[Path], object]:
     """What pickle itself writes."""
     return lambda path: path.write_bytes(pickle.dumps(value, protocol))
@@ -152,24 +141,6 @@ def test_every_quotation_is_torchs(sample: Path) -> None:
         quoted, _, without = finding.says.partition(" (with weights_only=False: ")
         assert not quoted or any(is_quoted(quoted, error) for error in errors), (finding, errors)
         assert not without or is_quoted(without.removesuffix(")"), errors[1])
-
-
-@pytest.mark.parametrize("name", [name for name in MAKERS if "4" not in name and MAKERS[name].__qualname__.startswith("saved")])
-def test_refusals_are_quoted(tmp_path: Path, name: str) -> None:
-    """Where torch refuses a file that torch.save wrote, its words are there, not merely no wrong ones."""
-    path = tmp_path / name
-    MAKERS[name](path)
-    code = "misnamed" if name.endswith(".safetensors") else "weights-only-refused"
-    assert (code in findings(path)) is (said(path) != "")
-    assert code not in findings(path) or findings(path)[code].says
-
-
-def test_a_blocked_module_is_said_as_torch_says_it(tmp_path: Path) -> None:
-    """`posix.system` is refused by its module, with words of its own."""
-    path = tmp_path / "model.pth"
-    MAKERS["system.pth"](path)
-    says = findings(path)["weights-only-refused"].says
-    assert says.endswith(f"Trying to load unsupported GLOBAL {os.name}.system whose module {os.name} is blocked.")
 
 
 def test_dtensors_need_an_import(tmp_path: Path) -> None:
@@ -242,37 +213,6 @@ def test_a_safetensors_file_named_pth(tmp_path: Path) -> None:
     assert said(path)
 
 
-def test_one_ranks_part_is_for_no_loader(tmp_path: Path) -> None:
-    """torch.load takes the last of the archives in a .distcp, or none: that is not what the file holds."""
-    path = tmp_path / "__0_0.distcp"
-    distributed_part(path)
-    found = ckpt_tools.inspect(path)
-    assert (found.container, found.weights_only["loads"]) == ("dcp-part", False)
-    assert found.weights_only["call"] == "torch.distributed.checkpoint.load, from its folder with .metadata"
-    assert len(found.tensors) == 2
-    assert said(path) or isinstance(torch.load(path), torch.Tensor)
-
-
-def test_folders_are_for_their_own_loaders(tmp_path: Path) -> None:
-    """A distributed checkpoint is for its own load; shards are loaded one by one, as their format is."""
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    found = ckpt_tools.inspect(tmp_path / "dcp")
-    assert (found.weights_only["loads"], found.weights_only["call"]) == (False, "torch.distributed.checkpoint.load")
-    assert check(tmp_path / "dcp").verdict == "healthy"
-    for name, write, call in (("a.bin", torch.save, "torch.load"), ("a.safetensors", save_file, "safetensors.torch.load_file")):
-        folder = tmp_path / name.replace(".", "_")
-        folder.mkdir()
-        write(WEIGHTS, folder / name)
-        index = "model.safetensors.index.json" if name.endswith("safetensors") else "pytorch_model.bin.index.json"
-        (folder / index).write_text(json.dumps({"weight_map": dict.fromkeys(WEIGHTS, name)}))
-        found = ckpt_tools.inspect(folder)
-        assert (found.weights_only["loads"], found.weights_only["call"]) == (True, f"{call}, shard by shard")
-
-
 # around every boundary of the search for the end of a zip
 CUT_AT = [4, 21, 22, 100, 4096, 4097, 8189, 8190, 30_000, 65_557, 69_583, 69_584, 69_585, 90_000]
 
@@ -286,18 +226,6 @@ def test_a_cut_zip_is_quoted_at_every_size(tmp_path: Path, size: int) -> None:
     (finding,) = check(path).findings
     assert finding.says
     assert is_quoted(finding.says, said(path))
-
-
-def test_damage_elsewhere_in_a_zip_is_not_guessed(tmp_path: Path) -> None:
-    """What torch says about a damaged directory depends on the damage; where that is not known nothing is quoted."""
-    path = tmp_path / "model.pth"
-    torch.save(WEIGHTS, path)
-    data = bytearray(path.read_bytes())
-    data[data.rindex(b"PK\x01\x02") + 46] = 0xD0  # the first letter of the last name: no UTF-8
-    path.write_bytes(data)
-    (finding,) = check(path).findings
-    assert finding.says == ""
-    assert "central directory" not in said(path)
 
 
 def test_a_wrapper_is_quoted(tmp_path: Path) -> None:

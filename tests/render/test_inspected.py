@@ -105,14 +105,6 @@ def test_optimizers_are_told_by_their_states(
     assert like in shown(tmp_path / "in.pth")
 
 
-def test_what_only_looks_like_an_optimizer_is_listed(tmp_path: Path) -> None:
-    """A tensor below a key `state` that is no parameter's number, with a word that no optimizer has, stays in the table."""
-    torch.save(
-        {"model": {"a.w": torch.ones(2)}, "callback": {"state": {"best": {"score": torch.ones(1)}}}}, tmp_path / "in.pth"
-    )
-    assert "callback.state.best.score" in shown(tmp_path / "in.pth")
-
-
 def test_experts_in_layers_are_one_line(tmp_path: Path) -> None:
     """Names with two numbers are folded by both; a number that never changes does not hide the one that does."""
     experts = {f"model.layers.{i}.experts.{j}.w1.weight": torch.ones(4, 2) for i in range(3) for j in range(5)}

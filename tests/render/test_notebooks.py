@@ -37,14 +37,11 @@ class Tags(HTMLParser):
 def report(call: str, path: Path) -> Any:
     """A report about a file."""
     calls: dict[str, Callable[[], Any]] = {
-        "inspect": lambda: ckpt_tools.inspect(path),
-        "check": lambda: ckpt_tools.check(path, digest=True),
-        "diff": lambda: ckpt_tools.diff(path, FIXTURES / "single.pth"),
-        "match": lambda: ckpt_tools.match(path, like=path),
-        "stats": lambda: ckpt_tools.stats(path),
-        "scan": lambda: ckpt_tools.scan(path)[0],
+        "inspect": lambda: ckpt_tools.inspect(path), "check": lambda: ckpt_tools.check(path, digest=True),
+        "diff": lambda: ckpt_tools.diff(path, FIXTURES / "single.pth"), "match": lambda: ckpt_tools.match(path, like=path),
+        "stats": lambda: ckpt_tools.stats(path), "scan": lambda: ckpt_tools.scan(path)[0],
         "convert": lambda: ckpt_tools.convert(path, path.with_name("out.pth"), add_module=True),
-    }
+    }  # fmt: skip
     return calls[call]()
 
 

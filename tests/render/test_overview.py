@@ -37,14 +37,6 @@ def test_a_folder_is_a_table(runs: Path) -> None:
     assert "module.fc" not in result.output
 
 
-@pytest.mark.parametrize(
-    "options", [["--all"], ["--tree"], ["--flat"], ["--depth", "1"], ["--filter", "*fc*"], ["--sort", "size"]]
-)
-def test_options_about_tensors_show_pages(runs: Path, options: list[str]) -> None:
-    """Whoever asks about tensors gets the page of each file."""
-    assert run("inspect", *options, runs).output.count("weights_only  ") == 3
-
-
 def test_a_folder_with_one_checkpoint_is_its_page(runs: Path) -> None:
     """One checkpoint in a folder, or a folder that is one, has its page."""
     (runs / "plain.pth").unlink()

@@ -22,12 +22,7 @@ from ckpt_tools import inspect
 from ckpt_tools.errors import UsageError
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.commands import main
-from tests.support.samples import (
-    FIXTURES,
-    PTH,
-    SAFETENSORS,
-    by_name,
-)
+from tests.support.samples import FIXTURES, PTH, SAFETENSORS, by_name
 from tests.support.terminal import run
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

@@ -14,14 +14,9 @@ from typing import Any, Self
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-extensions",
-    "--hide-scrollbars",
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--hide-scrollbars",
     "--remote-debugging-pipe",
-)
+)  # fmt: skip
 # The browser reads commands from descriptor 3 and answers on 4.
 _START = """
 import os, sys

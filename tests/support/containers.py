@@ -20,12 +20,7 @@ from torch import nn
 from tests.hostile.pickles import dict_of
 from tests.support.legacy import floats, legacy
 from tests.support.rank_files import rank_of, sharded
-from tests.support.tars import (
-    persistent,
-    storages,
-    tensors,
-    torch_tar,
-)
+from tests.support.tars import persistent, storages, tensors, torch_tar
 
 State = dict[str, torch.Tensor]
 
@@ -157,22 +152,11 @@ def _packed(folder: Path) -> Path:
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
-    "torch-zip": _written("model.pth", _saved),
-    "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
-    "torch-tar": _written("old.tar", _torch_tar),
-    "torchscript": _program,
-    "torch-export": _exported,
+    "torch-zip": _written("model.pth", _saved), "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
+    "torch-tar": _written("old.tar", _torch_tar), "torchscript": _program, "torch-export": _exported,
     "pickled model": _written("module.pth", lambda: legacy(Net())),
-    "pickle": _written("state.pkl", lambda: pickle.dumps(state())),
-    "npz": _npz,
-    "npy": _npy,
-    "safetensors": _safetensors,
-    "zip-bundle": _bundle,
-    "index": lambda folder: _shards(folder) / "model.safetensors.index.json",
-    "sharded": _shards,
-    "dcp": _dcp,
-    "rank-files": _rank_files,
-    "dcp-safetensors": _dcp_safetensors,
-    "packed": _packed,
+    "pickle": _written("state.pkl", lambda: pickle.dumps(state())), "npz": _npz, "npy": _npy, "safetensors": _safetensors,
+    "zip-bundle": _bundle, "index": lambda folder: _shards(folder) / "model.safetensors.index.json", "sharded": _shards,
+    "dcp": _dcp, "rank-files": _rank_files, "dcp-safetensors": _dcp_safetensors, "packed": _packed,
     "dcp-part": lambda folder: _dcp(folder) / "__0_0.distcp",
-}
+}  # fmt: skip

@@ -147,15 +147,12 @@ SIZES = {"heads": HEADS}
 MEGATRON = {"heads": HEADS, "groups": KV_HEADS, "vocab_size": WORDS}
 # of each plan the two state dicts and the sizes that it asks for
 SIDES: dict[str, tuple[Callable[[], State], Callable[[], State], dict[str, int]]] = {
-    "llama-meta-to-hf": (meta, llama, SIZES),
-    "llama-torchtitan-to-hf": (meta, llama, SIZES),
-    "llama-meta-to-torchtitan": (meta, meta, {}),
-    "llama-megatron-to-hf": (megatron, llama, MEGATRON),
+    "llama-meta-to-hf": (meta, llama, SIZES), "llama-torchtitan-to-hf": (meta, llama, SIZES),
+    "llama-meta-to-torchtitan": (meta, meta, {}), "llama-megatron-to-hf": (megatron, llama, MEGATRON),
     "gpt2-hf-to-nanogpt": (lambda: gpt2(transformers=True), lambda: gpt2(transformers=False), {}),
-    "bert-hf-to-torch": (bert, torch_encoder, {}),
-    "vit-timm-to-hf": (lambda: vit("timm"), lambda: vit("hf"), {}),
+    "bert-hf-to-torch": (bert, torch_encoder, {}), "vit-timm-to-hf": (lambda: vit("timm"), lambda: vit("hf"), {}),
     "vit-timm-to-hf5": (lambda: vit("timm"), lambda: vit("hf5"), {}),
     "vit-torchvision-to-hf": (lambda: vit("torchvision"), lambda: vit("hf"), {}),
     "vit-torchvision-to-hf5": (lambda: vit("torchvision"), lambda: vit("hf5"), {}),
     "vit-timm-to-torchvision": (lambda: vit("timm"), lambda: vit("torchvision"), {}),
-}
+}  # fmt: skip

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_tools.tree.visit import component
-
 LEAVES = (int, str, bytes, type(None), torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
 
 
@@ -44,7 +42,10 @@ def parts_of(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, torch.nn.Module):
         return list(value.state_dict(keep_vars=True).items())
     if isinstance(value, dict):
-        return [(component(key) if type(key) in (str, int) else str(key), part) for key, part in value.items()]
+        return [
+            (key if type(key) is str or (type(key) is int and abs(key) < 2**31) else str(key), part)
+            for key, part in value.items()
+        ]
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     return list(vars(value).items()) if hasattr(value, "__dict__") and not isinstance(value, type) else []

@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.hostile.pickles import (
-    glob,
-    integer,
-    list_of,
-    pickle,
-    text,
-    tuple_of,
-)
+from tests.hostile.pickles import glob, integer, list_of, pickle, text, tuple_of
 
 MAGIC = pickle(integer(0x1950A86A20F9469CFC6C))
 PROTOCOL = pickle(integer(1001))

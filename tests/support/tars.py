@@ -7,14 +7,7 @@ import struct
 import tarfile
 from collections.abc import Sequence
 
-from tests.hostile.pickles import (
-    glob,
-    integer,
-    list_of,
-    pickle,
-    text,
-    tuple_of,
-)
+from tests.hostile.pickles import glob, integer, list_of, pickle, text, tuple_of
 
 Storage = tuple[int, str, bytes]  # key, class, bytes with their count
 Tensor = tuple[int, int, Sequence[int], Sequence[int], int]  # key, storage, size, stride, offset

@@ -65,13 +65,8 @@ def run(commands: Sequence[Sequence[str]], where: Path, environment: dict[str, s
     """Run commands one after another in a folder; `start` are options of Python, and the path of a zip to import from."""
     before = "".join(f"import sys; sys.path.insert(0, {path!r})" for path in start[-1:])
     done = subprocess.run(
-        [sys.executable, *start[:-1], "-c", before + _RUNNING],
-        input=json.dumps(commands),
-        capture_output=True,
-        encoding="utf-8",
-        cwd=where,
-        env={**environment, "PYTHONIOENCODING": "utf-8"},
-        check=False,
-    )
+        [sys.executable, *start[:-1], "-c", before + _RUNNING], input=json.dumps(commands), capture_output=True,
+        encoding="utf-8", cwd=where, env={**environment, "PYTHONIOENCODING": "utf-8"}, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [Done(*row) for row in json.loads(done.stdout)]

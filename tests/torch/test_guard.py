@@ -376,12 +376,10 @@ def test_the_table(path: str) -> None:
     with ckpt.guard(model) as seen:
         MISTAKES["renamed attribute"][0](model.half(), path)
     assert str(seen).splitlines() == [
-        "fate                        tensors  from",
-        f"loaded, float32 -> float16        9  {path}",
-        f"loaded                            1  {path}",
-        "unsaved                           1  mask",
+        "fate                        tensors  from", f"loaded, float32 -> float16        9  {path}",
+        f"loaded                            1  {path}", "unsaved                           1  mask",
         "untouched                         2  mix.weight, mix.bias",
-    ]
+    ]  # fmt: skip
     assert repr(seen).startswith("Guard(fates=<13>")
     assert seen.to_json()["fates"][1]["source"] == "embed.weight"
 

@@ -97,12 +97,10 @@ def test_other_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"pair": {"a": "one"}}, "`pair`"),
-        ({"match": "names"}, "`match`"),
-        ({"from_": Old}, "`from_`"),
+        ({"pair": {"a": "one"}}, "`pair`"), ({"match": "names"}, "`match`"), ({"from_": Old}, "`from_`"),
         ({"allow_reshape": True}, "`allow_reshape`"),
     ],
-)
+)  # fmt: skip
 def test_with_hooks(tmp_path: Path, options: dict[str, Any], told: str) -> None:
     """The model's own load_state_dict knows none of it."""
     with pytest.raises(UsageError, match=told):

@@ -101,14 +101,11 @@ class Packed(nn.Module):
 
 
 UNUSUAL: dict[str, Callable[[], nn.Module]] = {
-    "packed": Packed,
-    "lazy": lambda: nn.LazyLinear(3),
+    "packed": Packed, "lazy": lambda: nn.LazyLinear(3),
     "quantised": lambda: holder(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
-    "expanded": lambda: holder(torch.ones(1).expand(4)),
-    "sparse": lambda: holder(torch.eye(2).to_sparse()),
-    "freed": lambda: holder(freed(torch.ones(4))),
-    "partly freed": lambda: holder(freed(torch.ones(4), 8)),
-}
+    "expanded": lambda: holder(torch.ones(1).expand(4)), "sparse": lambda: holder(torch.eye(2).to_sparse()),
+    "freed": lambda: holder(freed(torch.ones(4))), "partly freed": lambda: holder(freed(torch.ones(4), 8)),
+}  # fmt: skip
 
 
 def holder(tensor: torch.Tensor) -> nn.Module:

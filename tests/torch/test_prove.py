@@ -118,11 +118,7 @@ Fault = tuple[type[nn.Module], dict[str, Callable[[torch.Tensor], torch.Tensor]]
 # network, what is changed in its file, what in its code: the module that must be named, and a word of the reason
 FAULTS: dict[str, Fault] = {
     "q permuted": (
-        Text,
-        {"blocks__1__attn__q_proj__weight": swapped_halves},
-        None,
-        "blocks.1.attn.q_proj",
-        "rows are in another",
+        Text, {"blocks__1__attn__q_proj__weight": swapped_halves}, None, "blocks.1.attn.q_proj", "rows are in another",
     ),
     "eps": (Text, {}, with_eps, "blocks.1.norm1", "eps 1e-05, and 1e-06"),
     "momentum and eps": (Image, {}, with_momentum_and_eps, "body.1", "eps 1e-05, and 0.001"),
@@ -135,11 +131,7 @@ FAULTS: dict[str, Fault] = {
     "scale": (Text, {}, without_scale, "blocks.1.attn", "scale 0.5, and 0.0625"),
     "order of learned positions": (Text, {"positions": lambda value: value.flip(0)}, None, "", "positions rows are in another"),
     "channels of the image": (
-        Image,
-        {"stem__0__weight": lambda value: value.flip(1)},
-        None,
-        "stem.0",
-        "columns are in another",
+        Image, {"stem__0__weight": lambda value: value.flip(1)}, None, "stem.0", "columns are in another",
     ),
     "a running variance": (Image, {"body__1__running_var": lambda value: value * 2}, None, "body.1", "running_var is 2 times"),
     "a bias that is not added": (Text, {}, without_bias, "blocks.1.fc2", "bias is not added"),
@@ -157,21 +149,13 @@ FAULTS: dict[str, Fault] = {
     "one more": (Text, {"norm__weight": lambda value: value + 1}, None, "norm", "weight is the old one plus 1"),
     "zeros": (Text, {"head__bias": torch.zeros_like}, None, "head", "bias is all zeros"),
     "dimensions": (
-        Image,
-        {"body__0__weight": lambda value: value.transpose(0, 1)},
-        None,
-        "body.0",
-        "is transposed (dimensions 0 and 1)",
+        Image, {"body__0__weight": lambda value: value.transpose(0, 1)}, None, "body.0", "is transposed (dimensions 0 and 1)",
     ),
     "a kernel turned around": (
-        Image,
-        {"body__0__weight": lambda value: value.flip(3)},
-        None,
-        "body.0",
-        "is flipped along dimension 3",
+        Image, {"body__0__weight": lambda value: value.flip(3)}, None, "body.0", "is flipped along dimension 3",
     ),
     "sign": (Text, {"head__bias": torch.neg}, None, "head", "bias is negated"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)

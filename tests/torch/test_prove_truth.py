@@ -84,11 +84,8 @@ def test_outputs_are_compared_by_name(path: Path) -> None:
     """The order of a mapping or a record does not matter; a tuple is taken in its order."""
     mapping = Net(lambda x: {"first": x, "second": x * 2})
     for same in (
-        lambda x: {"second": x * 2, "first": x},
-        lambda x: Record(x * 2, x),
-        lambda x: Plain(x, x * 2),
-        lambda x: (x, x * 2),
-    ):
+        lambda x: {"second": x * 2, "first": x}, lambda x: Record(x * 2, x), lambda x: Plain(x, x * 2), lambda x: (x, x * 2),
+    ):  # fmt: skip
         report = proved(path, mapping, Net(same))
         assert (bool(report), report.outputs, report.left_out) == (True, 2, [])
     for other in (lambda x: {"second": x, "first": x * 2}, lambda x: (x * 2, x), lambda x: Plain(x * 2, x)):
@@ -369,11 +366,8 @@ def test_the_page_of_what_is_not_proved(path: Path) -> None:
     torch.manual_seed(1)
     old, new = path.with_name("old.pth"), path.with_name("new.pth")
     state = {
-        "fc.weight": torch.randn(4, 4),
-        "fc.bias": torch.randn(4),
-        "aux.weight": torch.randn(4, 4),
-        "aux.bias": torch.randn(4),
-    }
+        "fc.weight": torch.randn(4, 4), "fc.bias": torch.randn(4), "aux.weight": torch.randn(4, 4), "aux.bias": torch.randn(4),
+    }  # fmt: skip
     torch.save(state, old)
     torch.save(state | {"aux.bias": torch.randn(4)}, new)
     command = ("prove", old, new, "--model", f"{models}:WithAux", "--model", f"{models}:WithoutAux", "--input", "3x4")

@@ -24,16 +24,8 @@ from tests.support.graphs import assert_same, element_bytes
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS, by_name, shown
 
 NETWORKS = [
-    "compiled",
-    "compiled_parallel",
-    "parallel_compiled",
-    "fsdp",
-    "data_parallel",
-    "ddp",
-    "single",
-    "cuda",
-    "no_byteorder",
-]
+    "compiled", "compiled_parallel", "parallel_compiled", "fsdp", "data_parallel", "ddp", "single", "cuda", "no_byteorder",
+]  # fmt: skip
 
 
 def assert_is_network(state_dict: Any) -> None:
@@ -190,15 +182,13 @@ def test_unwrap() -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda model: model,
-        nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
+        lambda model: model, nn.DataParallel, lambda model: torch.compile(model, backend="eager"),
         lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
         lambda model: nn.DataParallel(cast("nn.Module", torch.compile(model, backend="eager"))),
         lambda model: Wrapped("_fsdp_wrapped_module", model),
     ],
     ids=["plain", "parallel", "compiled", "compiled-parallel", "parallel-compiled", "fsdp"],
-)
+)  # fmt: skip
 def test_save_a_model(tmp_path: Path, wrap: Any, suffix: str) -> None:
     """A wrapped model is saved under the plain model's names, `_metadata` included; torch and safetensors read it."""
     path = tmp_path / f"model.{suffix}"
@@ -257,13 +247,11 @@ def test_save_awkward_tensors_as_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"a.w": torch.eye(2).to_sparse()},
-        {"a.w": torch.ones(1), "o": object()},
-        {"a.w": torch.empty(1, device="meta")},
+        {"a.w": torch.eye(2).to_sparse()}, {"a.w": torch.ones(1), "o": object()}, {"a.w": torch.empty(1, device="meta")},
         training_state(),
     ],
     ids=["sparse", "object", "meta", "training"],
-)
+)  # fmt: skip
 def test_what_safetensors_cannot_hold(tmp_path: Path, data: Any) -> None:
     """Refused, and nothing is written."""
     with pytest.raises(ContainerLimitError):

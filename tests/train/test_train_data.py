@@ -154,15 +154,10 @@ def test_missing_files_are_one_sentence(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "channels", "hidden", "count"),
     [
-        ("mlp", 1, 8000, 101_770),
-        ("lenet", 3, 8000, 62_006),
-        ("lenet", 1, 8000, 61_706),
-        ("cnn", 3, 8000, 800_940_490),
-        ("cnn", 3, 5000, 604_137_490),
-        ("cnn-published", 3, 8000, 800_940_490),
-        ("resnet18", 1, 8000, 11_175_818),
+        ("mlp", 1, 8000, 101_770), ("lenet", 3, 8000, 62_006), ("lenet", 1, 8000, 61_706), ("cnn", 3, 8000, 800_940_490),
+        ("cnn", 3, 5000, 604_137_490), ("cnn-published", 3, 8000, 800_940_490), ("resnet18", 1, 8000, 11_175_818),
     ],
-)
+)  # fmt: skip
 def test_parameter_counts_are_the_published_ones(name: str, channels: int, hidden: int, count: int) -> None:
     with torch.device("meta"):
         network = build(name, channels, hidden=hidden)

@@ -26,8 +26,7 @@ def refusal(options: str, out: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--model vgg", "'vgg' is not one of"),
-        ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
+        ("--model vgg", "'vgg' is not one of"), ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
         ("--parallel fsdp", "torchrun --nproc-per-node 2 -m train --parallel fsdp"),
         ("--parallel fsdp --save wrapped", "FSDP2 has no wrapper"),
         ("--parallel fsdp --save module", "--save module: FSDP2 has no wrapper"),
@@ -38,28 +37,23 @@ def refusal(options: str, out: Path) -> str:
         ("--batch-size 10 --grad-accum 4", "--batch-size 10 does not divide into 4 equal parts"),
         ("--model resnet18 --batch-size 1", "a batch of one"),
         ("--model resnet18 --width 0.1 --batch-size 479", "a batch of one"),
-        ("--hidden 5000", "--hidden belongs to --model cnn"),
-        ("--samples 100", "--samples belongs to --data synthetic"),
+        ("--hidden 5000", "--hidden belongs to --model cnn"), ("--samples 100", "--samples belongs to --data synthetic"),
         ("--shape 3x9x7", "--shape belongs to --data synthetic"),
         ("--evaluate a.pth --resume latest", "--evaluate is for one process"),
-        ("--evaluate a.pth --parallel dp", "leave --resume and --parallel out"),
-        ("--lr inf", "inf is not in the range"),
-        ("--device-ids 0", "--device-ids belongs to --parallel dp"),
-        ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
+        ("--evaluate a.pth --parallel dp", "leave --resume and --parallel out"), ("--lr inf", "inf is not in the range"),
+        ("--device-ids 0", "--device-ids belongs to --parallel dp"), ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
         ("--find-unused-parameters", "--find-unused-parameters belongs to --parallel ddp"),
         ("--compile --parallel dp", "--compile does not go with --parallel dp: take ddp or single"),
         ("--save module --format safetensors", "--save module needs --format pth"),
         ("--device tpu", "--device is auto, cpu, cuda or cuda:N, not tpu"),
         ("--device cuda:x", "--device is auto, cpu, cuda or cuda:N, not cuda:x"),
-        ("--device cpu:0", "--device is auto, cpu, cuda or cuda:N, not cpu:0"),
-        ("--resume latest", "there is no"),
-        ("--resume nowhere.pth", "there is no file nowhere.pth"),
-        ("--epochs -1", "-1 is not in the range"),
+        ("--device cpu:0", "--device is auto, cpu, cuda or cuda:N, not cpu:0"), ("--resume latest", "there is no"),
+        ("--resume nowhere.pth", "there is no file nowhere.pth"), ("--epochs -1", "-1 is not in the range"),
         pytest.param("--device cuda", "sees no GPU here; --device cpu works now", marks=no_gpu),
         pytest.param("--device cuda:1", "sees no GPU here", marks=no_gpu),
         pytest.param("--parallel dp --device-ids 0,1", "this run is on the CPU", marks=no_gpu),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_run_is_refused(options: str, sentence: str, tmp_path: Path) -> None:
     assert sentence in refusal(options, tmp_path / "out")
 

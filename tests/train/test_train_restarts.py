@@ -90,18 +90,15 @@ def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("part", "value", "sentence"),
     [
-        ("step", 45, "epoch 1, step 45 is nowhere in epochs of 45 steps"),
-        ("step", -1, "step -1 is nowhere"),
-        ("step", "ten", "step ten is nowhere"),
-        ("epoch", -3, "epoch -3, step 0 is nowhere"),
+        ("step", 45, "epoch 1, step 45 is nowhere in epochs of 45 steps"), ("step", -1, "step -1 is nowhere"),
+        ("step", "ten", "step ten is nowhere"), ("epoch", -3, "epoch -3, step 0 is nowhere"),
         ("epoch", None, "epoch None, step 0 is nowhere"),
         ("model", {"fc1.weight": torch.zeros(1)}, "does not fit its own config: Error(s) in loading state_dict"),
         ("optimizer", {"state": {}, "param_groups": []}, "does not fit its own config"),
-        ("scheduler", None, "does not fit its own config"),
-        ("rng", [{}], "does not fit its own config"),
+        ("scheduler", None, "does not fit its own config"), ("rng", [{}], "does not fit its own config"),
         ("totals", "none", "does not fit its own config"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, tmp_path: Path) -> None:
     saved = run(tmp_path, epochs=1)
     torch.save(saved | {part: value}, tmp_path / "epoch_001.pth")
@@ -116,16 +113,11 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
         *(("model", "vgg"), ("data", None), ("batch_size", 0), ("batch_size", "32"), ("lr", float("nan")), ("lr", "fast")),
         *(("parallel", "many"), ("epochs", -1), ("grad_accum", 1.5), ("sync_bn", 1), ("data_dir", 3), ("keep", 0)),
         *(
-            ("keep", 1.5),
-            ("model", ["mlp"]),
-            ("lr", float("inf")),
-            ("workers", True),
-            ("shape", None),
-            ("seed", [1]),
+            ("keep", 1.5), ("model", ["mlp"]), ("lr", float("inf")), ("workers", True), ("shape", None), ("seed", [1]),
             ("epochs", float("inf")),
         ),
     ],
-)
+)  # fmt: skip
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
     saved = Config().plain() | {name: value}
     with pytest.raises(click.UsageError, match=f"the checkpoint's config has {name} = "):

@@ -1,0 +1,168 @@
+"""`--lora`: the names of kohya, LoCon and diffusers, and where an adapter or its configuration lies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.errors import ConvertError, FolderError
+from tests.operations.test_convert_lora import LORA, Tensors, expected, same
+from tests.support.servers import Server
+
+
+def unet() -> Tensors:
+    """The modules of a small U-Net, as diffusers names them, and a text encoder's."""
+    torch.manual_seed(2)
+    block = "down_blocks.0.attentions.0.transformer_blocks.0"
+    return {
+        f"{block}.attn1.to_q.weight": torch.randn(6, 6), f"{block}.attn1.to_out.0.weight": torch.randn(6, 6),
+        f"{block}.ff.net.0.proj.weight": torch.randn(8, 6), "down_blocks.0.resnets.0.conv1.weight": torch.randn(6, 4, 3, 3),
+        "mid_block.proj_in.weight": torch.randn(6, 6, 1, 1),
+        "text_model.encoder.layers.0.self_attn.q_proj.weight": torch.randn(6, 6),
+    }  # fmt: skip
+
+
+Q = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def factors(down: tuple[int, ...], up: tuple[int, ...]) -> list[torch.Tensor]:
+    """Two factors of these shapes."""
+    return [torch.randn(*down), torch.randn(*up)]
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_kohya_names(prefix: str, tmp_path: Path) -> None:
+    """`lora_unet_` and underscores for dots; the scale is alpha / rank; convolutions, and 1x1 ones as linear layers."""
+    base = {f"{prefix}{name}": value for name, value in unet().items() if not name.startswith("text")}
+    flat = {"q": "down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", "conv": "down_blocks_0_resnets_0_conv1"}
+    q_down, q_up = factors((2, 6), (6, 2))
+    conv_down, conv_up = factors((3, 4, 3, 3), (6, 3, 1, 1))
+    in_down, in_up = factors((2, 6), (6, 2))
+    adapter = {
+        f"lora_unet_{flat['q']}.lora_down.weight": q_down, f"lora_unet_{flat['q']}.lora_up.weight": q_up,
+        f"lora_unet_{flat['q']}.alpha": torch.tensor(1.0, dtype=torch.bfloat16),
+        f"lora_unet_{flat['conv']}.lora_down.weight": conv_down, f"lora_unet_{flat['conv']}.lora_up.weight": conv_up,
+        f"lora_unet_{flat['conv']}.alpha": torch.tensor(6.0),
+        "lora_unet_mid_block_proj_in.lora_down.weight": in_down, "lora_unet_mid_block_proj_in.lora_up.weight": in_up,
+    }  # fmt: skip
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(adapter, tmp_path / "kohya.safetensors")
+    ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "kohya.safetensors")
+    made = load_file(tmp_path / "out.safetensors")
+    conv = torch.nn.functional.conv2d(conv_down.transpose(0, 1), conv_up).transpose(0, 1)
+    changes = {
+        f"{prefix}{Q}.weight": 0.5 * q_up @ q_down, f"{prefix}down_blocks.0.resnets.0.conv1.weight": 2 * conv,
+        f"{prefix}mid_block.proj_in.weight": (in_up @ in_down)[:, :, None, None],
+    }  # fmt: skip
+    wanted = {name: value + changes[name] if name in changes else value for name, value in base.items()}
+    same(made, wanted, 2e-6)
+
+
+def test_a_convolution_in_three_steps(tmp_path: Path) -> None:
+    """LoCon's `lora_mid`: 1x1, the kernel, 1x1. Its product is the convolution of the three."""
+    base = {"conv.weight": torch.randn(6, 4, 3, 3)}
+    down, up = factors((2, 4, 1, 1), (6, 2, 1, 1))
+    mid = torch.randn(2, 2, 3, 3)
+    names = {"lora_down.weight": down, "lora_up.weight": up, "lora_mid.weight": mid, "alpha": torch.tensor(2)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({f"lora_unet_conv.{name}": value for name, value in names.items()}, tmp_path / "locon.safetensors")
+    ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "locon.safetensors")
+    change = torch.einsum("oi,ijkl,jp->opkl", up[:, :, 0, 0], mid, down[:, :, 0, 0])
+    torch.testing.assert_close(load_file(tmp_path / "out.safetensors")["conv.weight"], base["conv.weight"] + change)
+
+
+@pytest.mark.parametrize(
+    ("module", "down", "up"),
+    [
+        (Q, f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight"),
+        (Q, f"unet.{Q}.lora.down.weight", f"unet.{Q}.lora.up.weight"),
+        (Q, f"unet.{Q[:-5]}.processor.to_q_lora.down.weight", f"unet.{Q[:-5]}.processor.to_q_lora.up.weight"),
+        (f"{Q[:-5]}.to_out.0", f"{Q[:-5]}.processor.to_out_lora.down.weight", f"{Q[:-5]}.processor.to_out_lora.up.weight"),
+        (
+            "text_model.encoder.layers.0.self_attn.q_proj",
+            "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_linear_layer.down.weight",
+            "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_linear_layer.up.weight",
+        ),
+        (
+            "text_model.encoder.layers.0.self_attn.q_proj",
+            "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora.down.weight",
+            "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora.up.weight",
+        ),
+        ("text_model.encoder.layers.0.self_attn.q_proj", *(
+            f"lora_te_text_model_encoder_layers_0_self_attn_q_proj.lora_{side}.weight" for side in ("down", "up"))),
+    ],
+)  # fmt: skip
+def test_diffusers_names(module: str, down: str, up: str, tmp_path: Path) -> None:
+    """The names of diffusers before PEFT and with it; without an alpha the scale is 1."""
+    one, two = factors((2, 6), (6, 2))
+    save_file(unet(), tmp_path / "base.safetensors")
+    save_file({down: one, up: two}, tmp_path / "pytorch_lora_weights.safetensors")
+    ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path)
+    wanted = unet()
+    wanted[f"{module}.weight"] += two @ one
+    same(load_file(tmp_path / "out.safetensors"), wanted, 1e-6)
+
+
+def test_the_configuration_in_a_header(tmp_path: Path) -> None:
+    """diffusers writes PEFT's configuration into the safetensors header, for each component."""
+    one, two = factors((2, 6), (6, 2))
+    said = {"unet.r": 2, "unet.lora_alpha": 6, "unet.use_rslora": False, "unet.target_modules": ["to_q"]}
+    save_file(unet(), tmp_path / "base.safetensors")
+    save_file(
+        {f"unet.{Q}.lora_A.weight": one, f"unet.{Q}.lora_B.weight": two}, tmp_path / "lora.safetensors",
+        {"lora_adapter_metadata": json.dumps(said)},
+    )  # fmt: skip
+    ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "lora.safetensors")
+    wanted = unet()
+    wanted[f"{Q}.weight"] += 3 * two @ one
+    same(load_file(tmp_path / "out.safetensors"), wanted, 2e-6)
+
+
+def test_an_adapter_for_several_files(tmp_path: Path) -> None:
+    """What is for another file is refused with the command that divides the adapter, and that command does."""
+    one, two = factors((2, 6), (6, 2))
+    te = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+    flat = f"lora_unet_{Q.replace('.', '_')}"
+    both = {f"{flat}.lora_down.weight": one, f"{flat}.lora_up.weight": two}
+    both |= {f"{te}.lora_down.weight": one.clone(), f"{te}.lora_up.weight": two.clone()}
+    save_file({name: value for name, value in unet().items() if not name.startswith("text")}, tmp_path / "unet.safetensors")
+    save_file(both, tmp_path / "both.safetensors")
+    with pytest.raises(ConvertError) as caught:
+        ckpt_tools.convert(tmp_path / "unet.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "both.safetensors")
+    assert "`drop='lora_te_*'`" in caught.value.fix
+    ckpt_tools.convert(tmp_path / "both.safetensors", tmp_path / "own.safetensors", drop="lora_te_*")
+    ckpt_tools.convert(tmp_path / "unet.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "own.safetensors")
+    torch.testing.assert_close(load_file(tmp_path / "out.safetensors")[f"{Q}.weight"], unet()[f"{Q}.weight"] + two @ one)
+
+
+def test_underscores_that_could_be_two_modules(tmp_path: Path) -> None:
+    """`a_b` is `a.b` or `a_b`: where the base has both, neither is taken."""
+    save_file({"a.b.weight": torch.ones(6, 6), "a_b.weight": torch.ones(6, 6)}, tmp_path / "base.safetensors")
+    one, two = factors((2, 6), (6, 2))
+    save_file({"lora_unet_a_b.lora_down.weight": one, "lora_unet_a_b.lora_up.weight": two}, tmp_path / "lora.safetensors")
+    with pytest.raises(ConvertError, match="several partners"):
+        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "lora.safetensors")
+
+
+def test_an_adapter_at_an_address(server: Server, tmp_path: Path) -> None:
+    """A file or a folder over HTTP: adapter_config.json is fetched from beside it; where it is not there, that is said."""
+    shutil.copytree(LORA / "plain", tmp_path / "adapter")
+    for number, name in enumerate(("adapter/adapter_model.safetensors", "adapter")):
+        out = tmp_path / f"{number}.safetensors"
+        report = ckpt_tools.convert(LORA / "base.safetensors", out, lora=f"{server.url(name)}=1")
+        same(load_file(out), expected("plain"), 1e-6)
+        assert report.merged[0].adapter == server.url(name)
+    said = ckpt_tools.inspect(server.url("adapter/adapter_model.safetensors")).adapter
+    assert said is not None
+    assert said["alpha"] == 4
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(ConvertError, match=r"no adapter_config\.json beside it"):
+        ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("adapter"))
+    with pytest.raises(FolderError, match="without an adapter"):
+        ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("elsewhere"))
