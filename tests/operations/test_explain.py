@@ -1,238 +1,177 @@
-"""The page for the words on a screen is found, whatever the model's own names are."""
+"""A message is explained by its own words, whatever names are in it; other words are guessed at, and said to be."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy
 import pytest
-from click.testing import CliRunner
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import NothingMatchedError, UsageError
-from ckpt_tools.operations.explain import topics
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UsageError
+from ckpt_tools.operations.explain import sections
 from ckpt_tools.tree.findings import CODES
-from docs.explained import PLACE, document, pages
-from tests.support.commands import main
+from docs import explained
+from tests.operations.messages_seen import LOADING, OTHERS, SEEN
+from tests.support.commands import ckpt
 
-MESSAGES = {
-    "module-prefix": [
-        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
-        'Missing key(s) in state_dict: "layer1.0.bn1.weight". Unexpected key(s) in state_dict: "module.layer1.0.bn1.weight"',
-        'RuntimeError: Error(s) in loading state_dict for ResNet:\n\tMissing key(s) in state_dict: "features.0.weight". \n\t'
-        'Unexpected key(s) in state_dict: "module.features.0.weight".',
-    ],
-    "size-mismatch": [
-        "size mismatch for fc.weight",
-        "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for classifier.weight: copying a param with "
-        "shape torch.Size([1000, 512]) from checkpoint, the shape in current model is torch.Size([7, 512]).",
-    ],
-    "orig-mod-prefix": [
-        'Unexpected key(s) in state_dict: "_orig_mod.layer.weight"',
-        "KeyError: '_orig_mod.conv1.weight'",
-    ],
-    "cuda-device": [
-        "safetensors_rust.SafetensorError: device cuda:0 is invalid",
-        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
-    ],
-    "device-tag": ["don't know how to restore data location of torch.storage.UntypedStorage (tagged with hpu:0)"],
-    "no-module-named-models": ["ModuleNotFoundError: No module named 'models.yolo'", "No module named 'utils'"],
-    "model-optim-rng": ["ModuleNotFoundError: No module named 'megatron'"],
-    "windows-path": ["NotImplementedError: cannot instantiate 'WindowsPath' on your system"],
-    "lfs-pointer": ["_pickle.UnpicklingError: invalid load key, 'v'."],
-    "newly-initialized": [
-        "Some weights of Bert were not initialized from the model checkpoint at bert and are newly initialized: ['qa']",
-    ],
-    "out-of-memory": ["torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"],
-    "cant-get-attribute": ["AttributeError: Can't get attribute 'MyModel' on <module '__main__' from 'x.py'>"],
-    "html-page": ["_pickle.UnpicklingError: invalid load key, '<'.", "UnpicklingError: unpickling stack underflow"],
-    "failed-save": [
-        "RuntimeError: [enforce fail at inline_container.cc:778] . unexpected pos 64 vs 0",
-        "No space left on device",
-    ],
-    "central-directory": [
-        "_pickle.UnpicklingError: pickle data was truncated",
-        "RuntimeError: unexpected EOF, expected 12345 more bytes. The file might be corrupted.",
-        "RuntimeError: [enforce fail at inline_container.cc:197] . file not found: checkpoint/data/17",
-        "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
-        "RuntimeError: Invalid magic number; corrupt file?",
-        "OSError: Unable to load weights from pytorch checkpoint file for 'bert' at '/x/pytorch_model.bin'.",
-    ],
-    "adapter-keys": [
-        "ValueError: Can't find 'adapter_config.json' at './out'",
-        "ValueError: Target modules {'gate'} not found in the base model. Please check the target modules and try again.",
-    ],
-    "zero-to-fp32": [
-        "size mismatch for model.embed_tokens.weight: copying a param with shape "
-        "torch.Size([0]) from checkpoint, the shape in current model is torch.Size([32000, 4096])",
-        "FileNotFoundError: can't find model_states files in directory './x'",
-        "Unable to find 'latest' file at x",
-    ],
-    "weights-only-class": [
-        "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``."
-    ],
-    "state-dict-is-no-model": [
-        "RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found",
-        "UnpicklingError: A load persistent id instruction was encountered, but no persistent_load function was specified.",
-        "AttributeError: 'dict' object has no attribute 'to'",
-        "KeyError: 'state_dict'",
-    ],
-    "is-it-safe": [
-        "FutureWarning: You are using `torch.load` with `weights_only=False` (the current default value)",
-        "is this file safe",
-        "does it contain malicious code?",
-    ],
-    "latest-good": ["which checkpoint is the last good one"],
-    "what-changed": ["what changed between two checkpoints", "compare two checkpoints"],
-    "too-big": ["why is my checkpoint so large"],
-    "mixed-dtypes": [
-        "RuntimeError: mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
-        "RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
-        "TypeError: Got unsupported ScalarType BFloat16",
-    ],
-    "meta-tensor": ["NotImplementedError: Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()"],
-    "newer-torch": [
-        "TypeError: load() got an unexpected keyword argument 'weights_only'",
-        "RuntimeError: x.pth is a zip archive (did you mean to use torch.jit.load()?)",
-        "_pickle.UnpicklingError: invalid load key, 'P'.",
-    ],
-    "fsdp-checkpoint": [
-        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/.metadata'",
-        "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.attention.wq.weight.",
-        "IsADirectoryError: [Errno 21] Is a directory: 'checkpoint'",
-        'RuntimeError: Missing key(s) in state_dict: "_fsdp_wrapped_module._flat_param".',
-        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1])",
-    ],
-    "gguf-file": ["llama_model_load: error loading model: missing tensor 'token_embd.weight'"],
-    "mp-rank-00": ["AssertionError: Client provided checkpoint load path: ./x does not exist ... exiting"],
-    "lightning": [
-        "FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'",
-        'RuntimeError: Error(s) in loading state_dict for LitNet: Unexpected key(s) in state_dict: "model.layer1.weight".',
-        'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "conv1.weight", "fc.bias".\n\t'
-        'Unexpected key(s) in state_dict: "model.conv1.weight", "model.fc.bias".',
-    ],
-    "quantised-weights": [
-        "ValueError: Supplied state dict for 0.down_proj.weight does not contain `bitsandbytes__*` and possibly other "
-        "`quantized_stats` components.",
-        "ValueError: Unknown quantization type, got awq - supported types are: ['gptq']",
-        'Unexpected key(s) in state_dict: "model.layers.0.mlp.gate_proj.qweight", "model.layers.0.mlp.gate_proj.qzeros"',
-    ],
-    "strict-false": [
-        "why does the model give random predictions after loading",
-        "_IncompatibleKeys(missing_keys=['layer.weight'], unexpected_keys=['module.layer.weight'])",
-    ],
-    "shared-memory": ["RuntimeError: The weights trying to be saved contained shared tensors [{'lm_head.weight'}]"],
-    "model-tar-gz": ["_pickle.UnpicklingError: invalid load key, '\\x1f'."],
-    "safetensors-header": [
-        "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
-        "SafetensorError: invalid JSON in header: EOF while parsing a value",
-    ],
-}
+WARNINGS = ("newly-initialized", "mmcv", "is-it-safe")  # after which a traceback is about something else
+NAMES = [row["name"] for section in sections() for row in section["row"]]
 
 
-@pytest.mark.parametrize(("page", "message"), [(page, message) for page, rows in MESSAGES.items() for message in rows])
-def test_a_message_finds_its_page(page: str, message: str) -> None:
-    """The message alone, and at the end of a traceback of other words, finds its page first."""
-    traceback = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run(loader)\n{message}\n'
-    for words in (message, traceback):
-        assert ckpt_tools.explain(words)[0].page == f"docs/howto/{page}.md"
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_is_explained_by_its_words(name: str) -> None:
+    """Each row of the table is the answer to its messages: alone, at the end of a traceback, in colour, from a rank."""
+    for message in SEEN[name]:
+        traceback = message if message.startswith("Traceback") or name in WARNINGS else LOADING + message
+        ranks = "".join(f"[rank0]: {line}\n" for line in traceback.split("\n"))
+        for words in (message, traceback, ranks, f"\x1b[31m{traceback}\x1b[0m"):
+            assert ckpt_tools.explain(words)[0].name == name, words
 
 
-def test_every_page_is_found_by_its_title() -> None:
-    """The title of every page finds it."""
-    for page in pages():
-        assert ckpt_tools.explain(page["title"])[0].page == page["page"]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_explained_by_its_name_and_its_heading(name: str) -> None:
+    """Its name and the message that the page shows find it, and its command has options that there are."""
+    found = ckpt_tools.explain(name)[0]
+    assert (found.name, found.page) == (name, f"docs/messages.md#{name}")
+    assert ckpt_tools.explain(found.title)[0].name == name
+    for line in found.command.split("\n"):
+        program, command, *arguments = shlex.split(line)
+        if program == "ckpt":
+            parser = main.get_command(click.Context(main), command)
+            assert parser is not None
+            parser.make_parser(click.Context(parser)).parse_args(arguments)
 
 
-def test_every_code_is_explained() -> None:
-    """Each code that check may say has its row, with and without brackets."""
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_words_are_guessed_at(words: str) -> None:
+    """What no row has the words of is answered by at most two guesses that are said to be guesses, and exit code 1."""
+    assert ckpt_tools.explain(words) == []
+    printed = ckpt("explain", words, code=1).output.splitlines()
+    assert "By likeness of words alone" in printed[0] or printed == ["Nothing is known about these words."]
+    assert len(printed) <= 3
+
+
+def test_a_code_and_a_slip_in_it() -> None:
+    """Each code that check may say is explained, with and without brackets; a slip is a guess at the near one."""
     for code in CODES:
         (found,) = ckpt_tools.explain(f"[{code}]")
         assert found.title.startswith(f"{code} (")
         assert found == ckpt_tools.explain(code)[0]
-    assert {code for code, page in topics() if page == "docs/check.md"} >= CODES
+    assert "wrapper-prefix" in ckpt("explain", "wraper-prefix", code=1).output
 
 
-def test_what_is_known_is_what_the_docs_say() -> None:
-    """The file in the package is the one that the pages give: python -m docs.explained writes it."""
-    assert PLACE.read_text("utf-8") == document()
+def test_the_page_and_the_codes_are_up_to_date() -> None:
+    """`python -m docs.explained` would write the same."""
+    assert explained.PAGE.read_text("utf-8") == explained.page()
+    assert explained.FINDINGS.read_text("utf-8") == explained.findings()
 
 
-def test_other_words() -> None:
-    """Words of no page are said to be that, a code with a typing error gets the near one, none are refused."""
-    with pytest.raises(NothingMatchedError, match="blargh"):
-        ckpt_tools.explain("blargh zonk")
-    with pytest.raises(NothingMatchedError, match="wrapper-prefix"):
-        ckpt_tools.explain("wraper-prefix")
+def test_the_command() -> None:
+    """The answer comes first, in plain lines with the command; without words there is a list."""
+    given = ckpt("explain", "size", "mismatch", "for", "head.weight").output
+    answer, _, source = given.partition("\n\n")
+    assert answer.startswith("'head.weight' has another shape")
+    assert "--adapt" in answer
+    assert answer.splitlines()[-1].startswith("  ckpt convert ")
+    assert len(answer.splitlines()) <= 4
+    assert "docs/messages.md#size-mismatch" in source
+    assert "`" not in given
+    assert ckpt("explain").output.startswith("lightning: ")
     for nothing in ("", " \n"):
+        ckpt("explain", nothing, code=2)
         with pytest.raises(UsageError):
             ckpt_tools.explain(nothing)
 
 
-def test_the_command() -> None:
-    """From arguments and from a pipe; on a terminal it is drawn; without words there is a list."""
-    given = CliRunner().invoke(main, ["explain", "size", "mismatch", "for", "fc.weight"])
-    piped = CliRunner().invoke(main, ["explain"], input="size mismatch for fc.weight")
-    assert given.exit_code == piped.exit_code == 0
-    assert given.output == piped.output
-    assert "ckpt convert ten.pth three.pth --like like.pth" in given.output
-    listed = CliRunner().invoke(main, ["explain"], input="").output
-    assert "wrapper-prefix (docs/check.md)\n" in listed
-    drawn = CliRunner().invoke(main, ["explain", "wrapper-prefix"], env={"FORCE_COLOR": "1", "COLUMNS": "80"}).output
-    assert "names start with" in drawn
-    assert "# wrapper" not in drawn
-    assert CliRunner().invoke(main, ["explain", "blargh"]).exit_code == 3
+def test_what_a_message_holds_twice() -> None:
+    """Wrapped names and another head in one message: the names first, the shape beside them."""
+    message = SEEN["module-prefix"][0] + "\n\tsize mismatch for fc.weight: copying a param with shape"
+    assert [found.name for found in ckpt_tools.explain(message)][::2] == ["module-prefix", "size-mismatch"]
+    assert "\nAlso: size-mismatch" not in ckpt("explain", SEEN["module-prefix"][0]).output
 
 
-def test_words_of_every_sentence_find_no_page() -> None:
-    """A sentence about nothing that is known is refused, and not answered with a page that has its small words."""
-    for words in (
-        "no such thing at all",
-        "hello world",
-        "The size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 1",
-        "why does my file not load",
-        "IndexError: list index out of range",
-        "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
-        "what is in this pth file",
-        "permission denied",
-        "KeyError: 'labels'",
-        "IndentationError: unexpected indent",
-        "RuntimeError: CUDA error: device-side assert triggered",
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x512 and 1024x10)",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'data/train.csv'",
-        "RuntimeError: Trying to backward through the graph a second time",
-        "ValueError: Expected input batch_size (32) to match target batch_size (16).",
-    ):
-        with pytest.raises(NothingMatchedError):
-            ckpt_tools.explain(words)
+def test_a_long_log_is_read_to_its_end() -> None:
+    """The error stands at the end of a log, however long that is."""
+    log = "step 1 loss 0.5\n" * 40_000 + SEEN["size-mismatch"][1]
+    from click.testing import CliRunner
+
+    done = CliRunner().invoke(main, ["explain"], input=log)
+    assert done.exit_code == 0
+    assert "size-mismatch" in done.output
 
 
-@pytest.mark.parametrize(
-    ("subject", "page"),
-    [
-        ("deepspeed", "zero-to-fp32"),
-        ("DeepSpeed checkpoint", "zero-to-fp32"),
-        ("megatron", "model-optim-rng"),
-        ("megatron checkpoint to huggingface", "model-optim-rng"),
-        ("lora", "adapter-keys"),
-        ("how do I merge a LoRA adapter", "adapter-keys"),
-        ("fsdp", "rank-files"),
-        ("gguf", "gguf-file"),
-        ("lightning", "lightning"),
-        ("gptq", "quantised-weights"),
-        ("accelerate", "fsdp-checkpoint"),
-    ],
-)
-def test_a_subject_finds_its_page(subject: str, page: str) -> None:
-    """A word or two that are no message find the page that speaks of them most."""
-    assert ckpt_tools.explain(subject)[0].page == f"docs/howto/{page}.md"
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self, classes: int = 3, channels: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 3)
+        self.fc = nn.Linear(4, classes)
 
 
-def test_a_code_leads_to_the_command() -> None:
-    """The page of a finding says which command shows where it is, and what mends it."""
-    assert "`ckpt inspect FILE`" in ckpt_tools.explain("wrapper-prefix")[0].text
+def compiled() -> object:
+    """As torch.compile saves it."""
+    return {f"_orig_mod.{name}": value for name, value in Net().state_dict().items()}
 
 
-def test_words_of_a_message_are_quoted_as_they_were_given() -> None:
-    """A Python name in a message that no page is about is not shown as an option of the command."""
-    run = CliRunner().invoke(main, ["explain", "the `zorg_blatt` of its frobnicator"])
-    assert run.exit_code == 3
-    assert "zorg_blatt" in run.output
-    assert "--zorg-blatt" not in run.output
+def beside_a_loss() -> object:
+    """A model with a loss that has weights."""
+    return Net().state_dict() | {"criterion.weight": torch.ones(3)}
+
+
+def part_wrapped() -> object:
+    """Of a model one part."""
+    return {name.replace("conv.", "conv.module."): value for name, value in Net().state_dict().items()}
+
+
+REAL: list[tuple[str, Callable[[], object]]] = [
+    ("module-prefix", lambda: nn.DataParallel(Net()).state_dict()),
+    ("orig-mod-prefix", compiled),
+    ("inner-module-prefix", part_wrapped),
+    ("prefix", lambda: nn.ModuleDict({"encoder": Net()}).state_dict()),
+    ("one-level-down", lambda: {"epoch": 3, "network_weights": Net().state_dict(), "optimizer_state": {}}),
+    ("loss-weights", beside_a_loss),
+    ("channels-or-positions", lambda: Net(channels=3).state_dict()),
+    ("size-mismatch", lambda: Net(classes=10).state_dict()),
+    ("weights-only-numpy", lambda: {"model": Net().state_dict(), "best": numpy.float64(0.5)}),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), REAL, ids=[name for name, _ in REAL])
+def test_the_command_mends_the_file(
+    name: str, content: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own error about a file names the row, and its command makes of the file one that the model loads."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(content(), "IN.pth")
+    torch.save(Net().state_dict(), "MODEL.pth")
+    with pytest.raises(Exception, match=r"[a-z]") as raised:
+        Net().load_state_dict(torch.load("IN.pth"))
+    found = ckpt_tools.explain(f"{raised.type.__name__}: {raised.value}")[0]
+    assert found.name == name
+    made = [f"{word}.pth" if word in ("IN", "OUT", "MODEL") else word for word in shlex.split(found.command)]
+    ckpt(*made[1:])
+    loaded = torch.load("OUT.pth")
+    Net().load_state_dict(loaded.get("model", loaded))
+
+
+def test_the_command_for_a_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the message names is in the command, which says what the folder holds."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(Net().state_dict(), "model.pth")
+    ckpt("convert", "model.pth", "checkpoint-500", "--shard-size", "1MB")
+    with pytest.raises(IsADirectoryError) as raised:
+        torch.load("checkpoint-500")
+    found = ckpt_tools.explain(f"IsADirectoryError: {raised.value}")[0]
+    assert found.command == "ckpt inspect checkpoint-500"
+    assert "fc.weight" in ckpt(*found.command.split()[1:], "--all").output
+    ckpt("convert", "checkpoint-500", "OUT.safetensors")
+    Net().load_state_dict(load_file("OUT.safetensors"))
