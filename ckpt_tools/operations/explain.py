@@ -91,11 +91,12 @@ def explain(words: str) -> list[Explanation]:
     name = words.strip().strip("[]")
     if name in _findings():
         return [_of_code(name)]
-    for row in _rows():
-        if name in (row["name"], row["says"]):
-            return [_explanation(row, {})]
     shown = _LONG.sub(r"\1", _RANK.sub("", _COLOUR.sub("", words[-MOST:])))
     message = plain(shown)
+    for row in _rows():
+        if name in (row["name"], row["says"]):
+            match = _match(row, message, shown)
+            return [_explanation(row, match.groupdict() if match else {})]
     found = [(row, match.groupdict()) for row in _rows() if (match := _match(row, message, shown))]
     sure = [pair for pair in found if not pair[0].get("last")] or found
     return [_explanation(*pair) for pair in sure]
