@@ -1,52 +1,60 @@
-"""What `ckpt explain` knows, made from the pages of docs/howto and the table of findings in docs/check.md.
+"""docs/messages.md, made from ckpt_tools/operations/messages.toml; explained.json, from the findings in docs/check.md.
 
-python -m docs.explained      # writes ckpt_tools/operations/explained.json again; a test says when it is old
+python -m docs.explained      # writes both again; a test says when they are old
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from ckpt_tools.operations.explain import fill as fill
+from ckpt_tools.operations.explain import sections as sections
 
 DOCS = Path(__file__).parent
-PLACE = DOCS.parent / "ckpt_tools" / "operations" / "explained.json"
-_SETUP = re.compile(r"<!--.*?-->\n*", re.DOTALL)
+PAGE = DOCS / "messages.md"
+FINDINGS = DOCS.parent / "ckpt_tools" / "operations" / "explained.json"
 _ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
-_ALSO = re.compile(r"<!-- also\n(.*?)\n-->", re.DOTALL)
-_TEXT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
+_HEAD = """# Messages, and what helps
+
+What PyTorch and its libraries say when a checkpoint does not load, what happened, and the command. `ckpt explain 'MESSAGE'`, or
+`python train.py 2>&1 | ckpt explain`, finds the row; `ckpt explain NAME` shows it. IN and OUT are files, MODEL is what
+[`--like`](loading.md) takes: another checkpoint, or `package.module:callable`.
+"""
 
 
-def pages() -> Iterator[dict[str, Any]]:
-    """A page for each message, in the order of the index: its title, the words that a screen shows, the text.
-
-    `also`: other messages of the same cause, a line each in a comment of the page.
-    """
-    index = (DOCS / "howto" / "index.md").read_text("utf-8")
-    for name in re.findall(r"\]\(([\w-]+\.md)\)", index):
-        whole = (DOCS / "howto" / name).read_text("utf-8")
-        title, _, text = _SETUP.sub("", whole).partition("\n")
-        shown, also = _TEXT.search(text), _ALSO.search(whole)
-        yield {
-            "page": f"docs/howto/{name}", "title": title.removeprefix("# "), "shown": shown[1] if shown else "",
-            "also": also[1].splitlines() if also else [], "text": text.strip(),
-        }  # fmt: skip
+def page() -> str:
+    """docs/messages.md as it is to be: a table a section."""
+    parts = [_HEAD]
+    for section in sections():
+        parts.append(f"\n## {section['title']}\n\n| message | what happened | command |\n|---|---|---|\n")
+        for row in section["row"]:
+            more = f" [More]({row['page']})" if "page" in row else ""
+            command = "<br>".join(f"`{line}`" for line in fill(row["command"], {}).split("\n"))
+            text = " ".join(fill(row["text"], {}).split())
+            message = f'<a id="{row["name"]}"></a>{_code(row["says"])} ({row["name"]})'
+            parts.append(f"| {message} | {text}{more} | {command} |\n")
+    return "".join(parts)
 
 
-def findings() -> Iterator[dict[str, str]]:
-    """A row for each code of a finding."""
+def _code(text: str) -> str:
+    text = text.replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def findings() -> str:
+    """explained.json as it is to be: what each code of a finding means."""
+    rows: dict[str, dict[str, str]] = {}
     for codes, severity, text in _ROW.findall((DOCS / "check.md").read_text("utf-8")):
-        for code in re.findall(r"`([^`]+)`", codes):
-            yield {"code": code, "severity": severity, "text": text}
-
-
-def document() -> str:
-    """The file as it is to be."""
-    known = {"pages": list(pages()), "findings": [row for row in findings() if not row["code"].startswith("-")]}
-    return json.dumps(known, indent=0, ensure_ascii=False) + "\n"
+        for code in re.findall(r"`([^-`][^`]*)`", codes):
+            rows[code] = {"severity": severity, "text": _LINK.sub(r"\1", _ASIDE.sub("", text))}
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(code)}: {json.dumps(row, ensure_ascii=False)}" for code, row in rows.items()) + "\n}\n"
+    )
 
 
 if __name__ == "__main__":
-    PLACE.write_text(document(), "utf-8")
+    PAGE.write_text(page(), "utf-8")
+    FINDINGS.write_text(findings(), "utf-8")

@@ -7,10 +7,10 @@ import sys
 import click
 
 
-@click.command(short_help="Find the page for a message on your screen.")
+@click.command(short_help="Say what a message means, and the command.")
 @click.argument("words", nargs=-1, metavar="[CODE|MESSAGE]...")
 def explain(words: tuple[str, ...]) -> None:
-    """Find the page for the words on your screen: PyTorch's message, or the code of a finding.
+    """Say what the message on your screen means and which command helps: PyTorch's words, or the code of a finding.
 
     \b
     ckpt explain 'size mismatch for fc.weight'
@@ -19,16 +19,20 @@ def explain(words: tuple[str, ...]) -> None:
 
     Without words and without a pipe it lists what there is. It needs no network.
 
-    Exit code: 0 found, 3 no page is about them.
+    Exit code: 0 found, 1 no message has these words (the two nearest are guesses), 2 usage.
     """
     from ckpt_tools.operations import explain as known
-    from ckpt_tools.render.explained import show_explained, show_topics
+    from ckpt_tools.render.explained import show_explained, show_guesses, show_topics
 
-    if not words and sys.stdin.isatty():
+    text = " ".join(words)
+    if not words and not sys.stdin.isatty():
+        while part := sys.stdin.read(known.MOST):
+            text = (text + part)[-known.MOST :]
+    if not words and not text.strip():
         show_topics(known.topics())
         return
-    text = " ".join(words) if words else sys.stdin.read(known.MOST)
-    if not text.strip():
-        show_topics(known.topics())
+    if found := known.explain(text):
+        show_explained(found)
         return
-    show_explained(known.explain(text))
+    show_guesses(known.guesses(text))
+    sys.exit(1)

@@ -1,155 +1,187 @@
-"""`ckpt explain`: the page for the words on a screen, or for the code of a finding. It needs no network."""
+"""`ckpt explain`: what the message on a screen, or the code of a finding, means, and the command. It needs no network.
+
+messages.toml has the messages, as patterns; explained.json the codes, made from docs/check.md.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
+import shlex
+import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ckpt_tools.errors import NothingMatchedError, UsageError
-from ckpt_tools.text import did_you_mean
+from ckpt_tools.errors import UsageError
 from ckpt_tools.tree.arguments import natural
 
-MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
-_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\{1,2}x[0-9a-f]{2}'|\[0\]")  # a quoted character is an invalid load key, [0] a shape
-_PLACES = re.compile(r"^(?:Traceback \(.*|  File .*+(?:\n    .*+)*+)$", re.MULTILINE)  # of a traceback: where it was, not what
-_ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
-# What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
-_NAMES = frozenset(
-    ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
-     "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what",
-     "you", "are", "was", "were", "be", "been", "trying", "that", "when", "while", "does", "did", "have", "its", "how", "why",
-     "file", "load", "pth", "pt", "errno", "directory")
+MOST = 1 << 17  # characters of a message that are read; the last ones, where the error stands
+_COLOUR, _RANK = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"^\[\w*\d\]: ?", re.MULTILINE)
+_LONG = re.compile(r"(\S{400})\S+")  # no word of a message, and slow
+# Of a traceback, a notebook's too: where it was, and the code there.
+_PLACES = re.compile(
+    r"Traceback \(most recent call last\):"
+    r"|^ *File \"[^\"\n]*\", line \d+(?:, in \S+)?$"
+    r"(?:\n {4,}(?! *[\w.]*(?:Error|Exception)\b).*)*"
+    r"|^ *(?:-+> *)?\d+ .*$",
+    re.MULTILINE,
+)
+_QUOTE = re.compile("(?<![A-Za-z])['\"`\u2018\u2019\u201c\u201d]+|['\"`\u2018\u2019\u201c\u201d]+(?![A-Za-z])")
+# Who lists names that the model or the file lacks: torch, mmcv, Lightning, transformers, and what scripts print.
+_LISTS = (
+    ("unexpected: ", r"unexpected[ _]keys?(?:\(s\))?(?: in (?:source )?state_dict)?[:=] ?\[?"
+     r"|unexpected key (?=\S+ in state_dict)"
+     r"|keys that are not in the model state dict but in the checkpoint: \[?|were not used when initializing \w+: \[?"),
+    ("missing: ", r"missing[ _]keys?(?:\(s\))?(?: in (?:source )?state_dict)?[:=] ?\[?"
+     r"|keys that are in the model state dict but not in the checkpoint: \[?|and are newly initialized: \[?"
+     r"|the following keys are missing: "),
 )  # fmt: skip
-# Python's own kinds of errors say little about a message, so they weigh little.
-_KINDS = frozenset(
-    ("error", "exception", "runtimeerror", "keyerror", "valueerror", "typeerror", "attributeerror", "assertionerror",
-     "importerror", "filenotfounderror", "oserror", "unpicklingerror", "_pickle", "notimplementederror")
-)  # fmt: skip
-_KIND_WEIGHT = 0.3
-_LEAST = 13.0  # what the words of a page weigh at least: some three rare ones, so that one or two of them are not a page
-_ENOUGH = 0.45  # of a page's words, by how rare they are
-_NEAR = 0.8  # of the best page's share, for the others that are named
-_SHOWN = 4
-_FEW = 3  # words of somebody who asks for a subject
-_OFTEN = 3  # times that a page about it names it
-_SHOWN_BY = "`ckpt inspect FILE` and `ckpt check FILE` say where it is, and give the command where one mends it."
+# Of unexpected names before missing ones: both, in the order in which torch has them.
+_TURNED = re.compile(r"(unexpected: (?:\S+, )*\S+) (?:\S+ ){0,9}?(missing: (?:\S+, )*\S+)")
+_MACROS = {
+    "UNEXPECTED ": r"unexpected: (?:\S+, )*?",
+    "MISSING ": r"missing: (?:\S+, )*?",
+    "END": r"(?=, |[.\]]+(?: |$)|$)",
+    "NEVER": "(?!)",
+    "LOADING": r"\bload\(|load_\w+\(|serialization\.py|find_class|pickle\.py|unpickl"
+    r"|from_pretrained\(|safe_open\(|_load\w*\(|restore\w*\(",
+}
+_FILLED = re.compile(r"\{(\w+)=([^}]*)\}")
+_WORD = re.compile(r"[a-z_]{3,}")
+_FEW = 2  # guesses
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known about a message or a code.
+    """What a message or a code means.
 
     Attributes:
-        title: the message in PyTorch's own words, or the code.
-        text: Markdown: how it comes about, and the command that mends it.
-        page: where the text stands in the documentation.
-        score: how well the words fit, from 0 to 1; rare words count more.
+        name: the row of the table, or the code; `explain` takes it too.
+        title: the message in the words of the program that prints it, or the code and its severity.
+        text: what happened, and what helps, in two or three plain lines.
+        command: the command, a line each where there are two; names that the message has are filled in.
+        page: where more stands in the documentation.
     """
 
+    name: str
     title: str
     text: str
+    command: str
     page: str
-    score: float = 1.0
 
 
 @natural
 def explain(words: str) -> list[Explanation]:
-    """The pages about a message, or about a finding's code: the best first, at least one.
+    """What a message, or a finding's code, means: the best first; empty where none of what is known has the message's words.
 
     Args:
         words: the code, or the message as it stands on the screen, a whole traceback too.
 
     Raises:
-        UsageError: no words. NothingMatchedError: no page is about them.
+        UsageError: no words.
     """
     if not words.strip():
         raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
-    known = _known()
-    if (code := words.strip().strip("[]")) in known["findings"]:
-        row = known["findings"][code]
-        return [Explanation(f"{code} ({row['severity']})", f"{row['text']}\n\n{_SHOWN_BY}", "docs/check.md")]
-    found = _ranked(words[-MOST:], known["pages"])
-    if not found:
-        found = _mentioned(words, known["pages"])
-    if not found:
-        quoted = words.strip()[:80].replace("`", "'")  # what stands in `...` would be shown as an option
-        raise NothingMatchedError(f"No page is about {quoted!r}.", fix=_nearest(words.strip(), known))
-    return found
+    name = words.strip().strip("[]")
+    if name in _findings():
+        return [_of_code(name)]
+    shown = _LONG.sub(r"\1", _RANK.sub("", _COLOUR.sub("", words[-MOST:])))
+    message = plain(shown)
+    for row in _rows():
+        if name in (row["name"], row["says"]):
+            match = _match(row, message, shown)
+            return [_explanation(row, match.groupdict() if match else {})]
+    found = [(row, match.groupdict()) for row in _rows() if (match := _match(row, message, shown))]
+    sure = [pair for pair in found if not pair[0].get("last")] or found
+    return [_explanation(*pair) for pair in sure]
+
+
+def guesses(words: str) -> list[Explanation]:
+    """The two nearest by likeness of words alone; fewer where nothing is like them."""
+    near = difflib.get_close_matches(words.strip()[:80], [*_findings(), *(row["name"] for row in _rows())], n=_FEW)
+    if near:
+        return [explanation for name in near for explanation in explain(name)]
+    texts = [frozenset(_WORD.findall(f"{row['name']} {row['says']} {row['text']}".lower())) for row in _rows()]
+    counts = Counter(word for text in texts for word in text)
+    given = frozenset(_WORD.findall(words.lower()))
+    fits = [math.fsum(math.log(len(texts) / counts[word]) for word in sorted(text & given)) for text in texts]
+    best = sorted(range(len(texts)), key=lambda number: -fits[number])[:_FEW]
+    return [_explanation(_rows()[number], {}) for number in best if fits[number]]
 
 
 def meanings() -> dict[str, str]:
     """What each code of a finding means, as plain text."""
-    return {code: without_links(row["text"]).replace("`", "") for code, row in _known()["findings"].items()}
-
-
-def without_links(text: str) -> str:
-    """Markdown with the words of its links alone: outside the site they lead nowhere."""
-    return _LINK.sub(r"\1", _ASIDE.sub("", text))
+    return {code: row["text"].replace("`", "") for code, row in _findings().items()}
 
 
 def topics() -> list[tuple[str, str]]:
-    """Everything that `explain` knows: (code or message, where it stands), the messages first."""
-    known = _known()
-    return [(row["title"], row["page"]) for row in known["pages"]] + [(code, "docs/check.md") for code in known["findings"]]
+    """Everything that `explain` knows: (name or code, the message or what it means), the messages first."""
+    return [(row["name"], row["says"]) for row in _rows()] + list(meanings().items())
 
 
-def _known() -> dict[str, Any]:
-    read = json.loads(files("ckpt_tools.operations").joinpath("explained.json").read_text("utf-8"))
-    return {"pages": read["pages"], "findings": {row["code"]: row for row in read["findings"]}}
+def plain(message: str) -> str:
+    """A message without the places and code lines of its traceback, quotes and line breaks, its lists of names by one name."""
+    text = " ".join(_QUOTE.sub("", _PLACES.sub("", message)).split())
+    for name, words in _LISTS:
+        text = re.sub(words, name, text, flags=re.IGNORECASE)
+    return _TURNED.sub(r"\2. \1", text)
 
 
-def _ranked(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]:
-    messages = [[_words(text) for text in (page["title"], *page["also"])] for page in pages]
-    counts = Counter(word for texts in messages for word in frozenset().union(*texts))
-    weights = {word: _KIND_WEIGHT if word in _KINDS else math.log(1 + len(pages) / count) for word, count in counts.items()}
-    given = _words(words)
-    rows = []
-    for page, texts in zip(pages, messages, strict=True):
-        shown = [_words(page["shown"])] if "Error" in page["shown"] else []
-        rows.append((max(_fit(text, given, weights) for text in (*texts, *shown)), page))
-    rows.sort(key=lambda row: row[0], reverse=True)  # of equal ones the first stays first: the index begins with the commonest
-    enough = max(_ENOUGH, rows[0][0][0] * _NEAR)
-    found = [Explanation(page["title"], page["text"], page["page"], fit[0]) for fit, page in rows if fit[0] >= enough]
-    return found[:_SHOWN]
+def _match(row: Mapping[str, Any], message: str, shown: str) -> re.Match[str] | None:
+    found = next((match for one in row["patterns"] if (match := _pattern(one).search(message))), None)
+    if found is None or "near" not in row:
+        return found
+    if "from_parent" in shown:  # what one process pickled for another; no file
+        return None
+    if _pattern(row["near"]).search(shown) or (row.get("bare", True) and "Traceback" not in shown):
+        return found
+    return None
 
 
-def _mentioned(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]:
-    """For a subject ("deepspeed"): the pages that have all of its words, the one that says them most often first."""
-    given = _words(words)
-    if not given or len(given) > _FEW or re.search("error|exception", words, re.IGNORECASE):
-        return []
-    rows = []
-    for page in pages:
-        counts = Counter(_WORD.findall(f"{page['title']} {' '.join(page['also'])} {page['text']}".lower()))
-        rows.append((min(counts[word] for word in given), page))
-    rows.sort(key=lambda row: row[0], reverse=True)
-    return [Explanation(page["title"], page["text"], page["page"], 0.0) for count, page in rows if count >= _OFTEN][:_SHOWN]
+def _explanation(row: Mapping[str, Any], names: Mapping[str, str | None]) -> Explanation:
+    command = _FILLED.sub(lambda found: shlex.quote(names.get(found[1]) or found[2]), row["command"])
+    return Explanation(row["name"], row["says"], fill(row["text"], names), command, f"docs/messages.md#{row['name']}")
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(_WORD.findall(_PLACES.sub("", text).lower())) - _NAMES
+def fill(text: str, names: Mapping[str, str | None]) -> str:
+    """A text of the table with the names that a message has; else with those of the table."""
+    return _FILLED.sub(lambda found: names.get(found[1]) or found[2], text).strip()
 
 
-def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, float]) -> tuple[float, float]:
-    """How well a page fits: the share of its words that are given (of a traceback) or of the given words that it has (of a
-    few words, of which one is not enough), each word by its weight; and the weight of those in common. Sums are exact, so that
-    equal pages stay equal in whatever order a set gives its words."""
-    both = [word for word in page if word in given]
-    common = math.fsum(weights.get(word, 0.0) for word in both) if len(both) > 1 or len(given) == 1 else 0.0
-    strange = max(weights.values()) / 2  # the weight of a word that is on no page
-    wanted = (
-        max(_LEAST, math.fsum(weights.get(word, 0.0) for word in page)),
-        math.fsum(weights.get(word, strange) for word in given),
-    )
-    return round(max((common / total for total in wanted if total), default=0.0), 2), common
+def _of_code(code: str) -> Explanation:
+    row = _findings()[code]
+    return Explanation(code, f"{code} ({row['severity']})", row["text"], "ckpt check FILE", "docs/check.md")
 
 
-def _nearest(words: str, known: dict[str, Any]) -> str:
-    near = did_you_mean(words, known["findings"]) if " " not in words else ""
-    return f"{near} `ckpt explain` without words lists what there is.".strip()
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    for word, meant in _MACROS.items():
+        text = text.replace(word, meant)
+    return re.compile(text, re.IGNORECASE)
+
+
+def _read(name: str) -> str:
+    return files("ckpt_tools.operations").joinpath(name).read_text("utf-8")
+
+
+def sections() -> list[dict[str, Any]]:
+    """The table, as messages.toml has it."""
+    found: list[dict[str, Any]] = tomllib.loads(_read("messages.toml"))["section"]
+    return found
+
+
+@cache
+def _rows() -> list[dict[str, Any]]:
+    return [row for section in sections() for row in section["row"]]
+
+
+@cache
+def _findings() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = json.loads(_read("explained.json"))
+    return found

@@ -1,42 +1,51 @@
-"""What `ckpt explain` found, as text."""
+"""What `ckpt explain` found, as plain text: the answer first, then where it is from."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.text import show
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.explain import Explanation
 
-_WIDTH = 100  # columns, in a pipe too
-
 
 def show_explained(found: Sequence[Explanation]) -> None:
-    """The best page whole, and the titles of others that fit as well."""
+    """The best answer and its command, and the names of others that fit too."""
     best, *others = found
-    text = f"{best.text}\n\n({best.page})\n"
-    if others:
-        text += "\nOr is it one of these? `ckpt explain` with its words shows it:\n\n"
-        text += "".join(f"* {other.title} ({other.page})\n" for other in others)
-    show(partial(_draw, best.title, text))
+    lines = [
+        *_plain(best.text).split("\n"),
+        *(f"  {line}" for line in best.command.split("\n")),
+        "",
+        _named(best),
+        f"({best.page})",
+    ]
+    lines += [f"Also: {_named(other)}" for other in others]
+    _write(lines)
 
 
-def _draw(title: str, text: str, out: Page) -> None:
-    from rich.constrain import Constrain
-    from rich.markdown import Markdown
-
-    from ckpt_tools.operations.explain import without_links
-
-    out.print(f"{title}\n", style="bold")
-    out.print(Constrain(Markdown(without_links(text)), _WIDTH))
+def show_guesses(near: Sequence[Explanation]) -> None:
+    """That no page has these words, and the nearest, as what they are."""
+    if not near:
+        _write(["Nothing is known about these words."])
+        return
+    _write(["No message that is known has these words. By likeness of words alone, it may be:", *map(_named, near)])
 
 
 def show_topics(topics: Sequence[tuple[str, str]]) -> None:
     """Everything there is to explain, a line each."""
-    sys.stdout.write("".join(f"{printable(title)} ({page})\n" for title, page in topics))
+    _write([f"{name}: {title}" for name, title in topics])
+
+
+def _named(one: Explanation) -> str:
+    return f"{one.name}: {one.title}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "'")
+
+
+def _write(lines: Sequence[str]) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
