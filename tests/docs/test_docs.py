@@ -52,6 +52,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run_python(code: str, names: dict[str, object]) -> str:
+    """What a block prints, and the error that ends it."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "page", "exec"), names)
+    except Exception as error:
+        return f"{out.getvalue()}{type(error).__name__}: {error}"
+    return out.getvalue()
+
+
+def run_command(line: str) -> str:
+    """What a command prints, errors included, as on a terminal 1000 columns wide."""
+    return ckpt(*shlex.split(line.removeprefix("ckpt ")), code=None).output
+
+
 def without_time(text: str) -> str:
     """The output but for how long it took."""
     return re.sub(r"^(time +).*$", r"\1", text, flags=re.MULTILINE).strip()
