@@ -340,7 +340,7 @@ def _device(args: tuple[Node, ...]) -> Node:
     text, index = (*args, 0)[:2] if len(args) in (1, 2) else (None, None)
     found = _DEVICE.fullmatch(text) if type(text) is str else None
     if found is None or type(index) is not int or not 0 <= index < 128 or int(found[2] or 0) > 127 or (found[2] and args[1:]):
-        raise TensorError("A torch.device is made of something that is no device.")
+        raise TensorError("A torch.device is made of something that is not a device.")
     return None
 
 
