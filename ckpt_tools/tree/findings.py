@@ -40,7 +40,7 @@ CODES = frozenset((
     "wrapper-prefix", "inner-module", "common-prefix", "partition", "parts-differ", "padded-vocabulary", "parts-disagree",
     "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
-    "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
+    "arrays-in-objects", "parametrized", "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
     "no-format", "unaligned", "stray-shard", "misplaced-chunk", "alone",
     "dangerous", "unexamined",
     # oddities of the containers

@@ -167,15 +167,10 @@ def test_the_tutorial_goes_as_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
         if program == "torchrun":
             launch(arguments)
         elif program == "ckpt":
-            printed = re.sub(
-                r"^time +.*\n", "", ckpt(*shlex.split(body.removeprefix("ckpt ")), code=None).output, flags=re.MULTILINE
-            )
+            printed = re.sub(r"^time +.*\n", "", run_command(body), flags=re.MULTILINE)
         else:
             monkeypatch.setattr(sys, "argv", arguments)
-            shown_there = io.StringIO()
-            with contextlib.redirect_stdout(shown_there):
-                exec(compile(scripts.get(arguments[0], body), "tutorial", "exec"), {})
-            printed = shown_there.getvalue()
+            printed = run_python(scripts.get(arguments[0], body), {})
         expected = ".*".join(map(re.escape, shown.strip().split("...\n\n")))
         assert not shown or re.fullmatch(expected, printed.strip(), re.DOTALL), f"{body}\n{printed}"
 

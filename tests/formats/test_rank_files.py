@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
-from ckpt_tools.errors import FolderError, PartError
+from ckpt_tools.errors import ChecksumError, FolderError, PartError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.support.commands import main
 from tests.support.graphs import equal
@@ -63,8 +63,8 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     at = data.index(part.numpy().tobytes())
     data[at] ^= 1
     path.write_bytes(data)
-    notes = ckpt_tools.convert(folder, folder.parent / "out.pth", verify=True).notes
-    assert "not-verified" in [note.code for note in notes]  # what --verify does not do is said
+    with pytest.raises(ChecksumError):
+        ckpt_tools.convert(folder, folder.parent / "out.pth")
     damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
     assert "rank_1.pt" in damaged[0].found
 

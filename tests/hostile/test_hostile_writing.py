@@ -321,7 +321,7 @@ def test_94_signals(number: signal.Signals, code: int, size: int, started: int, 
 # --- 95: the input changes
 
 
-@pytest.mark.parametrize("options", [{"dtype": "fp64"}, {"strip_module": True}])
+@pytest.mark.parametrize("options", [{"dtype": "fp64", "no_verify": True}, {"strip_module": True}])
 @pytest.mark.parametrize("change", ["shrinks", "grows", "is written to"])
 def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) -> None:
     """An input that shrinks, grows or is written to while it is read: refused, and no crash."""
