@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
 )
 from tests.hostile.refusals import write
-from tests.support.flax import packed
+from tests.support.flax import packed as packed_array
 from tests.support.samples import FIXTURES
 
 HERE = FIXTURES / "frameworks"
@@ -62,7 +62,7 @@ def test_flax(tmp_path: Path) -> None:
 def test_flax_with_a_brace_where_safetensors_has_one(key: str, tmp_path: Path) -> None:
     """The number 123 is a brace, and behind a key of six letters it stands where a safetensors header begins."""
     head = b"\x83\xa6" + key.encode() + b"\x7b" + b"\xa4step\x07\xa1w"
-    (tmp_path / "in.msgpack").write_bytes(head + packed(np.ones(1)))
+    (tmp_path / "in.msgpack").write_bytes(head + packed_array(np.ones(1)))
     found = ckpt_tools.inspect(tmp_path / "in.msgpack")
     assert (found.container, found.values) == ("flax", {key: 123, "step": 7})
     header = b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.ljust(0xA181)  # a length that begins as a map of msgpack
