@@ -6,13 +6,18 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import LimitError, UsageError
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+_PATIENCE = 10.0  # seconds that a process has to end, once it was asked to
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _at_work = False  # of a worker: whether it has begun what it may have to undo
@@ -63,12 +68,24 @@ def in_processes(
             fix="Try `jobs=1`.",
         ) from None
     except BaseException:
-        for child in active_children():
-            if child not in others:
-                child.terminate()
-        pool.shutdown()  # they remove what they were writing
+        _end_all([child for child in active_children() if child not in others])
+        pool.shutdown()
         raise
     pool.shutdown()
+
+
+def _end_all(children: list[BaseProcess]) -> None:
+    """End processes, which remove what they were writing; one that does not in time is killed: the pool would wait for ever."""
+    from multiprocessing.connection import wait
+
+    for child in children:
+        child.terminate()
+    stop, left = time.monotonic() + _PATIENCE, {child.sentinel: child for child in children}
+    while left and (ended := wait(list(left), max(0.0, stop - time.monotonic()))):
+        for sentinel in ended:
+            left.pop(cast("int", sentinel))
+    for child in left.values():
+        child.kill()
 
 
 @contextlib.contextmanager
