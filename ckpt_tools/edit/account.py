@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import count_tensors, is_tensor
-from ckpt_tools.io.content import Computed, Content, Joined, Range
+from ckpt_tools.io.content import Range, made_of
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
@@ -104,7 +104,7 @@ class _Written:
             found[:] = _joined(found)
 
     def _add(self, entry: Entry) -> None:
-        for content in _made_of(entry.storage.content):
+        for content in made_of(entry.storage.content):
             self.views.add((id(content), *_view(entry)))
             if content is not entry.storage.content or type(content) is not Range:
                 self.whole.add(id(content))
@@ -123,7 +123,7 @@ class _Written:
         if not entry.numel or (id(content), *_view(entry)) in self.views:
             return True
         if not isinstance(content, Range):
-            return any(id(below) in self.whole for below in _made_of(content))
+            return any(id(below) in self.whole for below in made_of(content))
         start, end = _span(entry)
         found = self.ranges.get(id(content.source), ())
         return any(first <= content.offset + start and content.offset + end <= last for first, last in found)
@@ -138,17 +138,6 @@ def _entries(node: Node) -> Iterator[Entry]:
             yield below
         elif type(below) is Storage:
             yield Entry(below, UINT8, (below.nbytes,), (1,), 0)
-
-
-def _made_of(content: Content) -> Iterator[Content]:
-    """A content, and all that it is worked out of."""
-    pending = [content]
-    while pending:
-        yield (one := pending.pop())
-        if isinstance(one, Joined):
-            pending += one.parts
-        elif isinstance(one, Computed) and one.of is not None:
-            pending += one.of if isinstance(one.of, tuple) else (one.of,)
 
 
 def _view(entry: Entry) -> tuple[object, ...]:

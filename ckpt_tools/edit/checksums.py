@@ -5,10 +5,10 @@ A record that is read from its start to its end is checked on the way (`io/conte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ckpt_tools.formats.zip.directory import RecordRange
-from ckpt_tools.io.content import Checksum, Computed, Content, Joined, Piece, Range, chunks
+from ckpt_tools.io.content import Checksum, Piece, Range, chunks, made_of
 from ckpt_tools.tree.nodes import Node, Storage
 from ckpt_tools.tree.visit import reachable
 
@@ -59,17 +59,8 @@ def _key(content: Range) -> _Key:
     return id(content.source), content.offset, content.length
 
 
-def _sources(root: Node, *, whole: bool) -> list[RecordRange]:
+def _sources(root: Node, *, whole: bool) -> Iterator[RecordRange]:
     """The records that the tree's storages are worked out of, and with `whole` those that they are."""
-    found: dict[int, RecordRange] = {}
-    storages = [node.content for node in reachable(root, dicts=False) if type(node) is Storage]
-    pending: list[Content] = [content for content in storages if whole or not isinstance(content, RecordRange)]
-    while pending:
-        content = pending.pop()
-        if isinstance(content, Computed) and content.of is not None:
-            pending += content.of if isinstance(content.of, tuple) else (content.of,)
-        elif isinstance(content, Joined):
-            pending += content.parts
-        elif isinstance(content, RecordRange):
-            found[id(content)] = content
-    return list(found.values())
+    for node in reachable(root, dicts=False):
+        if type(node) is Storage and (whole or not isinstance(node.content, RecordRange)):
+            yield from (content for content in made_of(node.content) if isinstance(content, RecordRange))

@@ -111,6 +111,17 @@ class Piece:
     checksum: Checksum | None = None
 
 
+def made_of(content: Content) -> Iterator[Content]:
+    """A content, and all that it is worked out of."""
+    pending = [content]
+    while pending:
+        yield (one := pending.pop())
+        if isinstance(one, Joined):
+            pending += one.parts
+        elif isinstance(one, Computed) and one.of is not None:
+            pending += one.of if isinstance(one.of, tuple) else (one.of,)
+
+
 def total(pieces: Iterable[Piece]) -> int:
     """Bytes that the pieces make."""
     return sum(piece.content.length for piece in pieces)
