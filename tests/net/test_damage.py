@@ -51,8 +51,9 @@ def test_parts_of_a_damaged_record(tmp_path: Path) -> None:
     base = torch.arange(4000.0)
     for name, view in (("strided", base.reshape(40, 100).t()), ("part", base[:100]), ("halved", base[::2])):
         flipped({"a.weight": view}, tmp_path / f"{name}.pth")
-        with pytest.raises(ChecksumError):
-            ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / f"{name}.safetensors")
+        for slim in (False, True):
+            with pytest.raises(ChecksumError):
+                ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / f"{name}.safetensors", slim=slim)
     flipped(STATE, tmp_path / "a.pth")
     torch.save(STATE, tmp_path / "b.pth")
     for pair in (("a.pth", "b.pth"), ("b.pth", "a.pth")):

@@ -71,17 +71,20 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    leaving = records_leaving(edited.root, edits)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits, report)
     return Planned(pieces if leaving is None else leaving.pieces(pieces), report, edited.casting, leaving)
 
 
-def records_leaving(root: Node, edits: Edits) -> Leaving | None:
+def records_leaving(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> Leaving | None:
     """The records whose CRC-32 is compared: those whose bytes leave it behind; with `verify` all, with `no_verify` none."""
     if edits.options.no_verify:
         return None
     from ckpt_tools.edit.checksums import Leaving
 
-    return Leaving(root, keeps=edits.kind == "pth" and not edits.options.verify)
+    leaving = Leaving(root, keeps=edits.kind == "pth" and not edits.options.verify)
+    if edits.options.verify and not leaving.records and not decoded.has_checksums:
+        report.notes.append(_not_verified(decoded))
+    return leaving
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -136,17 +139,15 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 
-def not_verified(decoded: Decoded) -> Note:
+def _not_verified(decoded: Decoded) -> Note:
     """Why --verify compares nothing."""
-    if decoded.container in ("dcp", "rank-files"):
-        return Note("not-verified", "`verify`: the checksums of the parts of many ranks are compared by ckpt check, not here.")
+    if decoded.container == "dcp":
+        return Note("not-verified", "`verify`: the checksums of a distributed checkpoint are compared by ckpt check, not here.")
     return Note("no-checksums", "`verify`: the input carries no checksums.")
 
 
 def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     decoded, verify = checkpoint.decoded, edits.options.verify and checkpoint.decoded.has_checksums
-    if edits.options.verify and not verify:
-        report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
         pieces = _lay_out_flat(edited.root, decoded, edits, report)
     elif edits.kind == "gguf":

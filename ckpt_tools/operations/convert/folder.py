@@ -19,7 +19,7 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import companions, sharding
 from ckpt_tools.operations.convert.companions import Companions
-from ckpt_tools.operations.convert.conversion import not_verified, open_input, records_leaving, report_flat
+from ckpt_tools.operations.convert.conversion import open_input, records_leaving, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -171,8 +171,6 @@ def _run_shards(
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving | None]:
     decoded, objects = checkpoint.decoded, edits.options.objects
     verify = edits.options.verify and decoded.has_checksums
-    if edits.options.verify and not verify:
-        report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
         shards = sharding.safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
     else:
@@ -181,7 +179,7 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
             trust_crc=decoded.has_checksums, verify=verify,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, edits)
+    leaving = records_leaving(root, decoded, edits, report)
     if leaving is not None:
         shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
@@ -236,7 +234,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, edits)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits, report)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
