@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test lint coverage check fuzz faults format bench fixtures golden net pictures docs man wheel pyz release-check clean
+.PHONY: help install demo test lint coverage check fuzz faults format bench fixtures golden net newer pictures docs man wheel pyz release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -89,6 +89,13 @@ NET := tests/golden tests/net \
 
 net: install  ## golden files, oracles, tables and genuine folders alone
 	$(PYTEST) $(NET)
+
+# The newest torch there is pulls gigabytes of CUDA libraries: by hand, before a release. NEWER="torch==2.14.1" for another.
+NEWER ?= torch
+newer:  ## the tests with the newest torch, in .venv-newer
+	test -x .venv-newer/bin/python || $(PYTHON) -m venv .venv-newer
+	.venv-newer/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(NEWER) -e '.[dev,train]'
+	.venv-newer/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 pictures: install  ## docs/images again, from real commands
 	$(BIN)/python -m docs.pictures

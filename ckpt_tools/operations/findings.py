@@ -14,6 +14,7 @@ from ckpt_tools.formats.parts.named import Partition, without_advice
 from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
+from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.names import MODULE, unwrapping, wrapped_part
@@ -217,8 +218,12 @@ def _loading(facts: Facts) -> Iterator[_Advised]:
     loads = facts.loads
     if loads.misnamed:
         yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", facts.fix()), ""
-    if loads.is_refused:
-        found = f"torch.load(weights_only=True) refuses it: {listed(loads.refused or loads.reasons)}"
+    if newer := [name for name in loads.refused if is_newer_dtype(Global(*name.rsplit(".", 1)))]:
+        found = f"written by a newer PyTorch, with {listed(newer)}; others cannot load it"
+        yield Finding("newer-torch", "warning", [], found, "dtypes that PyTorch 2.13 has"), ""
+    others = [name for name in loads.refused if name not in newer]
+    if others or (loads.is_refused and not newer):
+        found = f"torch.load(weights_only=True) refuses it: {listed(others or loads.reasons)}"
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", facts.fix(_PLAIN)), _PLAIN
 
 

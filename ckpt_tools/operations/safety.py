@@ -17,7 +17,7 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Global, Node, Object
@@ -57,7 +57,7 @@ class Safety:
     @property
     def classes(self) -> list[str]:
         """The globals that weights_only does not allow, as `module.name`."""
-        return [str(name) for name in self.names if name not in _PLAIN]
+        return [str(name) for name in self.names if not _is_plain(name)]
 
     @property
     def text(self) -> str:
@@ -135,7 +135,7 @@ def of_pickles(found: Pickles) -> Safety:
     calls = [*found.evaluated, *((pickle.where, call) for pickle in found.pickles for call in pickle.calls)]
     names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
     verdict: Verdict = "plain" if found.pickles else "nothing"
-    if found.program or not _PLAIN.issuperset(names):
+    if found.program or not all(map(_is_plain, names)):
         verdict = "needs-code"
     if found.unexamined:
         verdict = "unexamined"
@@ -188,6 +188,10 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
     return None
 
 
+def _is_plain(name: Global) -> bool:
+    return name in _PLAIN or is_newer_dtype(name)
+
+
 def danger_in(checkpoint: Checkpoint, path: str) -> str:
     """That the checkpoint at a path is dangerous, and what it calls, in a sentence; empty where it is not."""
     found = of_checkpoint(checkpoint)
@@ -220,7 +224,7 @@ def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
     """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
     if found.verdict != "nothing":
         return found
-    if _PLAIN.issuperset(names):
+    if all(map(_is_plain, names)):
         return replace(found, verdict="plain")
     return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
 

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
-from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype
 from ckpt_tools.tree.nodes import Global
 
 
@@ -265,7 +265,9 @@ QUIET = _DATA - STATEFUL - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR
 
 def is_data(name: Global) -> bool:
     """Whether a global is in the documented list of data: what weights_only allows, and what makes plain values."""
-    return name in _DATA or (name.module == "numpy.dtypes" and _NUMPY_DTYPE.fullmatch(name.name) is not None)
+    if name in _DATA or is_newer_dtype(name):
+        return True
+    return name.module == "numpy.dtypes" and _NUMPY_DTYPE.fullmatch(name.name) is not None
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from ckpt_tools.tree.dtypes import (
     DTYPES,
     UINT8,
     DType,
+    newer_dtype,
 )
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
@@ -155,7 +156,8 @@ def storage_of(node: Node) -> Storage:
 
 def dtype_of(node: Node) -> DType:
     """The dtype that a global like `torch.float8_e5m2` names."""
-    dtype = DTYPES.get(node.name) if type(node) is Global and node.module == "torch" else None
+    name = node.name if type(node) is Global and node.module == "torch" else ""
+    dtype = DTYPES.get(name) or newer_dtype(name)
     if dtype is None or not dtype.in_torch:
         raise TensorError(f"A tensor has the unknown dtype {_brief(node)}.")
     return dtype
@@ -192,7 +194,7 @@ def _entry(
 
 
 def _check_gradient(dtype: DType, requires_grad: bool) -> None:
-    if requires_grad and dtype.family not in ("float", "complex"):
+    if requires_grad and dtype.family not in ("float", "complex") and dtype.name in DTYPES:
         raise TensorError(f"A tensor of {dtype.name} is said to require gradients, which torch refuses.")
 
 

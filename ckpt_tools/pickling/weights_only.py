@@ -6,7 +6,7 @@ table with the torch that is installed.
 
 from __future__ import annotations
 
-from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, newer_dtype
 from ckpt_tools.tree.nodes import Global
 
 _DENSE = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
@@ -73,6 +73,11 @@ _SINCE_2_4 = frozenset((
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 ))  # fmt: skip
 ALLOWED_2_4 = frozenset(name for name in ALLOWED if str(name) not in _SINCE_2_4)
+
+
+def is_newer_dtype(name: Global) -> bool:
+    """Whether a global is a dtype of a newer PyTorch, which takes it as the others."""
+    return name.module == "torch" and newer_dtype(name.name) is not None
 
 
 def refused(names: list[Global]) -> list[str]:

@@ -6,6 +6,8 @@ Sources: `torch.storage._dtype_to_storage_type_map`, `torch.storage._new_dtypes`
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Literal
 
 from ckpt_tools.frozen import unique
@@ -86,6 +88,15 @@ _ROWS = (
 )
 
 DTYPES = {row.name: row for row in _ROWS}
+
+
+@cache
+def newer_dtype(name: str) -> DType | None:
+    """The dtype of a PyTorch newer than this table, by the bits in its name, bcomplex32; its bytes are copied, never read."""
+    bits = re.fullmatch(r"[a-z]*(?:float|int|complex|bits)(\d{1,3})\w*", name, re.ASCII)
+    return None if bits is None or name in DTYPES else DType(name, -(-int(bits[1]) // 8) * 8, "bits")
+
+
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
 BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}
 UINT8 = DTYPES["uint8"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, is_newer_dtype
 from ckpt_tools.tree.nodes import Global
 
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
@@ -32,7 +32,7 @@ _SIMPLE = frozenset((
 @lru_cache(maxsize=1024)
 def is_known(name: Global) -> bool:
     """Whether a global stands for plain data: what weights_only allows, NumPy scalars and arrays, Namespace, paths, dates."""
-    if name in ALLOWED or str(name) in _NAMES:
+    if name in ALLOWED or str(name) in _NAMES or is_newer_dtype(name):
         return True
     if name.module == "numpy":
         return name.name in _NUMPY_TYPES

@@ -25,6 +25,7 @@ from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree import nodes as tree
+from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import (
     ByteString,
@@ -248,7 +249,7 @@ def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
     found = {node.dtype.name: None for node in visit.reachable(root, dicts=False, bare=False) if type(node) is Entry}
-    return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
+    return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 
 def _makes_array(node: Node) -> bool:
