@@ -170,6 +170,8 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are not a dict.")
+    if type(metadata) is Dict and not all(type(key) is str and type(value) is bool for key, value in metadata.items):
+        raise TensorError("A tensor's metadata is something else than names and bits.")
     if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
         raise TensorError("A tensor's metadata has a bit that is not True: torch sets it, whatever it says.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
@@ -538,7 +540,10 @@ def _nested(args: Any) -> UnusualTensor:
 
 
 def _meta(args: Any) -> UnusualTensor:
-    return UnusualTensor("meta", dtype_of(args[0]), sizes_of(args[1]), sizes_of(args[2]))
+    dtype, size, stride, grad = args
+    sizes, steps = sizes_of(size), sizes_of(stride)
+    _need(sizes is not None and steps is not None and type(grad) is bool)
+    return UnusualTensor("meta", dtype_of(dtype), sizes, steps)
 
 
 def _wrapper_subclass(args: Any) -> UnusualTensor:
@@ -552,10 +557,10 @@ def _from_cpu_tensor(args: Any) -> UnusualTensor:
     return UnusualTensor("device", dtype_of(args[1]), tensor.shape, stride)
 
 
+SPARSE = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_sparse_csr_tensor")
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
+    **dict.fromkeys(SPARSE, _sparse),
     "torch._utils._rebuild_nested_tensor": _nested,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,

@@ -18,6 +18,7 @@ import ckpt_tools.torch
 from ckpt_tools.errors import ContainerLimitError
 from tests.support.commands import ckpt
 from tests.support.servers import Handler, Server
+from tests.support.zero_files import save_zero, trained
 
 Calls = list[tuple[str, int, int]]
 
@@ -128,6 +129,19 @@ def test_slim_drops_each_scheduler(keys: tuple[str, ...], tmp_path: Path) -> Non
     assert "lr" not in torch.load(tmp_path / "out.pth")
 
 
+class Marked(torch.Tensor):
+    """A tensor of a class that torch does not know."""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_classes_of_tensors_count_in_a_folder_of_parts(stage: int, tmp_path: Path) -> None:
+    """A model put together from parts names the class of a buffer, which needs code as that of a file does."""
+    model = trained()
+    model.buffers["mean"] = model.buffers["mean"].as_subclass(Marked)
+    save_zero(tmp_path / "zero", model, stage, 2)
+    assert any("Marked" in name for name in ckpt_tools.inspect(tmp_path / "zero").globals)
+
+
 def test_averages_keep_the_versions(tmp_path: Path) -> None:
     """The model with LitEma's averages in place of its tensors has its own `_metadata`."""
     value: Any = OrderedDict({"model.net.w": torch.ones(2), "model_ema.netw": torch.full((2,), 2.0)})
@@ -212,7 +226,7 @@ def test_an_average_that_leaves_the_dtype_is_told(tmp_path: Path) -> None:
         torch.save({"w": torch.full((3,), value, dtype=torch.float16)}, tmp_path / name)
     report = ckpt_tools.average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "out.pth", weights=[2, -1])
     assert torch.load(tmp_path / "out.pth")["w"].isinf().all()
-    assert report.output.overflowed
+    assert [note.code for note in report.output.notes] == ["overflowed"]
 
 
 def test_tied_names_keep_their_places_in_each_shard(tmp_path: Path) -> None:
@@ -233,3 +247,22 @@ def test_a_shard_of_an_index_is_not_renamed(tmp_path: Path) -> None:
     with pytest.raises(ContainerLimitError, match="is a shard of a model"):
         ckpt_tools.edit_in_place(shard, strip_module=True)
     assert shard.read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "parameter"])
+def test_sparse_indices_outside_the_shape(layout: str, tmp_path: Path) -> None:
+    """Torch 2.13 loads such a tensor, 2.14 does not: a problem. One that is right is healthy."""
+    plain, number = torch.tensor([[0.0, 1, 2, 0], [3, 0, 0, 4]]), 77
+    blocks = {"blocksize": (1, 2)} if layout.startswith("bs") else {}
+    made: Any = plain.to_sparse() if layout in ("coo", "parameter") else getattr(plain, f"to_sparse_{layout}")(**blocks)
+    made = nn.Parameter(made) if layout == "parameter" else made
+    torch.save({"s": made, "t": torch.ones(2)}, tmp_path / "good.pth")
+    assert ckpt_tools.check(tmp_path / "good.pth").exit_code == 0
+    by_rows = layout in ("csr", "bsr")
+    indices = made.col_indices() if by_rows else made.row_indices() if layout in ("csc", "bsc") else made._indices()
+    indices.view(-1)[-1] = number
+    torch.save({"s": made, "t": torch.ones(2)}, tmp_path / "bad.pth")
+    report = ckpt_tools.check(tmp_path / "bad.pth")
+    assert [finding.code for finding in report.findings if finding.severity == "problem"] == ["sparse-indices"]
+    assert "2.14" in report.findings[0].expected
