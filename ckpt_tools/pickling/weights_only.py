@@ -42,8 +42,8 @@ ALLOWED = frozenset(
     )
 )  # fmt: skip
 
-_CLASSES = ("OrderedDict", "Counter", "Parameter", "Size", "device", "bytearray", "set", "complex")
-# Of them what no class is, and has no `__new__`.
+_CLASSES = ("OrderedDict", "Counter", "Size", "device", "bytearray", "set", "complex")
+# Of them what no class is, and has no `__new__`; or is made by a function of torch's only, with its tensor.
 NO_CLASSES = frozenset(name for name in ALLOWED if not name.name.endswith((*_CLASSES, "Tensor")))
 
 # What it accepts too once `torch.nested` and `torch._dynamo` are imported: jagged nested tensors. It asks for these imports.
