@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -135,13 +136,27 @@ def layout(folder: Path, names: list[str]) -> Layout:
     """
     found = layout_of(folder, sorted(names))
     if found is None:
-        files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)] or _checkpoint_folders(folder, sorted(names))
+        files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_CHECKPOINTS))]
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
-            why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
+            why=_what_is_missing(names),
             fix=_named_in(folder, names, files),
         )
     return found
+
+
+_OF_RANK = re.compile(r"rank_?\d+\b(?=.*\.)")
+
+
+def _what_is_missing(names: Iterable[str]) -> str:
+    """Why a folder is not one checkpoint."""
+    missing = "It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata)"
+    ranks = sorted(name for name in names if _OF_RANK.search(name) and name.endswith(_CHECKPOINTS))
+    kinds = {re.sub(r"\d+", "", name) for name in ranks}
+    if not kinds:
+        return f"{missing}, no files of ranks."
+    one = "files of ranks that are not one model's" if len(kinds) > 1 else "files of ranks beside others"
+    return f"{missing} of its own; it has {one}: {', '.join(ranks[:4])}."
 
 
 def _named_in(folder: Path, names: list[str], files: list[str]) -> str:

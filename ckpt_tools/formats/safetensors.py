@@ -32,7 +32,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
-from ckpt_tools.tree.dtypes import BY_SAFETENSORS, DType
+from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
 from ckpt_tools.tree.nodes import (
     MAX_ELEMENTS,
     Dict,
@@ -71,8 +71,11 @@ def _is_msgpack(head: bytes) -> bool:
 # --- reading
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     """Read the header; no tensor bytes.
+
+    Args:
+        unread: where given, takes the names of entries that cannot be read, and why; they stand as bytes in the tree.
 
     Raises:
         SafetensorsError: anything that safetensors would refuse, or that two readers could read differently.
@@ -86,7 +89,13 @@ def decode(source: Source) -> Decoded:
     spans: list[tuple[int, int, str]] = []
     items: list[tuple[Any, Any]] = []
     for index, (name, info) in enumerate(header.items()):
-        dtype, shape, begin, end = _tensor_info(name, info, warnings)
+        try:
+            dtype, shape, begin, end = _tensor_info(name, info, warnings)
+        except SafetensorsError as error:
+            if unread is None or not _has_place(info):
+                raise
+            unread[name], (begin, end) = error.what, info["data_offsets"]
+            dtype, shape = UINT8, (end - begin,)
         spans.append((begin, end, name))
         storage = Storage(str(index), dtype, end - begin, None, Range(source, data_start + begin, end - begin))
         entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
@@ -96,6 +105,12 @@ def decode(source: Source) -> Decoded:
     root = Dict(restore_aliases(items, metadata), ordered=True)
     root.attributes = restore_state_dict_metadata(metadata)
     return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
+
+
+def _has_place(info: Any) -> bool:
+    """Whether an entry says where its bytes are."""
+    offsets = info.get("data_offsets") if isinstance(info, dict) else None
+    return isinstance(offsets, list) and len(offsets) == 2 and _are_counts(offsets) and offsets[0] <= offsets[1]
 
 
 def entries_of(decoded: Decoded) -> dict[str, Entry]:

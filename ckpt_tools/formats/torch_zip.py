@@ -69,7 +69,7 @@ def decode(
         root,
         source,
         globals=list(machine.globals),
-        unusual=[*machine.unusual, *_unreadable(small)],
+        unusual=[*machine.unusual, *_unreadable(small), *_bad_id(source, records.get(f"{folder}/.data/serialization_id"))],
         warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
         byteorder=byteorder,
@@ -221,6 +221,7 @@ def behind(source: Source, directory: Directory) -> list[Warned]:
 
 
 _GOOD = {".format_version": ("1",), ".storage_alignment": ("64",), "version": ("2", "3", "4")}
+_LONGEST_ID = 1 << 10  # bytes; torch writes 40
 _Small = Mapping[str, str | None]
 
 
@@ -233,6 +234,16 @@ def _odd_records(small: _Small) -> list[Warned]:
             code = f"odd-{name.strip('.').replace('_', '-')}"
             warnings.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
     return warnings
+
+
+def _bad_id(source: Source, record: Record | None) -> list[str]:
+    """Why torch cannot read the serialization id, which it asks for as text."""
+    try:
+        if record is not None and record.size <= _LONGEST_ID:
+            record_head(source, record, _LONGEST_ID).decode()
+    except UnicodeDecodeError:
+        return [".data/serialization_id is not text"]
+    return []
 
 
 def _small_record(source: Source, records: Mapping[str, Record], folder: str, name: str) -> str | None:

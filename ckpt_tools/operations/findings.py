@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
 
+from ckpt_tools.edit.lora.names import read_name
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, tensors_by_name
@@ -119,8 +120,20 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
             yield Finding("inner-module", "info", list(state_dict.where), found, expected, fix), ""
 
 
+def _has_its_base(names: Iterable[str]) -> bool:
+    """Whether every weight that an adapter changes is in the same file, as where a whole PEFT model was saved."""
+    parts = [read_name(name) for name in names]
+    changed = {part.module for part in parts if part.role in ("down", "embedding_down")}
+    return bool(changed) and changed <= {part.module for part in parts if part.role == "base"}
+
+
 def _adapters(facts: Facts) -> Iterator[_Advised]:
     if facts.adapter is not None:
+        if _has_its_base(facts.checkpoint.state_dicts[0].names):
+            found = f"a model of PEFT, with an adapter ({facts.adapter['kind']}) beside the weights that it changes"
+            fix = "Merge it where it was trained: PEFT's merge_and_unload, then save_pretrained."
+            yield Finding("adapter", "info", [], found, "weights with the adapter's changes in them", fix), ""
+            return
         found = f"an adapter ({facts.adapter['kind']}), not a model by itself"
         if (problem := facts.adapter["problem"]) is not None:
             yield Finding("adapter", "warning", [], f"{found}; {problem}", "one that can be merged into its base"), ""

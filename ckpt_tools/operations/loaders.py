@@ -34,7 +34,7 @@ _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
     "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
-    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load", "keras": "h5py.File",
+    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load", "keras": "h5py.File", "hdf5": "h5py.File",
     "flax": "flax.serialization.msgpack_restore",
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
@@ -45,6 +45,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "npy": "it is a file of NumPy's",
     "onnx": "it is an ONNX model",
     "keras": "it is an HDF5 file",
+    "hdf5": "it is an HDF5 file",
     "flax": "it is a file of Flax's",
     "gguf": "it is a GGUF file, which llama.cpp loads",
     "torch-tar": "it is in the tar format, which weights_only does not take",

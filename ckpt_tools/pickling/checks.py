@@ -138,6 +138,8 @@ class _Keys:
             for name in _keys_of(part):
                 if type(name) is str and name in _MAKES_ANOTHER:
                     raise TensorError(f"The state of a tensor sets its {name!r}, which makes another tensor of it.")
+                if type(name) is not str and (cls is None or cls in ALLOWED):
+                    raise TensorError("The state of a tensor has a name that is not text.")
 
     def check_elements(self, made: Object) -> None:
         """Refuse a set of anything but different elements in a list or tuple: of a tensor or a dict it would hold the parts."""

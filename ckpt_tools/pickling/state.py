@@ -297,6 +297,8 @@ class State:
                 f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
                 why=TWO_FILES,
             )
+        if self.stack:
+            raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
         if any(len(node.items) != length for node, length in self.given):
             raise PickleError("The pickle changes a list or dict after a call has read it.")
         for step, state, length in self.states:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 from ckpt_tools.errors import PickleError, TensorError, ZipError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import (
     BY_STORAGE,
@@ -171,6 +172,8 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are not a dict.")
+    if type(metadata) is Dict and not all(type(key) is str and type(value) is bool for key, value in metadata.items):
+        raise TensorError("A tensor's metadata is something else than names and bits.")
     if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
         raise TensorError("A tensor's metadata has a bit that is not True: torch sets it, whatever it says.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
@@ -366,13 +369,31 @@ def _empty_bytes(args: tuple[Node, ...]) -> Node:
     return b"" if args == () else None
 
 
+_LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
+
+
+def _layout(args: tuple[Node, ...]) -> Node:
+    """`_get_layout("torch.sparse_coo")`, which knows these and no others."""
+    if len(args) != 1 or args[0] not in [f"torch.{name}" for name in _LAYOUTS]:
+        raise TensorError("A layout has a name that torch does not know.")
+    return None
+
+
 def _refuse_storage_class(args: tuple[Node, ...]) -> Node:
     """`StorageType`, which torch puts in the place of a class of storages, cannot be called: a flipped bit made this call."""
     raise TensorError("The pickle calls a class of storages, which torch only takes as the type of one.")
 
 
+def _refuse_call(args: tuple[Node, ...]) -> Node:
+    """A dtype or a scheme of quantising, which is no function."""
+    raise TensorError("The pickle calls a dtype, which cannot be called.")
+
+
 MAKERS: dict[Global, Maker] = {
     **{Global(module, name): _refuse_storage_class for module in ("torch", "torch.cuda") for name in BY_STORAGE},
+    **{Global("torch.storage", name): _refuse_storage_class for name in ("TypedStorage", "UntypedStorage")},
+    **dict.fromkeys(NOT_CALLABLE, _refuse_call),
+    Global("torch.serialization", "_get_layout"): _layout,
     ORDERED_DICT: _ordered_dict,
     Global("_codecs", "encode"): _encode,
     Global("torch", "Size"): _size,
@@ -458,22 +479,73 @@ def _checked(unusual: UnusualTensor) -> UnusualTensor:
 
 
 def _quantized(args: Any) -> UnusualTensor:
-    return UnusualTensor("quantized", storage_of(args[0]).dtype, sizes_of(args[2]), sizes_of(args[3]))
+    storage, offset, size, stride, scheme, grad, hooks = args
+    view: Any = rebuild_tensor_v2((storage, offset, size, stride, grad, hooks))
+    _need(view.dtype.family == "quantized" and grad is False)
+    sizes = view.shape
+    if scheme[0] == Global("torch", "per_tensor_affine"):
+        _, scale, zero = scheme
+        _need(type(scale) in (float, int) and type(zero) is int)
+    else:
+        _, scales, zeros, axis = scheme
+        _need(scheme[0] in _PER_CHANNEL and type(axis) is int and 0 <= axis < len(sizes))
+        _need(_length(scales) == _length(zeros) == sizes[axis])
+    return UnusualTensor("quantized", view.dtype, sizes, view.stride)
+
+
+_PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
+
+
+def _need(holds: bool) -> None:
+    """Arguments that torch would refuse."""
+    if not holds:
+        raise TensorError("")
+
+
+def _length(node: Any) -> int:
+    return len(node.items) if type(node) is List else prod(node.shape)
+
+
+@frozen
+class SparseParts:
+    """What a sparse tensor is made of: the layout's name, entries of indices, the entry of values, the shape."""
+
+    layout: str
+    indices: tuple[Entry, ...]
+    values: Entry
+    shape: tuple[int, ...]
+
+
+def sparse_parts(args: Any) -> SparseParts:
+    """The parts of `_rebuild_sparse_tensor(layout, parts)`, or of the older function for csr.
+
+    Raises:
+        TensorError, TypeError, ValueError, AttributeError: there are others.
+    """
+    layout, parts = args
+    name = layout.args[0].removeprefix("torch.")
+    count = 1 if name == "sparse_coo" else 2
+    _need(name.startswith("sparse_") and len(parts) in ((3, 4) if count == 1 else (4,)) and parts[3:] != (None,))
+    indices, values, shape = parts[:count], parts[count], sizes_of(parts[count + 1])
+    _need(all(type(part) is Entry for part in (*indices, values)) and shape is not None)
+    return SparseParts(name, indices, values, cast("tuple[int, ...]", shape))
 
 
 def _sparse(args: Any) -> UnusualTensor:
-    parts = args[1]
-    values = parts[1] if (len(parts) == 4 and type(parts[3]) is bool) or len(parts) == 3 else parts[2]
-    shape = parts[2] if values is parts[1] else parts[3]
-    return UnusualTensor("sparse", values.dtype, sizes_of(shape))
+    parts = sparse_parts(args)
+    return UnusualTensor("sparse", parts.values.dtype, parts.shape)
 
 
 def _nested(args: Any) -> UnusualTensor:
-    return UnusualTensor("nested", args[0].dtype)
+    buffer, _, _, _ = args
+    return UnusualTensor("nested", buffer.dtype)
 
 
 def _meta(args: Any) -> UnusualTensor:
-    return UnusualTensor("meta", dtype_of(args[0]), sizes_of(args[1]), sizes_of(args[2]))
+    dtype, size, stride, grad = args
+    sizes, steps = sizes_of(size), sizes_of(stride)
+    _need(sizes is not None and steps is not None and type(grad) is bool)
+    return UnusualTensor("meta", dtype_of(dtype), sizes, steps)
 
 
 def _wrapper_subclass(args: Any) -> UnusualTensor:
@@ -487,10 +559,10 @@ def _from_cpu_tensor(args: Any) -> UnusualTensor:
     return UnusualTensor("device", dtype_of(args[1]), tensor.shape, stride)
 
 
+SPARSE = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_sparse_csr_tensor")
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
+    **dict.fromkeys(SPARSE, _sparse),
     "torch._utils._rebuild_nested_tensor": _nested,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,

@@ -24,6 +24,7 @@ _QSCHEMES = (
 # bool has a row in the dtype table, but `torch.bool` is missing from torch's own list: str(torch.bool) is in it.
 _DTYPE_NAMES = [name for name, dtype in DTYPES.items() if dtype.in_torch]
 
+NOT_CALLABLE = frozenset(Global("torch", name) for name in (*_DTYPE_NAMES, *_QSCHEMES))
 ALLOWED = frozenset(
     Global(*name.rsplit(".", 1))
     for name in (
@@ -40,6 +41,10 @@ ALLOWED = frozenset(
         *(f"torch.{device}sparse.{name}Tensor" for device in ("", "cuda.") for name in _SPARSE),
     )
 )  # fmt: skip
+
+_CLASSES = ("OrderedDict", "Counter", "Size", "device", "bytearray", "set", "complex")
+# Of them what no class is, and has no `__new__`; or is made by a function of torch's only, with its tensor.
+NO_CLASSES = frozenset(name for name in ALLOWED if not name.name.endswith((*_CLASSES, "Tensor")))
 
 # What it accepts too once `torch.nested` and `torch._dynamo` are imported: jagged nested tensors. It asks for these imports.
 ALLOWED_NESTED = frozenset((

@@ -41,7 +41,7 @@ CODES = frozenset((
     "weights-only-refused", "newer-torch", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "arrays-in-objects", "parametrized", "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
-    "no-format", "unaligned", "stray-shard", "misplaced-chunk", "alone",
+    "no-format", "unaligned", "stray-shard", "misplaced-chunk", "sparse-indices", "alone",
     "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",

@@ -28,6 +28,14 @@ _CONVERSIONS = (
 
 
 _OTHERS = 1 / 5  # of the cases
+# what an oracle says of a file that was loaded, or that it did not ask about
+_NOT_ASKED = (
+    "TypeError: a DTensor",
+    "RecursionError: the object has no end",
+    "TooSlowError",
+    "MemoryError",
+    "an archive of more than arrays",
+)
 
 
 class Cases:
@@ -46,7 +54,7 @@ class Cases:
         self.names, self.samples, self.seed = [name for name in samples if only in name], samples, seed
         self.kinds = [kind for kind in others.KINDS if only in kind.__name__]
         self.folder, self.guard, self.asking = folder, guard, asking
-        self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "repaired", "edited", "compared"), 0)
+        self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "repaired", "edited", "compared", "asked"), 0)
 
     def make(self, number: int) -> tuple[str, bytes]:
         """The name of the sample and the mutated bytes of a case."""
@@ -218,10 +226,20 @@ class Cases:
                 warnings.simplefilter("ignore")
                 theirs = self._patient(look, path)
             if isinstance(theirs, str):
+                if look is not oracle.pickle_rows:
+                    self._check_unhealthy(path, theirs)
                 continue
             self.counts["compared"] += 1
             if not _aliases(rows, theirs, data):
                 self._agree(path, rows, theirs, look.__name__)
+
+    def _check_unhealthy(self, path: Path, refusal: str) -> None:
+        """What torch, safetensors or NumPy refuses is not called healthy, where we say that it loads."""
+        self.counts["asked"] += 1
+        with _ExpectingOurErrors(), self.guard.watching():
+            loads, healthy = ckpt_tools.inspect(path).weights_only["loads"], ckpt_tools.check(path).exit_code == 0
+        if loads and healthy and not refusal.startswith(_NOT_ASKED):
+            raise FindingError(f"check calls healthy what does not load: {refusal[:300]}")
 
     def _agree(self, path: Path, rows: list[oracle.Row], theirs: list[oracle.Row], loader: str) -> None:
         """Names, shapes, dtypes, views and values are the same."""

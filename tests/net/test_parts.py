@@ -75,6 +75,19 @@ def test_meshes_of_two_dimensions(name: str, sizes: tuple[int, int], tmp_path: P
     assert torch.equal(torch.load(tmp_path / "out.pth")["w"], whole)
 
 
+def test_columns_of_rows_longer_than_a_block(tmp_path: Path) -> None:
+    """A tensor that was cut in columns, of which one row does not fit into the blocks that are put together at once."""
+    whole = torch.arange(2 * 1_200_000.0, dtype=torch.float64).reshape(2, -1)
+
+    def cut(model: nn.Module, rank: int, world: int) -> State:
+        mesh = init_device_mesh("cpu", (2,))
+        return {"w": distribute_tensor(whole.clone(), mesh, [Shard(1)], src_data_rank=None)}
+
+    save_ranks(tmp_path / "in", cut, 2)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth")["w"], whole)
+
+
 def changed(state: State, rank: int, world: int) -> State:
     """The last rank has one other number in a replica."""
     if rank == world - 1:

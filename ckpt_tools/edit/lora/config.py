@@ -26,6 +26,7 @@ _NOT_MERGED = {
     "use_bdlora": "its factors are block-diagonal",
     "kasa_config": "KaSA takes singular components out of the base",
     "monteclora_config": "MonteCLoRA draws samples",
+    "target_parameters": "its factors are for the parameters of all experts of a layer, and are not read here",
     "layer_replication": "the adapter is for a base whose layers are repeated",
     "trainable_token_indices": "it has rows of an embedding, which are not read here",
 }  # fmt: skip
@@ -50,6 +51,7 @@ class Config:
         fan_in_fan_out: whether square weights are stored as [in, out].
         modules_to_save: modules that are in the adapter whole. base: what the adapter was trained on, in its words.
         version: of the PEFT that wrote it. mica: whether it is MiCA, of which PEFT rounds the product before the sum.
+        parameters: those of all experts of a layer that it changes, by the ends of their names.
         ties: whether what it does to an embedding it does to the head that is tied to that.
     """
 
@@ -66,6 +68,7 @@ class Config:
     version: tuple[int, int] = (0, 0)
     mica: bool = False
     ties: bool = False
+    parameters: tuple[str, ...] = ()
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's factors is multiplied with; `alpha_pattern` as PEFT's `get_pattern_key` reads it."""
@@ -155,6 +158,7 @@ def parse(said: Mapping[str, Any], path: str) -> Config:
         {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
         bool(_flag(said, "fan_in_fan_out", path)), tuple(saved), base if isinstance(base, str) else None,
         _version(said.get("peft_version")), said.get("init_lora_weights") == "mica", said.get("ensure_weight_tying") is True,
+        tuple(name for name in said.get("target_parameters") or () if isinstance(name, str)),
     )  # fmt: skip
 
 

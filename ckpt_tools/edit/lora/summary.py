@@ -41,9 +41,14 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
         kind = "DoRA"
     elements = [up.shape[0] * (down.numel // down.shape[0]) for down, up in pairs]
+    owners = tuple(name.rpartition(".")[0] for name in config.parameters)  # one factor has the rows of all experts
+    ranks = [
+        config.rank if config.rank and owners and module.endswith(owners) else pair[0].shape[0]
+        for (_, module), roles in modules.items() if (pair := _pair(roles)) is not None
+    ]  # fmt: skip
     return {
         "kind": kind, "names": _whose(parts.values()), "modules": len(pairs), "targets": _targets(parts.values()),
-        "ranks": {str(rank): count for rank, count in sorted(Counter(down.shape[0] for down, _ in pairs).items())},
+        "ranks": {str(rank): count for rank, count in sorted(Counter(ranks).items())},
         "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
         "delta_bytes": sum(count * up.dtype.itemsize for count, (_, up) in zip(elements, pairs, strict=True)),
         "saved": [parts[name].module for name in alone if not is_factor(name)], "base": config.base, "problem": problem,

@@ -107,6 +107,11 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
         return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_WHOLE)
+    if _OF_TORCHAO.search(part.name):
+        return ConvertError(
+            f"{part.name!r} is part of a weight that torchao has quantised, which `dequantize` does not know.",
+            why="torchao's own code knows its layout.", fix="Load it with torchao, save `tensor.dequantize()`.",
+        )  # fmt: skip
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
@@ -116,6 +121,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     return None
 
 
+_OF_TORCHAO = re.compile(r"(?:^|\.)_\w+_(?:qdata|scale|zero_point)$")
 _WHOLE = "Get the whole checkpoint."
 
 

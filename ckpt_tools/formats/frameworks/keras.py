@@ -43,6 +43,13 @@ def sniff(head: bytes) -> bool:
     return head.startswith(_MAGIC)
 
 
+# Attributes and groups of the root by which Keras's files are known: those of old and of new ones.
+_MARKS = frozenset((
+    "keras_version", "layer_names", "model_config", "model_weights", "layers", "_layer_checkpoint_dependencies", "vars",
+    "top_level_model_weights",
+))  # fmt: skip
+
+
 class _Opened:
     """The HDF5 file of a source, opened once for all arrays that h5py reads: opening takes longer than reading most of them."""
 
@@ -91,11 +98,12 @@ def decode(source: Source) -> Decoded:
     try:
         with h5py.File(_Stream(source), "r") as file:
             items = list(_entries(h5py, file, _Opened(source), source, warnings))
+            of_keras = not _MARKS.isdisjoint((*file.attrs, *file))
     except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
     if (twice := repeated(items)) is not None:
         raise DamagedFileError(f"Two arrays of the file would be called {twice!r}.", why="A name in it has a dot.")
-    made = Decoded("keras", Dict([*items], ordered=True), source, warnings=warnings)
+    made = Decoded("keras" if of_keras else "hdf5", Dict([*items], ordered=True), source, warnings=warnings)
     made.storage_bytes = sum(entry.storage.nbytes for _, entry in items)
     return made
 

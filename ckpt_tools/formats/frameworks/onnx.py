@@ -141,7 +141,8 @@ def decode(source: Source, files: Files | None = None) -> Decoded:
     reader = _Reader(source, files)
     reader.model()
     if not reader.graphs:
-        raise DamagedFileError("The ONNX model has no graph.")
+        why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
+        raise UnsupportedContainerError("This is no ONNX model, which would have a graph.", why=why)
     items = reader.items
     if (name := repeated(items)) is not None:
         raise DamagedFileError(f"Two initializers of the ONNX model are called {name!r}.")

@@ -234,6 +234,8 @@ def _counts(row: values.Counted) -> dict[str, object]:
 def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, heads: frozenset[Where]) -> Iterator[Finding]:
     yield from structure.damage(checkpoint, read.mismatches)
     yield from told.disorder
+    if not read.mismatches:
+        yield from structure.sparse(checkpoint)
     yield from values.findings(read.counted, heads)
     if report.against is not None:
         yield from _differences(report.against)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.formats.zip.headers import ALIGNMENT, DESCRIPTOR_64
-from ckpt_tools.io.content import Content, Deflated, Range
+from ckpt_tools.io.content import Content, Deflated, Range, chunks
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import DamagedRecord, in_file, storages_of
 from ckpt_tools.operations.in_folders import indexed_files
+from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
-from ckpt_tools.tree.nodes import Storage
+from ckpt_tools.tree.nodes import Entry, Object, Storage
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.numeric import row_major
 
 _SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
 _GAP_FROM = 1 << 20
@@ -59,6 +63,44 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         )
         fix = "Save on rank 0 only: if torch.distributed.get_rank() == 0: torch.save(...)"
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
+
+
+def sparse(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Sparse tensors with an index that is none: torch 2.13 loads them as they are."""
+    for tensor in checkpoint.tensors:
+        node = unwrapped(tensor.node) if type(tensor.node) is Object else None
+        if node is None or node.name not in SPARSE:
+            continue
+        parts, order = sparse_parts(node.args), checkpoint.decoded.byteorder
+        if any(_is_outside(entry, most, order) for entry, most in zip(parts.indices, _bounds(parts), strict=True)):
+            text = f"the sparse tensor {dotted(tensor.where)} has an index outside its shape {list(parts.shape)}"
+            expected = "indices within the shape: torch 2.13 loads the file, 2.14 refuses it"
+            fix = "Take an earlier checkpoint, or save the tensor again with indices that are right."
+            yield Finding("sparse-indices", "problem", list(tensor.where), text, expected, fix)
+
+
+def _bounds(parts: SparseParts) -> list[Sequence[int]]:
+    """What the indices of each entry stay below; one number for each row of an entry."""
+    if parts.layout == "sparse_coo":
+        return [parts.shape[: parts.indices[0].shape[0]]]
+    columns = parts.layout in ("sparse_csr", "sparse_bsr")
+    block = parts.values.shape[-1 if columns else -2] if parts.layout in ("sparse_bsr", "sparse_bsc") else 1
+    return [[parts.indices[1].shape[-1] + 1], [parts.shape[-1 if columns else -2] // max(1, block)]]
+
+
+def _is_outside(entry: Entry, most: Sequence[int], byteorder: str) -> bool:
+    """Whether a number of these, whose rows have a bound each, is negative or not below it."""
+    little = to_little_endian(entry, byteorder)
+    assert type(little) is Entry
+    run, at = prod(entry.shape) // max(1, len(most)), 0
+    for chunk in chunks(row_major(little)):
+        numbers = memoryview(chunk).cast("B").cast("q" if entry.dtype.itemsize == 8 else "i")
+        while len(numbers):
+            row = numbers[: run - at % run]
+            if min(row) < 0 or max(row) >= most[at // run]:
+                return True
+            at, numbers = at + len(row), numbers[len(row) :]
+    return False
 
 
 def _users(checkpoint: Checkpoint, damaged: Sequence[DamagedRecord]) -> dict[int, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tools.edit.devices import map_storages
@@ -91,7 +92,10 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     if end is None:
         raise SafetensorsError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")
     claimed = TruncatedSource(source, start, 8 + length + end)
-    salvaged = Salvaged(safetensors.decode(claimed))
+    unread: dict[str, str] = {}
+    salvaged = Salvaged(safetensors.decode(claimed, unread))
+    entries = safetensors.entries_of(salvaged.decoded)
+    why = {entries[name].storage.key: text for name, text in unread.items()}
     if start:
         salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the header are left out."))
     behind = source.size - start - claimed.size
@@ -103,6 +107,10 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     def cut_short(storage: Storage) -> Storage:
         content = storage.content
         assert isinstance(content, Range)
+        if storage.key in why:
+            changed = replace(storage, key=f"{storage.key} unread")
+            salvaged.lost[id(changed)] = why[storage.key]
+            return changed
         left = max(0, claimed.available - content.offset)
         if left >= content.length:
             return storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
-from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
+from ckpt_tools.pickling.weights_only import BUILT, NO_CLASSES, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
 _COST_OF_STATE = 8  # in containers: whoever asks whether an object is a module looks at its state, again and again
@@ -55,6 +55,8 @@ def _new(machine: State, call: Call, args: Node, kwargs: Dict | None) -> None:
 def _push(machine: State, call: Call, cls: Node, args: tuple[Node, ...], kwargs: Dict | None = None) -> None:
     """An instance made by `cls.__new__`, which makes an OrderedDict empty whatever it is given."""
     machine.spend()
+    if type(cls) is not Global or cls in NO_CLASSES:
+        machine.unusual["an instance of something that is not a class"] = None
     machine.stack.append(Dict(ordered=True) if cls == ORDERED_DICT else Object(call, cls, args, kwargs))
     if type(cls) is Global and cls in READS_AT_ONCE:
         machine.note_given(args)

@@ -126,6 +126,7 @@ def _push_byte_string(machine: State, data: bytes) -> None:
         machine.stack.append(data.decode("utf-8"))
     except UnicodeDecodeError:
         machine.spend(COST_OF_BYTE_STRING)
+        machine.unusual["text of Python 2 that is not UTF-8"] = None
         machine.stack.append(ByteString(data))
 
 
