@@ -27,7 +27,7 @@ from tests.support.servers import Server
 def prepared(folder: Path) -> Iterator[dict[str, Any]]:
     """A workplace with keys, a signature, inputs of the shipped plans and a server; the names that Python rows may use."""
     with workplace(folder), Server(FIXTURES) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         key = Ed25519PrivateKey.from_private_bytes(bytes(32))
         Path("key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         Path("public.pem").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
