@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
 import ckpt_tools.torch
 from fixtures.make import network
 from tests.golden import inputs
-from tests.golden.running import workplace
+from tests.golden.running import command, workplace
+from tests.support.matching import matched
 from tests.support.samples import FIXTURES
 from tests.support.servers import Server
 
@@ -34,8 +37,30 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
         ckpt_tools.sign("fixtures/single.pth", key="key.pem", output="single.sig")
         with warnings.catch_warnings():
             inputs.make(Path("made"))
-        yield {"server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss}
+        yield {
+            "server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss,
+            "ckpt": typed, "tried": tried, "found": found, "matched": matched, "nn": nn, "np": np, "save_file": save_file,
+            "load": ckpt_tools.torch.load,
+        }  # fmt: skip
         server.shutdown()
+
+
+def typed(line: str) -> int:
+    """A command of a row that has made its input itself: it prints what it prints; the exit code."""
+    return command(f"ckpt {line}")
+
+
+def tried(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a call gives, or its error: the row goes on."""
+    try:
+        return call(*args, **options)
+    except ckpt_tools.CkptError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def found(path: str, **options: Any) -> list[str]:
+    """The codes of what `check` finds."""
+    return [row.code for row in ckpt_tools.check(path, **options).findings]
 
 
 def guarded_load() -> str:
