@@ -102,17 +102,6 @@ def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
     assert "unused-storage" not in codes(tmp_path / "model.pth")
 
 
-def test_safetensors_headers(tmp_path: Path) -> None:
-    """A header without a format and one that is not padded are told."""
-    path = tmp_path / "model.safetensors"
-    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    assert len(header) % 8
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert codes(path) == ["no-format", "unaligned"]
-    save_file({"a": torch.ones(1)}, path, {"format": "pt"})
-    assert codes(path) == []
-
-
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     """Every shard of a folder is read; one that the index does not name is said; a missing one makes it unreadable."""
     index = {"weight_map": {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}}
