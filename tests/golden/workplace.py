@@ -40,7 +40,7 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
         yield {
             "server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss,
             "ckpt": typed, "tried": tried, "found": found, "matched": matched, "nn": nn, "np": np, "save_file": save_file,
-            "load": ckpt_tools.torch.load,
+            "load": ckpt_tools.torch.load, "trained": trained, "held": held,
         }  # fmt: skip
         server.shutdown()
 
@@ -61,6 +61,24 @@ def tried(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 def found(path: str, **options: Any) -> list[str]:
     """The codes of what `check` finds."""
     return [row.code for row in ckpt_tools.check(path, **options).findings]
+
+
+def trained(optimizer: type[torch.optim.Optimizer], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network of twelve layers and its optimizer, after a step."""
+    layers = [nn.ModuleDict({"query": nn.Linear(6, 6, bias=False), "norm": nn.LayerNorm(6)}) for _ in range(12)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(6, 3)})
+    used = optimizer(model.parameters(), **settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    used.step()
+    return model, used
+
+
+def held(attribute: str, **others: nn.Module) -> nn.Module:
+    """A small model as an attribute of another, beside others; of none it is the model itself."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return nn.ModuleDict({attribute: inner, **others}) if attribute else inner
 
 
 def guarded_load() -> str:

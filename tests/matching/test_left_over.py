@@ -1,6 +1,5 @@
 """What a matching leaves over: what may be left out, what goes further, and the fewest questions with their answers."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,50 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import ckpt_tools
-from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
-from tests.support.commands import ckpt
+from ckpt_tools.errors import NothingMatchedError, UsageError
 from tests.support.matching import Shapes, by_names, matched, reported
 
-
-class Net(nn.Module):
-    """An auxiliary head, as Inception has it, or none."""
-
-    def __init__(self, *, aux: bool) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 1)
-        if aux:
-            self.AuxLogits = nn.Sequential(nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5), nn.Linear(5, 2))
-        self.last = nn.Linear(4, 2)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint with an auxiliary head, and one without."""
-    paths = tmp_path / "aux.pth", tmp_path / "plain.pth"
-    for path, aux in zip(paths, (True, False), strict=True):
-        torch.save(Net(aux=aux).state_dict(), path)
-    return paths
-
-
 # --- what the target lacks
-
-
-def test_a_head_that_the_target_lacks_is_one_glob(files: tuple[Path, Path], tmp_path: Path) -> None:
-    """match and convert say it in one sentence; with the drop it says the conversion is done, without it nothing is written."""
-    said = "'AuxLogits.*', 9 tensors: not in the target"
-    shown = ckpt("match", files[0], "--like", files[1], code=1)
-    assert f"{said}; ckpt convert --drop 'AuxLogits.*'" in shown.output
-    out = tmp_path / "out.pth"
-    with pytest.raises(MatchError) as caught:
-        ckpt_tools.convert(files[0], out, like=files[1])
-    assert caught.value.why.endswith(f"{said}.")
-    assert "`drop='AuxLogits.*'`" in caught.value.fix
-    assert not out.exists()
-    ckpt_tools.convert(files[0], out, like=files[1], drop="AuxLogits.*")
-    assert list(torch.load(out)) == list(torch.load(files[1]))
 
 
 def globs(old: Shapes, new: Shapes) -> list[tuple[str, int]]:
@@ -139,34 +99,6 @@ def test_answers_that_cannot_be_meant(pairs: list[str], error: type[Exception]) 
 
 
 # --- what the user sees
-
-
-def test_the_option_that_goes_further_was_tried(tmp_path: Path) -> None:
-    """Other names: `--match structure` is named, with sizes of 1 `--allow-reshape` too; then nothing more."""
-    torch.save({"a.weight": torch.ones(4, 3, 1, 1), "b.bias": torch.ones(7)}, tmp_path / "a.pth")
-    torch.save({"x.weight": torch.ones(4, 3), "y.bias": torch.ones(7)}, tmp_path / "b.pth")
-    arguments = ["match", str(tmp_path / "a.pth"), "--like", str(tmp_path / "b.pth")]
-    assert "--match structure --allow-reshape finds 2 partners more" in ckpt(*arguments, code=1).output
-    advice = json.loads(ckpt(*arguments, "--match", "structure", "--json", code=1).output)["advice"]
-    assert advice["further"] == ["--allow-reshape"]
-    done = json.loads(ckpt(*arguments, "--match", "structure", "--allow-reshape", "--json").output)
-    assert (done["complete"], done["advice"]) == (True, {"further": [], "extras": [], "questions": []})
-
-
-def test_answers_on_the_command_line_and_in_convert(tmp_path: Path) -> None:
-    """`ckpt match` prints the answers as they are typed; with one of them `convert --like` does it too."""
-    old, new = unclear(2)
-    for path, side in ((tmp_path / "old.pth", old), (tmp_path / "new.pth", new)):
-        torch.save({name: torch.randn(shape) for name, shape in side.items()}, path)
-    shown = ckpt("match", tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--match", "structure", code=1).output
-    assert "which is blocks.{i}.red (4 tensors)?" in shown
-    assert "    --pair 'layers.{i}.two=blocks.{i}.red'" in shown
-    options = ["--like", str(tmp_path / "new.pth"), "--match", "structure", "--pair", "layers.{i}.two=blocks.{i}.red"]
-    ckpt("match", tmp_path / "old.pth", *options)
-    ckpt("convert", tmp_path / "old.pth", tmp_path / "out.pth", *options)
-    before, after = torch.load(tmp_path / "old.pth"), torch.load(tmp_path / "out.pth")
-    torch.testing.assert_close(after["blocks.1.red.weight"], before["layers.1.two.weight"])
-    ckpt("match", tmp_path / "old.pth", *options[:4], "--ask", code=2)  # not a terminal
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import Converted
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES
@@ -215,3 +215,21 @@ def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:
     assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
     assert report.dropped == []
     assert any(note.code == "ties-restored" for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["out", "llama-3.1-8B"])
+@pytest.mark.parametrize("index", [False, True])
+def test_a_folder_asks(tmp_path: Path, name: str, index: bool) -> None:
+    """A folder in, and out a name that a folder could have: asked, with both ways named; each of them works."""
+    ckpt_tools.convert(FIXTURES / "single.pth", tmp_path / "shards", shard_size="1KB")
+    source = tmp_path / "shards" / "model.safetensors.index.json" if index else tmp_path / "shards"
+    with pytest.raises(UsageError, match=f"Is .*{name} to be a file or a folder") as caught:
+        ckpt_tools.convert(source, tmp_path / name)
+    assert "`shard_size='5GB'`" in caught.value.fix
+    with pytest.raises(UsageError, match="to be a file or a folder"):
+        ckpt_tools.average([source, source], tmp_path / name)
+    ckpt_tools.convert(source, tmp_path / name, shard_size="5GB")
+    ckpt_tools.convert(source, tmp_path / "one", format="pth")
+    ckpt_tools.convert(source, tmp_path / "two.pth")
+    assert (tmp_path / name).is_dir()
+    assert (tmp_path / "one").is_file()
