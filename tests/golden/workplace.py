@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ import ckpt_tools.torch
 from fixtures.make import network
 from tests.golden import inputs
 from tests.golden.running import command, workplace
-from tests.support.matching import matched
+from tests.support.matching import reported
 from tests.support.samples import FIXTURES
 from tests.support.servers import Server
 
@@ -39,7 +41,7 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
             inputs.make(Path("made"))
         yield {
             "server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss,
-            "ckpt": typed, "tried": tried, "found": found, "matched": matched, "nn": nn, "np": np, "save_file": save_file,
+            "ckpt": typed, "tried": tried, "found": found, "fates": fates, "adapter": adapter, "nn": nn, "np": np, "save_file": save_file,
             "load": ckpt_tools.torch.load, "trained": trained, "held": held,
         }  # fmt: skip
         server.shutdown()
@@ -79,6 +81,34 @@ def held(attribute: str, **others: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     return nn.ModuleDict({attribute: inner, **others}) if attribute else inner
+
+
+def fates(old: Any, new: Any, match: str | None = "exact+wrappers", **options: Any) -> list[Any]:
+    """What becomes of every name of two sides: names of one shape, shapes by name, or modules."""
+    sides = [dict.fromkeys(side, (2,)) if isinstance(side, list) else side for side in (old, new)]
+    try:
+        report = reported(*sides, match, **options)
+    except ckpt_tools.CkptError as error:
+        return [f"{type(error).__name__}: {error}".replace(tempfile.gettempdir(), "")]
+    one = report.matching
+    advice = report.advice
+    told = {
+        "matched": [(row.old, row.new, row.reason, row.step) for row in one.matched], "missing": one.missing,
+        "unexpected": one.unexpected, "ambiguous": [(row.new, row.candidates, row.why) for row in one.ambiguous],
+        "mismatched": [(row.old, row.new, row.source_shape, row.target_shape) for row in one.mismatched],
+        "offers": [(row.step, row.old, row.new) for row in one.offers],
+        "extras": [(row.glob, len(row.names)) for row in advice.extras],
+        "questions": [(row.new, row.candidates) for row in advice.questions],
+    }  # fmt: skip
+    return [f"{name}: {rows}" for name, rows in told.items() if rows]
+
+
+def adapter(tensors: dict[str, torch.Tensor], folder: str = "adapter", **config: object) -> str:
+    """An adapter of PEFT's: its folder."""
+    Path(folder).mkdir(exist_ok=True)
+    save_file({f"base_model.model.{name}": value for name, value in tensors.items()}, f"{folder}/adapter_model.safetensors")
+    Path(folder, "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, **config}))
+    return folder
 
 
 def guarded_load() -> str:
