@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import warnings
@@ -41,7 +42,8 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
             inputs.make(Path("made"))
         yield {
             "server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss,
-            "ckpt": typed, "tried": tried, "found": found, "fates": fates, "adapter": adapter, "nn": nn, "np": np, "save_file": save_file,
+            "ckpt": typed, "tried": tried, "found": found, "fates": fates, "adapter": adapter, "trainings": trainings,
+            "beside": beside, "nn": nn, "np": np, "save_file": save_file,
             "load": ckpt_tools.torch.load, "trained": trained, "held": held,
         }  # fmt: skip
         server.shutdown()
@@ -109,6 +111,23 @@ def adapter(tensors: dict[str, torch.Tensor], folder: str = "adapter", **config:
     save_file({f"base_model.model.{name}": value for name, value in tensors.items()}, f"{folder}/adapter_model.safetensors")
     Path(folder, "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, **config}))
     return folder
+
+
+def trainings(folder: str, **facts: dict[str, Any]) -> None:
+    """Training checkpoints by name, with their facts beside the weights, written at times of their own."""
+    for name, given in facts.items():
+        path, time, value = Path(folder, name), given.pop("time", 0), given.pop("value", 1.0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": {"module.a.weight": torch.full((64, 4), value)}, **given}, path)
+        os.utime(path, (10**9 + time,) * 2)
+
+
+def beside() -> str:
+    """A folder of two shards, and what Hugging Face's libraries put beside them."""
+    ckpt_tools.convert("fixtures/single.pth", "in", shard_size="4KB")
+    for name in ("LICENSE", "config.json", "generation_config.json", "merges.txt", "tokenizer.model", "vocab.txt"):
+        Path("in", name).write_text('{"torch_dtype": "float32"}' if name == "config.json" else "{}")
+    return "in"
 
 
 def guarded_load() -> str:

@@ -34,20 +34,6 @@ def saved(path: Path, *, tensors: int = 5, rows: int = 50) -> Path:
     return path
 
 
-def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
-    """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
-    done = run("check", wrapped_file, "--ignore", "wrapper-prefixes")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "--ignore wrapper-prefixes: no finding has this code." in done.stderr
-    assert "Did you mean 'wrapper-prefix'?" in done.stderr
-    assert not [
-        finding for finding in check(wrapped_file, ignore="wrapper-prefix").findings if finding.code == "wrapper-prefix"
-    ]
-    with pytest.raises(UsageError, match="`ignore='w'`: no finding") as caught:
-        check(wrapped_file, ignore=["w"])
-    assert "docs/check.md" in caught.value.fix
-
-
 def test_every_documented_code_can_be_ignored() -> None:
     """Those in the table of docs/check.md are codes."""
     table = (ROOT / "docs" / "check.md").read_text().partition("## Findings")[2]
