@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,7 +41,7 @@ def prepared(folder: Path) -> Iterator[dict[str, Any]]:
             inputs.make(Path("made"))
         yield {
             "server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss,
-            "ckpt": typed, "tried": tried, "found": found, "fates": fates, "adapter": adapter, "trainings": trainings,
+            "run": typed, "tried": tried, "found": found, "fates": fates, "adapter": adapter, "trainings": trainings,
             "beside": beside, "nn": nn, "np": np, "save_file": save_file,
             "load": ckpt_tools.torch.load, "trained": trained, "held": held,
         }  # fmt: skip
@@ -87,18 +86,17 @@ def held(attribute: str, **others: nn.Module) -> nn.Module:
 
 def fates(old: Any, new: Any, match: str | None = "exact+wrappers", **options: Any) -> list[Any]:
     """What becomes of every name of two sides: names of one shape, shapes by name, or modules."""
-    sides = [dict.fromkeys(side, (2,)) if isinstance(side, list) else side for side in (old, new)]
+    one, other = (dict.fromkeys(side, (2,)) if isinstance(side, list) else side for side in (old, new))
     try:
-        report = reported(*sides, match, **options)
+        report = reported(one, other, match, **options)
     except ckpt_tools.CkptError as error:
-        return [f"{type(error).__name__}: {error}".replace(tempfile.gettempdir(), "")]
-    one = report.matching
-    advice = report.advice
+        return [f"{type(error).__name__}: {error}"]
+    found, advice = report.matching, report.advice
     told = {
-        "matched": [(row.old, row.new, row.reason, row.step) for row in one.matched], "missing": one.missing,
-        "unexpected": one.unexpected, "ambiguous": [(row.new, row.candidates, row.why) for row in one.ambiguous],
-        "mismatched": [(row.old, row.new, row.source_shape, row.target_shape) for row in one.mismatched],
-        "offers": [(row.step, row.old, row.new) for row in one.offers],
+        "matched": [(row.old, row.new, row.reason, row.step) for row in found.matched], "missing": found.missing,
+        "unexpected": found.unexpected, "ambiguous": [(row.new, row.candidates, row.why) for row in found.ambiguous],
+        "mismatched": [(row.old, row.new, row.source_shape, row.target_shape) for row in found.mismatched],
+        "offers": [(row.step, row.old, row.new) for row in found.offers],
         "extras": [(row.glob, len(row.names)) for row in advice.extras],
         "questions": [(row.new, row.candidates) for row in advice.questions],
     }  # fmt: skip
