@@ -50,7 +50,7 @@ def training_file(tmp_path: Path) -> Path:
 def server(tmp_path: Path) -> Iterator[Server]:
     """A server on the test's folder."""
     served = Server(tmp_path)
-    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield served
     served.shutdown()

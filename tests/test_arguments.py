@@ -19,11 +19,9 @@ from torch import nn
 import ckpt_tools
 import ckpt_tools.torch as load_code
 from ckpt_tools.errors import CkptError, UsageError
-from tests.support.commands import ckpt
 from tests.support.samples import FIXTURES
 
 SINGLE = FIXTURES / "single.pth"
-QUANTISED = FIXTURES / "quantised/gptq.safetensors"
 PUBLIC: dict[str, Callable[..., Any]] = {
     name: getattr(home, name)
     for home in (ckpt_tools, load_code)
@@ -104,63 +102,12 @@ def test_what_no_call_takes(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"map_location": torch.device("cuda:1")},
-        {"map_location": {torch.device("cpu"): "cuda:1"}},
-        {"map_location": {"cpu": torch.device("cuda:1")}},
-    ],
-)
-def test_devices_in_convert(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A torch.device does as well as its name, alone or in a mapping."""
-    report = ckpt_tools.convert(SINGLE, tmp_path / "out.pth", **options)
-    assert list(report.devices) == ["cpu -> cuda:1"]
-
-
-@pytest.mark.parametrize("rename", [[("^fc", "head=")], (("^fc", "head="),), {"^fc": "head="}, iter([("^fc", "head=")])])
-def test_renames_as_pairs(tmp_path: Path, rename: Any) -> None:
-    """Pairs and mappings say a rule without a = that could be read in two ways."""
-    ckpt_tools.convert(SINGLE, tmp_path / "out.pth", rename=rename)
-    assert "head=1.weight" in torch.load(tmp_path / "out.pth")
-
-
 WORDS = {
     "half": torch.half, "torch.half": torch.half, "fp16": torch.half, "F16": torch.half, "float": torch.float,
     "FP32": torch.float, "double": torch.double, "BF16": torch.bfloat16, "bfloat": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "e4m3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_words_for_dtypes(word: str) -> None:
-    """The words that torch, safetensors and configurations have for a float type all mean it."""
-    assert load_code.load_state_dict(SINGLE, dtype=word)["fc1.weight"].dtype is WORDS[word]
-
-
-@pytest.mark.parametrize("word", ["half", torch.half, "float16", "fp16"])
-def test_words_for_dtypes_that_are_choices(tmp_path: Path, word: Any) -> None:
-    """An option that knows few dtypes takes their other names too, and no others."""
-    ckpt_tools.convert(QUANTISED, tmp_path / "out.pth", dequantize=word)
-    assert torch.float16 in {tensor.dtype for tensor in torch.load(tmp_path / "out.pth").values()}
-    with pytest.raises(UsageError, match="dequantize"):
-        ckpt_tools.convert(QUANTISED, tmp_path / "no.pth", dequantize="double")  # type: ignore[arg-type]
-
-
-def test_words_for_dtypes_on_the_command_line(tmp_path: Path) -> None:
-    """--dequantize takes the word behind it where that is one for a dtype; integers are refused with what makes them."""
-    ckpt("convert", QUANTISED, tmp_path / "out.pth", "--dequantize", "half")
-    for path, option, said in ((QUANTISED, "--dequantize", "'int8' is not one of"), (SINGLE, "--dtype", "--quantize q8_0")):
-        assert said in ckpt("convert", path, tmp_path / "x.pth", option, "int8", code=2).stderr
-
-
-@pytest.mark.parametrize("rows", [np.array([9, 0]), torch.tensor([9, 0]), (9, 0), {"fc2.*": np.array([9, 0])}])
-def test_rows(tmp_path: Path, rows: Any) -> None:
-    """Row numbers come in anything that holds numbers in order."""
-    target = {name: tensor[:2] if name.startswith("fc2") else tensor for name, tensor in torch.load(SINGLE).items()}
-    ckpt_tools.convert(SINGLE, tmp_path / "out.pth", like=target, on_mismatch="overlap", rows=rows)
-    assert torch.equal(torch.load(tmp_path / "out.pth")["fc2.bias"], torch.load(SINGLE)["fc2.bias"][[9, 0]])
 
 
 def test_numbers_of_other_kinds(tmp_path: Path) -> None:

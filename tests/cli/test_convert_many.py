@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import subprocess
@@ -56,18 +55,6 @@ def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
     assert result.exit_code == 3
 
 
-def test_all_done_is_zero(tmp_path: Path) -> None:
-    """Where nothing failed the exit code says so, and --quiet prints nothing; a dry run writes nothing."""
-    dry = run("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--dry-run")
-    assert "would write 2 of 2 files" in dry.output
-    assert not (tmp_path / "out").exists()
-    done = run("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--quiet")
-    assert (done.exit_code, done.output) == (0, "")
-    again = run("convert", SINGLE, "--to-dir", tmp_path / "out")
-    assert (again.exit_code, "--overwrite" in again.output) == (3, True)
-    ckpt("convert", SINGLE, "--to-dir", tmp_path / "out", "--overwrite")
-
-
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
 def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[str]) -> None:
     """Before anything is written, with both names; so is an output that is one of the inputs."""
@@ -80,29 +67,6 @@ def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[
     same = ckpt("convert", SINGLE, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "a", *options, code=2)
     assert "is the input" in same.output
     assert not (tmp_path / "a" / "single.pth").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ([], {"a.ckpt", "b.pth", "c.bin"}), (["--format", "safetensors"], {"a.safetensors", "b.safetensors", "c.safetensors"}),
-        (["--format", "pth-legacy"], {"a.pth", "b.pth", "c.pth"}), (["--shard-size", "5GB"], {"a", "b", "c"}),
-    ],
-)  # fmt: skip
-def test_names_of_outputs(options: list[str], names: set[str], tmp_path: Path) -> None:
-    """An output has its input's name, with the extension of the format; of what is packed `.pth`."""
-    files = [tmp_path / name for name in ("a.ckpt", "b.tar.gz", "c.bin")]
-    for file in files:
-        file.write_bytes(gzip.compress(SINGLE.read_bytes()) if file.suffix == ".gz" else SINGLE.read_bytes())
-    ckpt("convert", *files, "--to-dir", tmp_path / "out", *options)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-
-
-def test_the_folder_cannot_be_made(tmp_path: Path) -> None:
-    """A file where the folder should be is one error, before the first input is read."""
-    (tmp_path / "out").write_text("")
-    result = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out" / "below", code=3)
-    assert result.output.count("Error: ") == 1
 
 
 def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def tab(site: Path, tmp_path: Path) -> Iterator[tuple[Tab, str]]:
     """A tab, and the address of the page."""
     handler = functools.partial(Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with Tab(tmp_path / "profile") as opened:
             yield opened, f"http://127.0.0.1:{server.server_port}/try.html"
         server.shutdown()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, ConvertError, MatchError, MatchPlanError, NothingMatchedError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, MatchPlanError, UsageError
 from ckpt_tools.torch import load_into
 from fixtures.make import network
 from tests.support.graphs import element_bytes
@@ -214,40 +214,6 @@ def test_a_plan_is_replayed(tmp_path: Path) -> None:
         ckpt_tools.convert(SOURCE, tmp_path / "n.pth", like=with_head(10), **options)
     with pytest.raises(UsageError, match="which says every name"):
         ckpt_tools.convert(SOURCE, tmp_path / "n.pth", add_module=True, **options)
-
-
-BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
-    ({"reinit": "zeros"}, UsageError, "`like=TARGET` is missing"),
-    ({"like_select": "model"}, UsageError, "`like=TARGET` is missing"),
-    ({"plan": "p.toml", "like_args": "{}"}, UsageError, "`like=TARGET` is missing"),
-    ({"seed": 3}, UsageError, "`like=TARGET` is missing"),
-    ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "`rows"),
-    ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "`rows="),
-    ({"like": "fixtures.make:network", "reinit": "head.*=zeros"}, NothingMatchedError, "matches no tensor that has to be"),
-    ({"like": "fixtures.make:nowhere"}, TargetError, "nowhere"),
-    ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with `plan`"),
-    ({"plan": "p.toml", "add_module": True}, UsageError, "`add_module` does not go with `plan`"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda value: str(value)[:60])
-def test_what_cannot_be_meant(options: dict[str, Any], error: type[CkptError], message: str, tmp_path: Path) -> None:
-    """Options that do not go together, or match nothing, are refused, and nothing is written."""
-    with pytest.raises(error, match=message):
-        ckpt_tools.convert(SOURCE, tmp_path / "m.pth", **options)
-    assert not list(tmp_path.iterdir())
-
-
-def test_overlap_needs_as_many_dimensions(tmp_path: Path) -> None:
-    """A convolution does not overlap with a matrix, nor rows with fewer."""
-    target = dict(network().state_dict())
-    target["fc2.weight"] = torch.empty(10, 8, 2)
-    with pytest.raises(ConvertError, match="number of dimensions"):
-        convert(target, tmp_path / "m.pth", on_mismatch="overlap", reinit="zeros")
-    with pytest.raises(UsageError, match="there is no row 10"):
-        convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[10])
-    with pytest.raises(UsageError, match="room for 4"):
-        convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[1, 2, 3, 4, 5])
 
 
 def test_a_target_leaves_no_trace(tmp_path: Path) -> None:

@@ -204,26 +204,6 @@ def test_patches_are_reshaped_by_a_plan_only(tmp_path: Path, name: str, step: st
     torch.testing.assert_close(torch.load(tmp_path / "out.pth")[name], first, rtol=0, atol=0)
 
 
-def test_wrong_options_are_refused() -> None:
-    """No target, two, unknown stages, rules that cannot be read, a file that is not there, lists that disagree."""
-    one, other = FIXTURES / "single.pth", FIXTURES / "tied.pth"
-    wrong = ((), ("--like", one), ("--match", "best"), ("--rename", "x"), ("--overwrite",))
-    for options in wrong:
-        ckpt("match", one, *(("--like", other) if options else ()), *options, code=2)
-    ckpt("match", one, "--like", other, "--rename", "nothing=x", code=3)
-    ckpt("match", "absent.pth", "--like", other, code=3)
-    ckpt("match", one, "--like", other, "--match", "position", code=3)
-
-
-def test_names_from_files_cannot_write_to_the_terminal(tmp_path: Path) -> None:
-    """Control characters in names are escaped in every part of the table."""
-    torch.save({"a\x1b[31m.weight": torch.ones(2), "b\x1b.weight": torch.ones(3)}, tmp_path / "a.pth")
-    torch.save({"module.a\x1b[31m.weight": torch.ones(2), "c\x1b.weight": torch.ones(4)}, tmp_path / "b.pth")
-    shown = ckpt("match", tmp_path / "a.pth", "--like", tmp_path / "b.pth", code=1).output
-    assert "\x1b" not in shown
-    assert "a\\x1b[31m.weight" in shown
-
-
 def test_the_call_is_the_command(tmp_path: Path) -> None:
     """`ckpt_tools.match` gives the command's report and writes the command's plan; what it cannot do without is asked for."""
     source, like = FIXTURES / "ddp.pth", FIXTURES / "single.pth"

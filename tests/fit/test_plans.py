@@ -54,31 +54,6 @@ def test_ties_and_module_versions_go_along(tmp_path: Path) -> None:
     assert loaded._metadata["norm"]["version"] == 2  # type: ignore[attr-defined]
 
 
-COPY = table("a", "b", shape=[2])
-MISMATCH = '\n[[mismatched]]\nold = "a"\nnew = "b"\nshape = [2]\nto = [3]\n'
-BAD: list[tuple[str, str]] = [
-    (COPY + COPY, "twice"), ('drop = ["a"]\n' + COPY, "drops"), ('missing = ["b"]\n' + COPY, "two fates for new 'b'"),
-    (COPY + MISMATCH, "two fates for new 'b'"),
-    (COPY + '\n[[ambiguous]]\nnew = "b"\ncandidates = ["a"]\nwhy = "equals"\n', "two fates for new 'b'"),
-    (MISMATCH + MISMATCH, "two fates for new 'b'"), ('unexpected = ["a"]\n' + COPY, "two fates for old 'a'"),
-    ('drop = ["a"]\nunexpected = ["a"]\n', "two fates for old 'a'"), ('drop = ["a"]\n' + MISMATCH, "two fates for old 'a'"),
-    (table("a", "b", shape=[2], to=[3]), "shapes"), (table("a", "b", "transpose", shape=[2], to=[2]), "shapes"),
-    (table("a", ["b", "c"], "split", shape=[2], to=[[1], [2]]), "shapes"),
-    (table("a", "b", "reshape", shape=[2], to=[4]), "reshaped|shapes"),
-    (table(["a", "c"], "b", shape=[[2], [2]]), "one shape for each name"), ("", "does not name"),
-    ('drop = ["a"]\n' + table("z", "b", shape=[2]), "does not have"), (table("a", "b", shape=[3]), "another shape"),
-    (table("a", "epoch", shape=[2]), "not a tensor"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("plan", "message"), BAD)
-def test_a_plan_that_does_not_fit_is_refused(plan: str, message: str, tmp_path: Path) -> None:
-    """Nothing is applied in part: a step that cannot be done, a name without a fate, another shape."""
-    with pytest.raises(MatchPlanError, match=message):
-        applied({"a": torch.ones(2), "epoch": 1}, FORMAT + plan, tmp_path)
-    assert not (tmp_path / "out.pth").exists()
-
-
 # --- plans that `match` wrote
 
 

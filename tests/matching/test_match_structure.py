@@ -3,8 +3,12 @@
 What is matched must be right: both models give equal outputs. What cannot be known must be left over, never guessed.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import networks as nets
-from tests.support.matching import assert_same_function, fates, matched, pairs
+from tests.support.matching import assert_same_function, by_names, fates, matched, pairs
 
 # --- pairs of implementations
 
@@ -67,30 +71,6 @@ def test_reshapes_are_asked_for() -> None:
     assert matched({"a.weight": (8, 72)}, {"a.weight": (8, 8, 3, 3)}, None, allow_reshape=True).mismatched
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "channels", "size"),
-    [("proj", "proj", 8, 16), ("to_patch_embedding.1", "patch_embed.proj", 32, 4), ("x.patchify", "x.patchify", 32, 4)],
-)
-def test_a_patch_embedding_is_no_flattened_map(old: str, new: str, channels: int, size: int) -> None:
-    """As a linear layer it may have its numbers as height, width, channels, however many channels an image has."""
-    linear = {f"{old}.weight": (64, channels * size * size), f"{old}.bias": (64,)}
-    convolution = {f"{new}.weight": (64, channels, size, size), f"{new}.bias": (64,)}
-    for sides in ((linear, convolution), (convolution, linear)):
-        found = matched(*sides, allow_reshape=True)
-        assert not [row for row in found.matched if row.step != "copy"]
-        assert not found.complete_with_offers
-
-
-@pytest.mark.parametrize("name", ["attn.sr", "down.reduction", "stem.conv"])
-@pytest.mark.parametrize("stages", ["names", "structure", "position"])
-def test_a_convolution_that_makes_a_map_smaller_is_no_head(name: str, stages: str) -> None:
-    """As a linear layer over patches it has its numbers in any order: as many numbers are no reason to reshape."""
-    linear, convolution = {f"{name}.weight": (64, 4096)}, {f"{name}.weight": (64, 64, 8, 8)}
-    for old, new in ((linear, convolution), (convolution, linear)):
-        found = matched(old, new, stages, allow_reshape=True)
-        assert [(row.old, row.new) for row in found.mismatched] == [(f"{name}.weight", f"{name}.weight")]
-
-
 # --- pairs that are not one network, or cannot be told
 
 
@@ -122,15 +102,6 @@ def test_numbers_count_in_any_order() -> None:
     assert {(row.old, row.new) for row in found.matched} >= {("l1.weight", "m1.weight"), ("l2.weight", "m2.weight")}
 
 
-def test_names_that_agree_by_chance_are_doubted() -> None:
-    """A layer more in front shifts the numbers: `layers.1` of the one is `layers.2` of the other, of the same shape."""
-    old = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2))
-    new = nn.Sequential(nn.Identity(), *(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2))
-    found = matched(old, new, allow_reshape=True)
-    assert not [row for row in found.matched if row.old == row.new]
-    assert found.ambiguous
-
-
 def test_heads_of_other_sizes_are_mismatched_not_lost() -> None:
     """Another number of classes, under the same names or others throughout: the heads are partners of different shapes."""
     found = matched(nn.Sequential(nn.Linear(4, 10)), nn.Sequential(nn.Linear(4, 20)))
@@ -140,53 +111,6 @@ def test_heads_of_other_sizes_are_mismatched_not_lost() -> None:
     found = matched(nets.ResNetA(), new, allow_reshape=True)
     heads = [("fc.weight", "classifier.1.weight"), ("fc.bias", "classifier.1.bias")]
     assert ([(row.old, row.new) for row in found.mismatched], found.left_over) == (heads, ((), ()))
-
-
-SQUARE, TALL = (4, 4), (6, 4)
-HIDDEN: dict[str, Any] = {
-    "a square parameter of its own": ({"proj": SQUARE}, {"head.weight": SQUARE}),
-    "and under one name": ({"text_projection": SQUARE, "a.w": TALL}, {"text_projection.weight": SQUARE, "b.w": TALL}),
-    "a square matrix beside transposed ones and others": (
-        {"a.weight": (4, 6), "a.bias": (6,), "b.weight": TALL, "b.bias": (6,), "c.weight": SQUARE, "c.bias": (4,)},
-        {"a.weight": TALL, "a.bias": (6,), "b.weight": TALL, "b.bias": (6,), "c.weight": SQUARE, "c.bias": (4,)},
-    ),
-    "q and k of the first Llama": (
-        {f"layers.0.{name}.weight": SQUARE for name in ("wq", "wk", "wv", "wo")},
-        {f"model.0.{name}_proj.weight": SQUARE for name in ("q", "k", "v", "o")},
-    ),
-    "parts that alternate by head": (
-        {"attn.query_key_value.weight": (12, 4), "attn.dense.weight": SQUARE},
-        {f"attn.{name}_proj.weight": SQUARE for name in ("q", "k", "v", "o")},
-    ),
-    "an LSTM's two biases": (
-        {"rnn.b1.value": (8,), "rnn.b2.other": (8,)},
-        {"lstm.bias_ih_l0": (8,), "lstm.bias_hh_l0": (8,)},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_equal_shapes_that_may_hide_a_difference_are_no_partners(name: str) -> None:
-    """Where libraries are known to keep the same numbers in other places, equal shapes are not enough."""
-    one, other = HIDDEN[name]
-    for old, new in ((one, other), (other, one)):
-        assert not matched(old, new, allow_reshape=True).complete_with_offers
-
-
-def test_a_block_may_hold_another_of_its_kind() -> None:
-    """Equal blocks around one convolution, a linear layer more elsewhere: which of them is in the block is not proved."""
-    linear, convolution = (4, 4), (4, 3, 1, 1)
-    old = {"a.x.weight": linear, "a.y.weight": convolution, "b.weight": linear}
-    found = matched(old, {"c.u.weight": convolution, "c.v.weight": linear})
-    assert pairs(found) == {"c.u.weight": "a.y.weight"}
-    assert [row.new for row in found.ambiguous] == ["c.v.weight"]
-
-
-def test_recurrent_layers_keep_their_own_words() -> None:
-    """`weight_ih_l0` and `bias_hh_l0` are the same tensors in any LSTM of torch, whatever it is called."""
-    found = matched(nn.ModuleDict({"rnn": nn.LSTM(3, 4, 2)}), nn.ModuleDict({"lstm": nn.LSTM(3, 4, 2)}))
-    assert found.complete
-    assert all(row.old.removeprefix("rnn.") == row.new.removeprefix("lstm.") for row in found.matched)
 
 
 def test_missing_and_extra_modules_leave_the_rest_matched() -> None:
@@ -358,3 +282,40 @@ def test_names_that_mean_too_many_things_are_left_undecided() -> None:
     found = matched(*({f"{joint.join(name)}.weight": (4, 4) for name in names} for joint in "._"))
     assert not found.matched
     assert len(found.ambiguous) == len(names)
+
+
+# --- names
+
+
+WORDS_OF_NAMES = st.lists(st.sampled_from(["module", "a", "b", "_orig_mod", "fc"]), min_size=1, max_size=4)
+NAMES = st.lists(WORDS_OF_NAMES.map(".".join), unique=True, min_size=1, max_size=8)
+
+
+@given(NAMES, NAMES, st.sampled_from(["exact+wrappers", "names"]))
+def test_every_name_has_one_fate(old: list[str], new: list[str], stages: str) -> None:
+    """Each target name is in one list, each source name is used at most once, and what is unused is unexpected."""
+    found = by_names(old, new, stages)
+    fates = [*pairs(found), *found.missing, *(row.new for row in (*found.mismatched, *found.ambiguous))]
+    assert sorted(fates) == sorted(new)
+    used = [row.old for row in (*found.matched, *found.mismatched)]
+    assert sorted([*used, *found.unexpected]) == sorted(old)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
+def test_asking_goes_on_until_nothing_is_open(tmp_path: Path) -> None:
+    """On a terminal each answer is a pair, and what it settles is not asked; the pairs are printed to be used again."""
+    old, new = (
+        {f"{block}.{n}.{name}.weight": (4, 4) for n in range(3) for name in names}
+        for block, names in (("layers", ("one", "two")), ("blocks", ("red", "sea")))
+    )
+    for path, side in ((tmp_path / "old.pth", old), (tmp_path / "new.pth", new)):
+        torch.save({name: torch.randn(shape) for name, shape in side.items()}, path)
+    command = [sys.executable, "-m", "ckpt_tools", "match", "old.pth", "--like", "new.pth", "--match", "structure", "--ask"]
+    ours, theirs = os.openpty()
+    os.write(ours, b"2\n")
+    done = subprocess.run(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=tmp_path, check=False, timeout=60)
+    told = os.read(ours, 1 << 16).decode()
+    for end in (ours, theirs):
+        os.close(end)
+    assert (done.returncode, "--pair 'layers.{i}.two=blocks.{i}.red'" in told) == (0, True), told
+    assert b"every tensor has its partner" in done.stdout

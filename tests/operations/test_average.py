@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ckpt_tools.torch
 from ckpt_tools import average
-from ckpt_tools.errors import ConvertError
 from tests.support.terminal import run
 
 
@@ -55,25 +53,6 @@ def test_across_containers_layouts_and_dtypes(tmp_path: Path) -> None:
     assert torch.equal(found, (one.t() + 1) / 2)
 
 
-def test_buffers(tmp_path: Path) -> None:
-    """Equal integers and bools stay, num_batches_tracked becomes the largest, others that differ need a word."""
-    first = {"bn.num_batches_tracked": torch.tensor(7), "ids.w": torch.arange(3), "mask.w": torch.tensor([True, False])}
-    other = {"bn.num_batches_tracked": torch.tensor(2**60 + 1), "ids.w": torch.arange(3), "mask.w": torch.tensor([True, False])}
-    paths = files(tmp_path, first, other)
-    report = average(paths, tmp_path / "out.pth")
-    assert (report.largest, report.kept, report.averaged) == (["bn.num_batches_tracked"], 2, 0)
-    assert load(tmp_path / "out.pth")["bn.num_batches_tracked"] == 2**60 + 1
-    paths = files(tmp_path, first, other | {"ids.w": torch.tensor([5, 0, 2]), "mask.w": torch.tensor([False, True])})
-    with pytest.raises(ConvertError, match="ids"):
-        average(paths, tmp_path / "no.pth")
-    assert not (tmp_path / "no.pth").exists()
-    average(paths, tmp_path / "max.pth", integers="max")
-    assert load(tmp_path / "max.pth")["ids.w"].tolist() == [5, 1, 2]
-    assert load(tmp_path / "max.pth")["mask.w"].tolist() == [True, True]
-    average(paths, tmp_path / "first.pth", integers="first")
-    assert load(tmp_path / "first.pth")["ids.w"].tolist() == [0, 1, 2]
-
-
 def test_ties_are_kept_where_all_have_them(tmp_path: Path) -> None:
     """Tied everywhere: tied in the mean. Tied in the first only: each name gets its own mean."""
     one, other, third = torch.ones(4), torch.zeros(4), torch.full((4,), 3.0)
@@ -84,35 +63,6 @@ def test_ties_are_kept_where_all_have_them(tmp_path: Path) -> None:
     average([paths[0], paths[2]], tmp_path / "free.pth")
     free = load(tmp_path / "free.pth")
     assert (free["a.w"][0].item(), free["b.w"][0].item()) == (0.5, 2.0)
-
-
-def test_everything_else_comes_from_the_first(tmp_path: Path) -> None:
-    """Epoch and optimizer are the first file's, which the report says; --select takes the weights alone."""
-    optimizer = {"state": {0: {"m": torch.ones(2)}}, "param_groups": []}
-    states = [{"model": {"a.w": torch.full((2,), float(i))}, "optimizer": optimizer, "epoch": i} for i in range(2)]
-    paths = files(tmp_path, *states)
-    report = average(paths, tmp_path / "out.pth")
-    found = load(tmp_path / "out.pth")
-    assert (found["epoch"], found["model"]["a.w"].tolist()) == (0, [0.5, 0.5])
-    assert [note.code for note in report.output.notes] == ["rest-from-first"]
-    average(paths, tmp_path / "weights.pth", select="model")
-    assert list(load(tmp_path / "weights.pth")) == ["a.w"]
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"b.w": torch.ones(2)}, "different names"),
-        ({"a.w": torch.ones(3)}, "two shapes"),
-        ({"a.w": torch.arange(2)}, "kind of number"),
-    ],
-)
-def test_what_has_no_mean_is_refused(tmp_path: Path, other: Any, words: str) -> None:
-    """Names, shapes and kinds of numbers must agree; nothing is written otherwise."""
-    paths = files(tmp_path, {"a.w": torch.ones(2)}, other)
-    with pytest.raises(ConvertError, match=words):
-        average(paths, tmp_path / "out.pth")
-    assert not (tmp_path / "out.pth").exists()
 
 
 def test_tied_names_keep_what_they_are(tmp_path: Path) -> None:
@@ -134,16 +84,6 @@ def test_conjugate_views_have_a_mean(tmp_path: Path) -> None:
     one, other = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([3 + 4j, 1 + 5j])
     average(files(tmp_path, {"a.w": one.conj()}, {"a.w": other}), tmp_path / "out.pth")
     assert load(tmp_path / "out.pth")["a.w"].tolist() == ((one.conj() + other) / 2).tolist()
-
-
-def test_the_mean_as_a_distributed_checkpoint(tmp_path: Path) -> None:
-    """format="dcp" writes a folder that holds the mean; a dry run writes none."""
-    paths = files(tmp_path, {"a.w": torch.tensor([1.0, 2.0]), "n": 1}, {"a.w": torch.tensor([3.0, 6.0]), "n": 2})
-    assert average(paths, tmp_path / "out", format="dcp", dry_run=True).averaged == 1
-    assert not (tmp_path / "out").exists()
-    report = average(paths, tmp_path / "out", format="dcp")
-    assert (report.output.container, report.output.files) == ("dcp", 1)
-    assert ckpt_tools.torch.load_state_dict(tmp_path / "out")["a.w"].tolist() == [2.0, 4.0]
 
 
 def test_where_the_largest_spread_is(tmp_path: Path) -> None:

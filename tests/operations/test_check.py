@@ -34,20 +34,6 @@ def saved(path: Path, *, tensors: int = 5, rows: int = 50) -> Path:
     return path
 
 
-def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
-    """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
-    done = run("check", wrapped_file, "--ignore", "wrapper-prefixes")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "--ignore wrapper-prefixes: no finding has this code." in done.stderr
-    assert "Did you mean 'wrapper-prefix'?" in done.stderr
-    assert not [
-        finding for finding in check(wrapped_file, ignore="wrapper-prefix").findings if finding.code == "wrapper-prefix"
-    ]
-    with pytest.raises(UsageError, match="`ignore='w'`: no finding") as caught:
-        check(wrapped_file, ignore=["w"])
-    assert "docs/check.md" in caught.value.fix
-
-
 def test_every_documented_code_can_be_ignored() -> None:
     """Those in the table of docs/check.md are codes."""
     table = (ROOT / "docs" / "check.md").read_text().partition("## Findings")[2]
@@ -100,17 +86,6 @@ def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
     """No tensor is on it, and it is saved by itself: that is a use."""
     torch.save({"a.w": torch.ones(3), "raw": torch.zeros(5)._typed_storage()}, tmp_path / "model.pth")
     assert "unused-storage" not in codes(tmp_path / "model.pth")
-
-
-def test_safetensors_headers(tmp_path: Path) -> None:
-    """A header without a format and one that is not padded are told."""
-    path = tmp_path / "model.safetensors"
-    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    assert len(header) % 8
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert codes(path) == ["no-format", "unaligned"]
-    save_file({"a": torch.ones(1)}, path, {"format": "pt"})
-    assert codes(path) == []
 
 
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:

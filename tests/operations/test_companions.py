@@ -1,15 +1,13 @@
 """Files that are no weights go with the weights from one folder into another, and what stays is said."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import ckpt_tools
-from tests.support.commands import ckpt
 from tests.support.rank_files import fsdp2, save_ranks
 
 CONFIG = b'{"architectures": ["Net"], "torch_dtype": "float32"}\n'
@@ -46,41 +44,6 @@ def test_they_come_along(folder: Path, tmp_path: Path, options: dict[str, str]) 
     assert ckpt_tools.diff(folder, tmp_path / "out").same
     own = [path for path in (tmp_path / "out").iterdir() if path.name not in TAKEN]
     assert len(own) == report.files + 1  # and the index
-
-
-def test_only_weights(folder: Path, tmp_path: Path) -> None:
-    """`--only-weights` leaves them, and says so; a dry run says what would come."""
-    shown = ckpt("convert", folder, tmp_path / "out", "--shard-size", "1KB", "--only-weights")
-    assert "config.json (--only-weights)" in shown.output
-    assert not (tmp_path / "out" / "config.json").exists()
-    dry = ckpt_tools.convert(folder, tmp_path / "dry", shard_size="1KB", dry_run=True)
-    assert dry.companions == sorted(TAKEN)
-    assert not (tmp_path / "dry").exists()
-
-
-def test_what_stays_is_said(folder: Path, tmp_path: Path) -> None:
-    """Links, folders, hidden files, code, other checkpoints (by name or content), the unknown: each with its reason."""
-    secret = tmp_path / "secret"
-    secret.write_text("secret")
-    (folder / "special_tokens_map.json").symlink_to(secret)
-    (folder / "onnx").mkdir()
-    (folder / ".gitattributes").write_text("*")
-    (folder / "modeling.py").write_text("raise SystemExit")
-    (folder / "notes.xyz").write_text("?")
-    (folder / "tf_model.h5.index.json").write_text("{}")
-    torch.save({"x": torch.ones(1)}, folder / "optimizer.pt")
-    torch.save({"x": torch.ones(1)}, folder / "word2vec.model")
-    os.mkfifo(folder / "pipe.json")
-    report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB")
-    assert dict(report.stayed) == {
-        ".gitattributes": "a hidden file", "modeling.py": "code", "notes.xyz": "neither configuration nor tokenizer",
-        "onnx": "a folder", "optimizer.pt": "another checkpoint", "pipe.json": "not a regular file",
-        "special_tokens_map.json": "a link",
-        "tf_model.h5.index.json": "another checkpoint", "word2vec.model": "another checkpoint",
-    }  # fmt: skip
-    assert report.companions == sorted(TAKEN)
-    for name, _ in report.stayed:
-        assert not (tmp_path / "out" / name).exists()
 
 
 def test_links_of_a_cache(folder: Path, tmp_path: Path) -> None:
@@ -136,13 +99,6 @@ def test_the_folders_own_file_is_taken_before_the_inner_one(tmp_path: Path) -> N
     assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
 
 
-def test_into_its_own_folder(folder: Path) -> None:
-    """Sharded anew where it is, everything else stays where it is, and there is nothing to say."""
-    report = ckpt_tools.convert(folder, folder, shard_size=1, dtype="bf16", overwrite=True)
-    assert (report.companions, report.stayed) == ([], [])
-    assert {name: (folder / name).read_bytes() for name in TAKEN} == TAKEN
-
-
 def test_a_folder_that_is_there(folder: Path, tmp_path: Path) -> None:
     """With `overwrite` they replace those of the checkpoint that was there; what else is there stays."""
     out = tmp_path / "out"
@@ -152,15 +108,6 @@ def test_a_folder_that_is_there(folder: Path, tmp_path: Path) -> None:
     ckpt_tools.convert(folder, out, shard_size="1KB", overwrite=True)
     assert (out / "config.json").read_bytes() == CONFIG
     assert (out / "mine.txt").read_bytes() == b"mine"
-
-
-def test_a_cast_is_not_in_the_configuration(folder: Path, tmp_path: Path) -> None:
-    """config.json says another dtype than the cast tensors have: a note."""
-    report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB", dtype="bf16")
-    assert "config-dtype" in [note.code for note in report.notes]
-    assert {value.dtype for path in (tmp_path / "out").glob("*.safetensors") for value in load_file(path).values()} == {
-        torch.bfloat16
-    }
 
 
 def test_nobody_else_may_read_them(folder: Path, tmp_path: Path) -> None:
@@ -173,11 +120,3 @@ def test_nobody_else_may_read_them(folder: Path, tmp_path: Path) -> None:
     for source in ("in", "ranks"):
         ckpt_tools.convert(tmp_path / source, tmp_path / f"{source}-out", shard_size="1KB")
         assert (tmp_path / f"{source}-out" / "config.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_one_file_has_none(folder: Path, tmp_path: Path) -> None:
-    """A single file, as input or as output, has no companions."""
-    merged = ckpt_tools.convert(folder, tmp_path / "one.safetensors")
-    spread = ckpt_tools.convert(tmp_path / "one.safetensors", tmp_path / "out", shard_size="1KB")
-    for report in (merged, spread):
-        assert (report.companions, report.stayed) == ([], [])

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import Converted
-from ckpt_tools.errors import CkptError, CollisionError, ContainerLimitError, ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES
@@ -80,19 +80,6 @@ def test_users_own_module_is_untouched(tmp_path: Path) -> None:
     assert codes(report) == []
 
 
-def test_collisions_are_errors(tmp_path: Path) -> None:
-    """Two tensors for one name: the error names both, and nothing is written."""
-    data = {"module.w": torch.ones(1), "w": torch.zeros(1)}
-    error = expect_refused(tmp_path, data, CollisionError, r"'module\.w' and 'w'", strip_module=True)
-    assert "`rename=" in error.fix
-    expect_refused(tmp_path, {"module.epoch": torch.ones(1), "epoch": 3}, CollisionError, strip_module=True)
-
-
-def test_no_state_dict_to_rename_in(tmp_path: Path) -> None:
-    """A lone tensor has no names."""
-    expect_refused(tmp_path, torch.ones(2), NothingMatchedError, "no state dict", strip_module=True)
-
-
 # --- one dict under several paths
 
 
@@ -111,22 +98,6 @@ def test_a_dict_under_two_paths_is_renamed_once(tmp_path: Path, options: dict[st
     assert names == [one["optimizer"]["param_groups"][0]["param_names"]] * 2
     assert [(row.where, row.renamed) for row in report.state_dicts] == [(["model"], 11), (["best"], 11), (["filtered"], 11)]
     assert report.state_dicts[0].examples == report.state_dicts[1].examples
-
-
-def test_globs_that_would_take_from_a_shared_dict(tmp_path: Path) -> None:
-    """What is dropped at one path never goes from another; a key may go whole, and names at all paths alike."""
-    weights = {"a.w": torch.ones(1), "b.w": torch.ones(2)}
-    data = {"model": weights, "model_best": weights, "nets": [weights]}
-    loaded, report = run(tmp_path, data, drop=["model_best*"])
-    assert list(loaded) == ["model", "nets"]
-    assert list(loaded["model"]) == ["a.w", "b.w"]
-    assert report.dropped == [("model_best", "`keep` / `drop`")]
-    loaded, report = run(tmp_path, data, drop=["a.*"])
-    assert [list(value) for value in (loaded["model"], loaded["model_best"], loaded["nets"][0])] == [["b.w"]] * 3
-    assert [path for path, _ in report.dropped] == ["model.a.w", "model_best.a.w", "nets.0.a.w"]
-    (tmp_path / "out.pth").unlink()
-    error = expect_refused(tmp_path, data, ConvertError, "one and the same dict or list", drop=["model.a.w"])
-    assert "`drop='model_best'`" in error.fix
 
 
 # --- devices
@@ -170,42 +141,6 @@ def test_map_location_reaches_every_storage(tmp_path: Path) -> None:
 # --- dtypes
 
 
-def test_dtype_by_glob(tmp_path: Path) -> None:
-    """A type for what a glob matches, another for the rest; the last glob that matches counts, a mapping says the same."""
-    data = {"model": {"a.w": torch.ones(2), "a.norm.w": torch.ones(2), "b.w": torch.ones(2), "n": torch.tensor(1)}}
-    for dtype in (["bf16", "a.*=fp16", "*.norm.*=fp64"], {"": "bf16", "a.*": torch.float16, "model.*.norm.*": "fp64"}):
-        loaded, report = run(tmp_path, data, dtype=dtype)
-        found = {name: str(value.dtype).removeprefix("torch.") for name, value in loaded["model"].items()}
-        assert found == {"a.w": "float16", "a.norm.w": "float64", "b.w": "bfloat16", "n": "int64"}
-        assert sum(report.casts.values()) == 3
-    loaded, _ = run(tmp_path, data, dtype="*.norm.*=fp16")
-    assert [value.dtype for value in loaded["model"].values()][:3] == [torch.float32, torch.float16, torch.float32]
-    loaded, _ = run(tmp_path, data, dtype=["fp16", "b.*=fp64"], dtype_only="a.w")
-    assert [value.dtype for value in loaded["model"].values()][:3] == [torch.float16, torch.float32, torch.float64]
-
-
-def test_dtype_by_glob_is_refused(tmp_path: Path) -> None:
-    """A glob that matches nothing, two types for all or for one glob, a type that there is not, a shared storage in two."""
-    weight = torch.ones(4)
-    data = {"a.w": weight, "b.w": weight[1:]}
-    expect_refused(tmp_path, data, NothingMatchedError, "`dtype='x\\*'` matches no float", dtype="x*=bf16")
-    expect_refused(tmp_path, data, UsageError, "given twice", dtype=["bf16", "fp16"])
-    expect_refused(tmp_path, data, UsageError, "given twice", dtype=["a=bf16", "a=fp16"])
-    expect_refused(tmp_path, data, UsageError, "is not one of", dtype="a.w=int8")
-    expect_refused(tmp_path, data, UsageError, "`dtype` is missing", dtype="a.w=bf16", dtype_only="b.w")
-    expect_refused(tmp_path, data, ConvertError, "share one storage", dtype=["bf16", "a.w=fp16"])
-
-
-def test_dtype_leaves_parts_of_quantised_weights(tmp_path: Path) -> None:
-    """Codes and scales mean nothing in another dtype: they stay, which is noted, unless a glob names them."""
-    data = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1), "norm.weight": torch.ones(2)}
-    loaded, report = run(tmp_path, data, dtype="bf16")
-    assert [value.dtype for value in loaded.values()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
-    assert "quantised-kept" in codes(report)
-    loaded, report = run(tmp_path, data, dtype="*_scale=bf16")
-    assert [value.dtype for value in loaded.values()] == [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
-
-
 def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     """An optimizer counts in float32, where bf16 would stop at 256; naming the counters casts them."""
     loaded, report = run(tmp_path, training_state(), dtype="bf16")
@@ -217,50 +152,6 @@ def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
 
 
 # --- containers
-
-
-def test_format_by_extension_and_by_option(tmp_path: Path) -> None:
-    """`.safetensors` means safetensors; --format decides otherwise."""
-    source = FIXTURES / "single.pth"
-    for name, format, container in (
-        ("a.safetensors", None, "safetensors"), ("b.bin", None, "torch-zip"), ("c.bin", "safetensors", "safetensors"),
-        ("d.safetensors", "pth", "torch-zip"), ("E.SAFETENSORS", None, "safetensors"),
-    ):  # fmt: skip
-        report = ckpt_tools.convert(source, tmp_path / name, format=format)  # type: ignore[arg-type]
-        assert report.container == container == ckpt_tools.inspect(tmp_path / name).container
-
-
-def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
-    """With several state dicts or an optimizer the error names the option that helps, and that option helps."""
-    state = training_state()
-    state["ema"] = network().state_dict()
-    error = expect_refused(tmp_path, state, ContainerLimitError, "has 2: 'model', 'ema'", name="o.safetensors")
-    assert "`select='model'`" in error.fix
-    del state["ema"]
-    error = expect_refused(tmp_path, state, ContainerLimitError, "outside one", name="o.safetensors")
-    assert "`select='model'`" in error.fix
-    assert "`drop=['optimizer']`" in error.fix
-    for options in ({"select": "model"}, {"drop": ["optimizer"]}):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", overwrite=True, **options)
-        assert set(load_file(tmp_path / "o.safetensors")) == set(state["model"])
-
-
-def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
-    """A tensor under a key that is no text is never left behind as a value without text; the advice leads to a file."""
-    state = {"m": {0: torch.ones(2), (1,): torch.ones(1), "a": torch.ones(3)}, "rng": torch.ones(4)}
-    error = expect_refused(tmp_path, state, ContainerLimitError, "in 'rng', 'm.0', 'm.<tuple key>'", name="o.safetensors")
-    assert error.fix.endswith("`drop=['rng', 'm.0', 'm.<tuple key>']`")
-    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop=["m.0", "m.<tuple key>", "rng"])
-    assert report.tensors == len(load_file(tmp_path / "o.safetensors")) == 1
-
-
-def test_safetensors_advice_for_extra_states(tmp_path: Path) -> None:
-    """Tensors in a module's extra state are to be left out, and not to be chosen in place of the model."""
-    state = {"l.w": torch.ones(2), "l._extra_state": {"t": torch.ones(1)}}
-    error = expect_refused(tmp_path, state, ContainerLimitError, "outside one, in 'l._extra_state'", name="o.safetensors")
-    assert error.fix == "Leave them out: `drop=['l._extra_state']`"
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop="l._extra_state")
-    assert set(load_file(tmp_path / "o.safetensors")) == {"l.w"}
 
 
 def test_safetensors_metadata(tmp_path: Path) -> None:
@@ -276,31 +167,6 @@ def test_safetensors_metadata(tmp_path: Path) -> None:
     assert metadata == {"format": "pt", "epoch": "3", "name": "run", "cfg": '{"lr": [0.1, null]}', "note": "in",
                         "args": '{"seed": 1}'}  # fmt: skip
     assert [(fate.name, fate.became) for fate in report.objects] == [("argparse.Namespace", "dict")]
-
-
-def test_safetensors_tells_what_has_no_text(tmp_path: Path) -> None:
-    """Two keys that are one in JSON, and `_metadata` that holds more than versions, are told about; other rows come back."""
-    state = OrderedDict([("a.w", torch.ones(1)), ("b.w", torch.ones(2)), ("cfg", {1: "a", "1": "b"}), ("n", {1: 2})])
-    state._metadata = {"a": {"version": 1}, "b": {"sizes": [1, 2]}}  # type: ignore[attr-defined]
-    torch.save(state, tmp_path / "in.pth")
-    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors")
-    assert codes(report) == ["value-dropped", "metadata-dropped"]
-    with safe_open(tmp_path / "o.safetensors", "pt") as file:
-        assert "cfg" not in file.metadata()
-        assert file.metadata()["n"] == '{"1": 2}'
-    ckpt_tools.convert(tmp_path / "o.safetensors", tmp_path / "back.pth")
-    assert torch.load(tmp_path / "back.pth")._metadata == {"a": {"version": 1}}
-
-
-def test_ties_survive_renaming_in_safetensors(tmp_path: Path) -> None:
-    """Aliases follow the names, dropped originals leave their bytes to the alias."""
-    middle = tmp_path / "m.safetensors"
-    ckpt_tools.convert(FIXTURES / "tied.pth", middle)
-    report = ckpt_tools.convert(middle, tmp_path / "r.safetensors", add_prefix="net.")
-    assert report.aliases == {"net.decoder.weight": "net.embedding.weight"}
-    ckpt_tools.convert(middle, tmp_path / "d.safetensors", drop=["embedding.*"])
-    expected = torch.load(FIXTURES / "tied.pth", weights_only=True)["decoder.weight"]
-    assert torch.equal(load_file(tmp_path / "d.safetensors")["decoder.weight"], expected)
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
@@ -337,14 +203,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert reports[0] == reports[1]
 
 
-def test_oddities_of_the_input_are_sentences(tmp_path: Path) -> None:
-    """What is odd about the input stands behind a colon: some oddities have a verb of their own, others have none."""
-    header = b'{"__metadata__":null,"a.w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    (tmp_path / "in.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "o.pth")
-    assert [note.text for note in report.notes] == ["The input: __metadata__ is null."]
-
-
 def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:
     """The tied name that safetensors.torch.save_model left to the metadata is there again after a conversion, tied."""
     from safetensors.torch import save_model
@@ -359,8 +217,19 @@ def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:
     assert any(note.code == "ties-restored" for note in report.notes)
 
 
-def test_a_single_text_is_one_pattern(tmp_path: Path) -> None:
-    """`drop="netD"` means one pattern, not four letters."""
-    torch.save({"netG": {"a.w": torch.ones(1)}, "netD": {"a.w": torch.ones(1)}}, tmp_path / "in.pth")
-    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", drop="netD")
-    assert list(torch.load(tmp_path / "out.pth")) == ["netG"]
+@pytest.mark.parametrize("name", ["out", "llama-3.1-8B"])
+@pytest.mark.parametrize("index", [False, True])
+def test_a_folder_asks(tmp_path: Path, name: str, index: bool) -> None:
+    """A folder in, and out a name that a folder could have: asked, with both ways named; each of them works."""
+    ckpt_tools.convert(FIXTURES / "single.pth", tmp_path / "shards", shard_size="1KB")
+    source = tmp_path / "shards" / "model.safetensors.index.json" if index else tmp_path / "shards"
+    with pytest.raises(UsageError, match=f"Is .*{name} to be a file or a folder") as caught:
+        ckpt_tools.convert(source, tmp_path / name)
+    assert "`shard_size='5GB'`" in caught.value.fix
+    with pytest.raises(UsageError, match="to be a file or a folder"):
+        ckpt_tools.average([source, source], tmp_path / name)
+    ckpt_tools.convert(source, tmp_path / name, shard_size="5GB")
+    ckpt_tools.convert(source, tmp_path / "one", format="pth")
+    ckpt_tools.convert(source, tmp_path / "two.pth")
+    assert (tmp_path / name).is_dir()
+    assert (tmp_path / "one").is_file()

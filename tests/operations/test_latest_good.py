@@ -33,49 +33,6 @@ def printed(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_the_highest_epoch_counts_not_the_time(tmp_path: Path) -> None:
-    """Of three the one with the highest epoch, whatever the clock said; a wrapper's prefix does not make it bad."""
-    for epoch in (9, 10, 2):
-        saved(tmp_path / f"{epoch}.pth", epoch=epoch, time=-epoch)
-    assert printed(tmp_path) == (0, f"{tmp_path / '10.pth'}\n")
-    assert latest_good(tmp_path) == tmp_path / "10.pth"
-
-
-def test_steps_within_an_epoch(tmp_path: Path) -> None:
-    """Of one epoch the one with the highest step; Lightning's global_step counts as well."""
-    saved(tmp_path / "a.ckpt", epoch=3, global_step=120)
-    saved(tmp_path / "b.ckpt", epoch=3, global_step=1000)
-    saved(tmp_path / "c.ckpt", epoch=2, global_step=1001)
-    assert latest_good(tmp_path) == tmp_path / "b.ckpt"
-
-
-def test_what_says_nothing_goes_by_time(tmp_path: Path) -> None:
-    """Without steps the file that was written last; one that says its step comes before."""
-    saved(tmp_path / "a.pth", time=5)
-    saved(tmp_path / "b.pth", time=9)
-    saved(tmp_path / "c.pth", time=7)
-    assert latest_good(tmp_path) == tmp_path / "b.pth"
-    saved(tmp_path / "d.pth", time=1, iteration=0)
-    assert latest_good(tmp_path) == tmp_path / "d.pth"
-
-
-@pytest.mark.parametrize(
-    ("newest", "others"),
-    [
-        ("epoch_012.pth", ["epoch_2.pth", "epoch_11.pth"]),
-        ("checkpoint-500/a.pth", ["checkpoint-60/a.pth", "checkpoint-7/a.pth"]),
-        ("global_step100.pt", ["global_step99.pt"]),
-        ("model-epoch=3-step=120.ckpt", ["model-epoch=3-step=99.ckpt", "model-epoch=2-step=200.ckpt"]),
-        ("iter_0000002.pth", ["step" + "9" * 30 + ".pth"]),
-    ],
-)
-def test_names_of_files(newest: str, others: list[str], tmp_path: Path) -> None:
-    """What frameworks write into names counts where the file says nothing."""
-    for time, name in enumerate([newest, *others]):
-        saved(tmp_path / name, time=time)
-    assert latest_good(tmp_path) == tmp_path / newest
-
-
 def test_damaged_and_not_finite_ones_are_passed_over(tmp_path: Path) -> None:
     """A flipped byte, a cut file and NaN: each is told on standard error, and the one before them is taken."""
     good = saved(tmp_path / "epoch_1.pth", epoch=1)
@@ -121,15 +78,6 @@ def test_what_is_being_written_is_not_taken(tmp_path: Path) -> None:
     assert latest_good(tmp_path) == growing
     assert latest_good(tmp_path, progress=write) == good
     assert "still being written" in run("check", "--latest-good", tmp_path).stderr
-
-
-@pytest.mark.parametrize("folder", ["tmp-checkpoint-9", "checkpoint-9.tmp", "checkpoint-9_tmp", "9.orbax-checkpoint-tmp-1"])
-def test_the_folder_of_an_unfinished_one_is_not_taken(folder: str, tmp_path: Path) -> None:
-    """What lies in a folder that a trainer has not renamed yet is being written; a folder that the user names counts."""
-    good = saved(tmp_path / "run" / "checkpoint-5" / "a.pth", step=5)
-    other = saved(tmp_path / "run" / folder / "a.pth", step=9)
-    assert latest_good(tmp_path / "run") == good
-    assert latest_good(other.parent) == other
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")

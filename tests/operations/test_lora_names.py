@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, FolderError
 from tests.operations.test_convert_lora import LORA, Tensors, expected, same
+from tests.support.commands import main
 from tests.support.servers import Server
 
 
@@ -166,3 +167,26 @@ def test_an_adapter_at_an_address(server: Server, tmp_path: Path) -> None:
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("adapter"))
     with pytest.raises(FolderError, match="without an adapter"):
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("elsewhere"))
+
+
+def test_the_page_and_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A folder is inspected as its adapter; the page says what it is, and the command that it shows merges it."""
+    shutil.copytree(LORA / "plain", tmp_path / "adapter", ignore=shutil.ignore_patterns("merged*"))
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(tmp_path / "adapter")])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "adapter     LoRA, PEFT's names, 4 modules: q x 2, v x 2\n            rank 2, alpha 4" in shown
+    assert "not a checkpoint: merged" not in shown
+    assert "adapter_config.json" not in shown
+    (finding,) = [
+        row for row in ckpt_tools.inspect(LORA / "plain" / "adapter_model.safetensors").findings if row.code == "adapter"
+    ]
+    base, merged = LORA / "base.safetensors", tmp_path / "merged.safetensors"
+    command = finding.fix.replace("BASE", str(base)).replace("MERGED.safetensors", str(merged)).split()[1:]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 0
+    torch.testing.assert_close(
+        load_file(merged)["blocks.0.q.weight"], load_file(LORA / "plain" / "merged.safetensors")["blocks.0.q.weight"]
+    )

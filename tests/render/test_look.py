@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import click
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from ckpt_tools import inspect
 from tests.support.commands import main
@@ -110,19 +110,30 @@ def test_quiet_means_one_thing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert ("none.pth" in result.stderr) == (code == 3)
 
 
-def test_layers_are_counted_in_their_order(tmp_path: Path) -> None:
-    """safetensors sorts names as text; blocks are folded with their numbers in order and in ranges."""
-    save_file({f"layers.{number}.weight": torch.zeros(2, 2) for number in (*range(13), 20)}, tmp_path / "model.safetensors")
-    shown = run("inspect", tmp_path / "model.safetensors").stdout
-    assert "layers.{0-12,20}.weight" in shown
+def test_a_code_is_not_broken_on_a_terminal(tmp_path: Path) -> None:
+    """On 80 columns each verdict's code stands whole in a line beside long names, several of them below each other."""
+    for name in ("cuda", "whole_module", "namespace"):
+        shutil.copy(FIXTURES / f"{name}.pth", tmp_path / f"a_name_that_takes_half_of_a_narrow_line_{name}.pth")
+    made = {"module.w": torch.ones(2), "epoch": 100_000, "global_step": 10_000_000}
+    torch.save(made, tmp_path / "epoch.pth")
+    lines = page("inspect", tmp_path, width=80).splitlines()
+    assert sum("weights-only-refused" in line for line in lines) == 2
+    assert any(line.rstrip().endswith("wrapper-prefix,") for line in lines)
 
 
-@pytest.mark.parametrize("command", ["inspect", "stats"])
-def test_names_are_sorted_by_their_numbers(tmp_path: Path, command: str) -> None:
-    """`--sort name` puts layer 2 before layer 10, however long a number may be."""
-    names = ["l.10.w", "l.2.w", "l.300.w", "l.02.b", "a.w"]
-    torch.save({name: torch.zeros(2, index + 1) for index, name in enumerate(names)}, tmp_path / "model.pth")
-    flat = ["--flat"] if command == "inspect" else []
-    shown = run(command, "--sort", "name", *flat, tmp_path / "model.pth").stdout
-    places = [shown.index(f"\n{name}") for name in ("a.w", "l.02.b", "l.2.w", "l.10.w", "l.300.w")]
-    assert places == sorted(places)
+def test_a_folded_name_is_no_wider_than_a_terminal_in_a_pipe(tmp_path: Path) -> None:
+    """Of a module with very many leaves the first stand there, and how many more; `--all` has each whole name."""
+    torch.save({f"block.weight_of_part_{i}": torch.ones(i % 3 + 1) for i in range(30)}, tmp_path / "in.pth")
+    few = run("inspect", tmp_path / "in.pth").stdout
+    table = few[few.index("\ntensor") :]
+    assert "block.{weight_of_part_0, weight_of_part_1, weight_of_part_2, ... 27 more}" in table
+    assert max(map(len, table.splitlines())) < 128
+    assert "block.weight_of_part_29 " in run("inspect", "--all", tmp_path / "in.pth").stdout
+
+
+@pytest.mark.parametrize("view", ["--all", "--flat", "--filter optimizer*", "--tree --all"])
+def test_what_is_closed_can_be_opened(view: str) -> None:
+    """`--all`, `--flat`, `--tree` and a filter show the optimizer's tensors, and no line in their place."""
+    shown = page("inspect", FIXTURES / "training.pth", *view.split(), width=200)
+    assert "exp_avg_sq" in shown
+    assert "like Adam" not in shown

@@ -11,7 +11,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools import Steps
-from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
+from ckpt_tools.errors import CkptError, NothingMatchedError
 from tests.support.samples import FIXTURES
 
 SINGLE, TRAINING, WHOLE = FIXTURES / "single.pth", FIXTURES / "training.pth", FIXTURES / "whole_module.pth"
@@ -54,25 +54,6 @@ def test_a_step_gives_a_new_plan(tmp_path: Path) -> None:
     assert list(base.state_dict()) == ["weight"]
     with pytest.raises(AttributeError):
         base.said = ()  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("chain", "says"),
-    [
-        (lambda c: c.unwrap().select("model"), "`select` comes before `unwrap`"),
-        (lambda c: c.cast("bf16").rename("a=b"), "`rename` comes before `cast`"),
-        (lambda c: c.cast("bf16").cast("fp16"), "`cast` is said twice"),
-        (lambda c: c.cast("int8"), "`dtype='int8'` is not one of"),
-        (lambda c: c.objects("keep").slim(), "`slim` drops objects"),
-        (lambda c: c.add_prefix("a.").fit(plan="plan.toml"), "`add_prefix` does not go with `plan`"),
-        (lambda c: c.fit(reinit="zeros"), "`reinit` is about a target"),
-    ],
-)
-def test_steps_that_do_not_go_together(chain: Chain, says: str) -> None:
-    """They are refused when they are said, without the file."""
-    with pytest.raises(UsageError) as caught:
-        chain(ckpt_tools.open("nowhere.pth"))
-    assert str(caught.value).startswith(says)
 
 
 def test_one_state_dict_is_left(tmp_path: Path) -> None:

@@ -105,30 +105,6 @@ def test_the_deeper_of_two_rows_keeps_the_place(tmp_path: Path) -> None:
     assert dict(found._metadata) == {"": {"version": 2}, "fc": {"version": 3}}
 
 
-STRIPPED = {
-    "module.conv1.weight": "conv1.weight", "module.module.conv2.weight": "conv2.weight",
-    "model.norm1.module.weight": "model.norm1.module.weight", "module.model.norm2.module.weight": "model.norm2.module.weight",
-    "modules.weight": "modules.weight", "module": "module", "module.": "module.", "modulelist.0.weight": "modulelist.0.weight",
-    "n_averaged": "n_averaged", "": "",
-}  # fmt: skip
-UNWRAPPED = {
-    "_orig_mod.module.w": "w", "module._orig_mod.a": "a", "module._orig_mod.module.b": "b",
-    "layers.0._orig_mod.w": "layers.0.w",
-    "_fsdp_wrapped_module.layers.1._fsdp_wrapped_module._checkpoint_wrapped_module.w": "layers.1.w",
-    "_orig_module.w": "_orig_module.w", "my_orig_mod.w": "my_orig_mod.w", "encoder.module.w": "encoder.module.w",
-    "layer._orig_mod": "layer._orig_mod", "n_averaged": "n_averaged",
-    "_forward_module.module._module.model.weight": "model.weight",
-    "embedder._module.weight": "embedder._module.weight", "_module.weight": "weight",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("option", "names"), [("strip_module", STRIPPED), ("unwrap", UNWRAPPED)])
-def test_names(option: str, names: dict[str, str], tmp_path: Path) -> None:
-    """Whole leading wrappers go, inner ones where no user has such a name; what merely looks like one stays, never nothing."""
-    found = converted({name: torch.ones(1) for name in names}, tmp_path, **{option: True})
-    assert list(found) == list(names.values())
-
-
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.sampled_from(["module", "_orig_mod", "conv", "0", "_fsdp_wrapped_module", "weight"]), min_size=1))
 def test_renamings_keep_the_last_part(parts: list[str], tmp_path: Path) -> None:
@@ -138,18 +114,3 @@ def test_renamings_keep_the_last_part(parts: list[str], tmp_path: Path) -> None:
     assert short.split(".")[-1] == parts[-1]
     left: Iterable[str] = iter(parts)
     assert all(part in left for part in short.split("."))
-
-
-@pytest.mark.parametrize(
-    ("names", "wrapper"),
-    [
-        (["module.a._orig_mod.w", "module.module.b"], "module., _orig_mod."), (["encoder.module.w", "w"], ""),
-        (["_module.a.weight", "_module.b.weight", "epoch"], "_module."), (["_module.a.weight", "b.weight"], ""),
-        (["_fsdp_wrapped_module.a.weight", "module.b.weight"], "_fsdp_wrapped_module."),
-    ],
-)  # fmt: skip
-def test_wrappers_found(names: list[str], wrapper: str, tmp_path: Path) -> None:
-    """The wrappers that unwrap would remove are told, each once."""
-    torch.save({name: torch.ones(1) for name in names}, tmp_path / "in.pth")
-    (row,) = ckpt_tools.inspect(tmp_path / "in.pth").state_dicts
-    assert ", ".join(row["wrappers"]) == wrapper
