@@ -93,8 +93,8 @@ DTYPES = {row.name: row for row in _ROWS}
 @cache
 def newer_dtype(name: str) -> DType | None:
     """The dtype of a PyTorch newer than this table, by the bits in its name, bcomplex32; its bytes are copied, never read."""
-    bits = re.fullmatch(r"[a-z]*(?:float|int|complex|bits)(\d{1,3})\w*", name, re.ASCII)
-    return None if bits is None or name in DTYPES else DType(name, -(-int(bits[1]) // 8) * 8, "bits")
+    bits = re.fullmatch(r"[bqsu]{0,2}(?:float|int|complex|bits)(?:(8|16|32|64|128|256)|[1-7](?=_))\w*", name, re.ASCII)
+    return None if bits is None or name in DTYPES else DType(name, int(bits[1] or 8), "bits")
 
 
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
