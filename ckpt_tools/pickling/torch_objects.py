@@ -172,10 +172,10 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are not a dict.")
-    if type(metadata) is Dict and not all(type(key) is str and type(value) is bool for key, value in metadata.items):
-        raise TensorError("A tensor's metadata is something else than names and bits.")
     if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
         raise TensorError("A tensor's metadata has a bit that is not True: torch sets it, whatever it says.")
+    if type(metadata) is Dict and not all(type(key) is str and type(value) is bool for key, value in metadata.items):
+        raise TensorError("A tensor's metadata is something else than names and bits.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
         return None

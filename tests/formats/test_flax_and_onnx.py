@@ -208,7 +208,7 @@ def model(*graph: bytes) -> bytes:
 RAW = message(9, bytes(8))
 ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
     "cut": (model(initializer(RAW))[:-4], DamagedFileError, "is cut off"),
-    "no graph": (b"\x08\x0a" + message(2, b"x"), DamagedFileError, "has no graph"),
+    "no graph": (b"\x08\x0a" + message(2, b"x"), UnsupportedContainerError, "would have a graph"),
     "a name twice": (model(initializer(RAW), initializer(RAW)), DamagedFileError, "called 'w'"),
     "too few bytes": (model(initializer(message(9, bytes(7)))), TensorError, "7 bytes"),
     "two places": (model(initializer(RAW, message(4, bytes(8)))), DamagedFileError, "two places"),
