@@ -233,7 +233,7 @@ def _loading(facts: Facts) -> Iterator[_Advised]:
         yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", facts.fix()), ""
     if newer := [name for name in loads.refused if is_newer_dtype(Global(*name.rsplit(".", 1)))]:
         found = f"written by a newer PyTorch, with {listed(newer)}; others cannot load it"
-        yield Finding("newer-torch", "warning", [], found, "dtypes that PyTorch 2.13 has"), ""
+        yield Finding("newer-dtype", "warning", [], found, "dtypes that PyTorch 2.13 has"), ""
     others = [name for name in loads.refused if name not in newer]
     if others or (loads.is_refused and not newer):
         found = f"torch.load(weights_only=True) refuses it: {listed(others or loads.reasons)}"

@@ -385,7 +385,7 @@ def _refuse_storage_class(args: tuple[Node, ...]) -> Node:
 
 
 def _refuse_call(args: tuple[Node, ...]) -> Node:
-    """A dtype or a scheme of quantising, which is no function."""
+    """A dtype or a scheme of quantising: neither can be called."""
     raise TensorError("The pickle calls a dtype, which cannot be called.")
 
 

@@ -34,6 +34,7 @@ EDITED = {  # files that rows edit in place, as they are before each row
 # what differs from run to run, and its stand-in
 MASKS = [
     (re.compile(r"\x1b\[[\d;]*m"), ""),
+    (re.compile(r"\b\d+\.\d+\.\d+\+(?:cpu|cu\d+)"), "<torch>"),
     (re.compile(r"(?<=[ (])\d+\.\d+ s\b(?:, [\d.]+ [KMG]?i?B/s)?"), "<time>"),
     (re.compile(r"(\bseconds(?:[\"']: ?|=))[\d.e-]+"), r"\g<1>0"),
     (re.compile(r'\btime="[\d.]+"'), 'time="0"'),

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
     code = f"import sys\nopen({str(marker)!r}, 'a').write(__name__ + ' in ' + ' '.join(sys.orig_argv) + '\\n')\n"
     names = {*sys.stdlib_module_names, *packages_distributions(), *_asked_for(), "sitecustomize", "usercustomize", "plug_in"}
     for name in names:
-        (folder / f"{name}.py").write_text(code)
+        (folder / f"{name.partition('/')[0]}.py").write_text(code)
     for name in ("ckpt_tools", "torch", "safetensors", "multiprocessing"):  # a package goes before a module
         (folder / name).mkdir()
         for file in ("__init__.py", "__main__.py", "spawn.py", "serialization.py"):
