@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from train import data, models
 
@@ -25,7 +26,6 @@ SOURCE = f"run/epoch_{EPOCHS:03d}.pth"
 def main() -> None:
     """Runs the demo in a folder of its own, which it removes."""
     _, test = data.load("digits")
-    test.fit = models.input_shape("lenet", test.fit)
     with tempfile.TemporaryDirectory(prefix="ckpt-demo-") as folder:
         os.chdir(folder)
         heading("1. Train on two processes, under DistributedDataParallel")
@@ -71,12 +71,12 @@ def show_refusal() -> None:
 
 
 @torch.no_grad()
-def accuracy(network: nn.Module, state_dict: dict[str, Tensor], test: data.Images) -> float:
+def accuracy(network: nn.Module, state_dict: dict[str, Tensor], test: TensorDataset) -> float:
     """The share of held-out images that the network with these weights gets right."""
     network.load_state_dict(state_dict)
     network.eval()
-    images, labels = test[range(len(test))]
-    return float((network(images).argmax(1) == labels).double().mean())
+    images, labels = test.tensors
+    return float((network(data.fitted(images, (1, 32, 32))).argmax(1) == labels).double().mean())
 
 
 def heading(text: str) -> None:

@@ -19,7 +19,7 @@ from ckpt_tools.torch import load_state_dict
 from tests.train.runs import ROOT, close, environment, last, run, same
 from train import checkpoint
 from train import train as loop
-from train.cli import command
+from train.__main__ import command
 from train.config import Config
 
 CPU = (torch.device("cpu"),)
@@ -231,7 +231,7 @@ def test_random_states_go_into_a_file_and_back(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal
-from train.cli import main
+from train.__main__ import main
 replace, done = os.replace, []
 def killed(*names):
     done.append(names)

@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.train.runs import ROOT, environment, last, run, same
 from train import data
 from train import train as loop
-from train.cli import command, main
+from train.__main__ import command, main
+from train.checkpoint import continued
 from train.config import Config
 
 
@@ -57,10 +58,10 @@ def test_how_a_run_runs_and_saves_is_kept(tmp_path: Path) -> None:
 
 def test_another_mode_leaves_what_belongs_to_the_mode() -> None:
     saved = Config(parallel="ddp", sync_bn=True, save="wrapped", keep=3).plain()
-    assert Config().continued(saved, frozenset()).sync_bn
-    single = Config(parallel="single").continued(saved, frozenset({"parallel"}))
+    assert continued(Config(), saved, frozenset()).sync_bn
+    single = continued(Config(parallel="single"), saved, frozenset({"parallel"}))
     assert (single.parallel, single.sync_bn, single.save, single.keep) == ("single", False, "unwrapped", 3)
-    assert not Config(sync_bn=False).continued(saved, frozenset({"sync_bn"})).sync_bn
+    assert not continued(Config(sync_bn=False), saved, frozenset({"sync_bn"})).sync_bn
 
 
 def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[[], None]) -> None:
@@ -121,7 +122,7 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
     saved = Config().plain() | {name: value}
     with pytest.raises(click.UsageError, match=f"the checkpoint's config has {name} = "):
-        Config().continued(saved, frozenset())
+        continued(Config(), saved, frozenset())
 
 
 @pytest.mark.parametrize("line", [b"{", b"7", b"{}", b'{"epoch": null}', b"\xff"])
@@ -202,7 +203,7 @@ def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
     """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch."""
     script = tmp_path / "killed.py"
     script.write_text(
-        "import os, signal\nfrom train import train as loop\nfrom train.cli import main\nstep = loop.train_step\n"
+        "import os, signal\nfrom train import train as loop\nfrom train.__main__ import main\nstep = loop.train_step\n"
         "def killed(run, *batch):\n"
         "    if (run.epoch, run.step, os.environ['TORCHELASTIC_RESTART_COUNT'], run.world.rank) == (1, 2, '0', 1):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
