@@ -94,7 +94,7 @@ def changed(config: Config, change: str) -> Config:
     name, _, text = change.partition("=")
     name, kinds = name.strip().replace("-", "_"), {each.name: each.metadata["type"] for each in fields(Config)}
     refuse(name not in kinds or not text, f"--change {change}: write NAME=VALUE, where NAME is {', '.join(CHANGEABLE)}")
-    refuse(name in FIXED, f"--change {name}: {FIXED.get(name)}; say {changing(name, text) if name in FIXED else ''}")
+    refuse(name in FIXED, f"--change {name}: {FIXED.get(name)}; --init-from starts a new run from them")
     refuse(name not in CHANGEABLE, f"--change {change}: write {spelled(name)} {text}")
     with refusing(f"--change {change}", click.BadParameter):
         return replace(config, **{name: kinds[name].convert(text, None, None)})

@@ -165,4 +165,8 @@ def test_safetensors_are_gathered_and_folders_are_pruned(tmp_path: Path, only_ra
     assert list(load_state_dict(tmp_path / "safetensors" / "epoch_001.safetensors")) == [
         *("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
     ]
-    assert sorted(path.name for path in (tmp_path / "ranks").glob("epoch_*")) == ["epoch_002", "epoch_002.json"]
+    assert sorted(path.name for path in (tmp_path / "ranks").glob("epoch_*")) == [
+        "epoch_002",
+        "epoch_002.json",
+        "epoch_002.weights.pth",
+    ]

@@ -1,0 +1,71 @@
+"""What may be asked of a run beside its mode: weights alone, another start, changes on purpose, networks of one's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ckpt_tools
+from tests.train.runs import last, run, same
+from train.__main__ import command
+from train.models import LeNet
+
+SMALL: dict[str, Any] = {"data": "synthetic", "samples": 320, "epochs": 1}
+
+
+def called(*options: object) -> Result:
+    """The command line."""
+    return CliRunner().invoke(command, [str(option) for option in options])
+
+
+@pytest.mark.parametrize(("weights", "prefix"), [("plain", ""), ("wrapped", "module.")])
+def test_the_weights_lie_beside_the_checkpoint(weights: str, prefix: str, tmp_path: Path) -> None:
+    run(tmp_path, model="lenet", parallel="dp", weights=weights, **SMALL)
+    state = torch.load(tmp_path / "epoch_001.weights.pth", weights_only=True)
+    LeNet(1, 10, 1.0).load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()})
+    assert all(name.startswith(prefix) for name in state)
+
+
+def test_a_run_starts_from_another_s_weights_with_a_new_head(tmp_path: Path) -> None:
+    run(tmp_path / "a", model="lenet", parallel="dp", weights="wrapped", **SMALL)
+    start = ["--init-from", tmp_path / "a" / "epoch_001.weights.pth", "--on-mismatch", "reinit", "--epochs", 0]
+    done = called("--model", "lenet", "--classes", 200, "--data", "synthetic", *start, "--out", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert "8 tensors loaded" in done.output
+    assert "initialised   fc3.weight" in done.output
+    assert last(tmp_path / "b")["model"]["fc3.weight"].shape == (200, 84)
+
+
+def test_what_is_changed_on_purpose_is_said_and_the_rest_refused(tmp_path: Path) -> None:
+    run(tmp_path, schedule="cosine", **SMALL)
+    assert "--change epochs=2" in called("--out", tmp_path, "--resume", "latest", "--epochs", 2).output
+    refused = called("--out", tmp_path, "--resume", "latest", "--change", "model=lenet")
+    assert (refused.exit_code, "--init-from" in refused.output) == (2, True)
+    done = called("--out", tmp_path, "--resume", "latest", "--change", "epochs=2", "--change", "lr=0.01")
+    assert "resumed from step 8" in done.output
+    assert "changed: epochs 1 -> 2" in done.output
+    assert last(tmp_path)["config"]["lr"] == 0.01
+
+
+def test_an_average_is_resumed_exactly_and_found_by_convert(tmp_path: Path) -> None:
+    options = {**SMALL, "epochs": 2, "ema": 0.9, "optimizer": "adamw", "clip_norm": 1.0, "warmup": 4, "save_every": "5"}
+    whole = run(tmp_path / "whole", **options)
+    parts = run(tmp_path / "parts", resume=str(tmp_path / "whole" / "epoch_000_step_00005.pth"))
+    assert all(torch.equal(whole[key][name], parts[key][name]) for key in ("model", "ema") for name in whole["model"])
+    ckpt_tools.convert(tmp_path / "whole" / "epoch_002.pth", tmp_path / "ema.pth", ema=True)
+    assert torch.load(tmp_path / "ema.pth", weights_only=True).keys() == whole["model"].keys()
+
+
+def test_a_file_names_nothing_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run(tmp_path / "out", model="mine:net", **SMALL)
+    refused = called("--out", tmp_path / "out", "--resume", "latest", "--epochs", 2)
+    assert (refused.exit_code, "imported only if you say it too" in refused.output) == (2, True)
+    resumed = run(tmp_path / "out", resume="latest", **{**SMALL, "epochs": 2}, model="mine:net")
+    assert same(resumed, run(tmp_path / "whole", model="mine:net", **{**SMALL, "epochs": 2}))
+    assert called("--model", "none_such:net", "--out", tmp_path / "none").exit_code == 2
