@@ -190,14 +190,9 @@ def finish_epoch(run: Run) -> dict[str, Any]:
     loss, _, samples = run.world.sum(run.totals).tolist()
     test_loss, accuracy = evaluate(run)
     row = {
-        "epoch": run.epoch + 1,
-        "loss": loss / samples,
-        "test_loss": test_loss,
-        "test_accuracy": accuracy,
-        "lr": run.scheduler.get_last_lr()[0],
-        "seconds": run.seconds,
-        "samples_per_second": samples / run.seconds,
-    }
+        "epoch": run.epoch + 1, "loss": loss / samples, "test_loss": test_loss, "test_accuracy": accuracy,
+        "lr": run.scheduler.get_last_lr()[0], "seconds": run.seconds, "samples_per_second": samples / run.seconds,
+    }  # fmt: skip
     run.epoch, run.step, run.seconds = run.epoch + 1, 0, 0.0
     run.totals.zero_()
     return row
@@ -211,18 +206,11 @@ def save(run: Run, log: Log) -> None:
     wrap.share_buffers([*run.network.buffers(), *run.average.weights.values()], run.world)
     model = run.model if run.config.save == "wrapped" else run.network
     state = {
-        "model": model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scheduler": run.scheduler.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "epoch": run.epoch,
-        "step": run.step,
-        "totals": run.world.sum(run.totals).tolist(),
-        "seconds": run.seconds,
-        "config": run.config.plain(),
-        "rng": run.world.gather(checkpoint.random_states(run.world.devices)),
-        "torch": str(torch.__version__),
-    }
+        "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(),
+        "scaler": run.scaler.state_dict(), "epoch": run.epoch, "step": run.step,
+        "totals": run.world.sum(run.totals).tolist(), "seconds": run.seconds, "config": run.config.plain(),
+        "rng": run.world.gather(checkpoint.random_states(run.world.devices)), "torch": str(torch.__version__),
+    }  # fmt: skip
     state |= {"ema": run.average.weights} if run.average.weights else {}
     weights = {"plain": run.network, "wrapped": run.model, "none": None}[run.config.weights]
     run.world.barrier()

@@ -35,7 +35,7 @@ def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in tmp_path.iterdir())
     saved = [f"epoch_00{epoch}.{kind}" for epoch in (1, 2) for kind in ("json", "pth")]
-    assert names == [".lock", "curves.png", *saved, "latest", "metrics.jsonl"]
+    assert names == [".lock", "best", "curves.png", *saved, "latest", "metrics.jsonl"]
     assert (tmp_path / "latest").read_text() == "epoch_002.pth\n"
     facts = json.loads((tmp_path / "epoch_002.json").read_text())
     assert (facts["file"], facts["epoch"], facts["config"]["model"]) == ("epoch_002.pth", 2, "mlp")
