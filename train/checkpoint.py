@@ -32,10 +32,10 @@ from ckpt_tools.io.output import output_errors, replacing
 from ckpt_tools.torch import load, load_into, unwrap
 from ckpt_tools.torch import save as save_file
 from train import wrap
-from train.config import Config, refuse, refusing, spelled, taken
+from train.config import USUAL, Config, refuse, refusing, spelled, taken
 from train.parallel import World
 
-PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
+PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "loss", "seconds", "config", "rng")
 NAME = re.compile(r"epoch_(\d{3,})(?:_step_(\d{5,}))?(?:\.pth|\.safetensors)?")
 
 # --- what a resumed run takes from its checkpoint
@@ -102,6 +102,7 @@ def changed(config: Config, change: str) -> Config:
 
 def changes(config: Config, saved: Mapping[str, Any]) -> list[str]:
     """A line for each option that goes on with another value."""
+    saved = {**saved, "lr": saved["lr"] or USUAL[config.optimizer]}
     new = [(name, saved.get(name, getattr(Config, name)), getattr(config, name)) for name in CHANGEABLE]
     stretched = ": the cosine ends there" if config.schedule == "cosine" else ""
     return [
@@ -149,7 +150,7 @@ def put_into(run: Any, saved: dict[str, Any]) -> None:
             mean.copy_(saved["ema"][name])
         run.epoch, run.step, run.seconds = epoch, step, saved["seconds"]
         if run.world.rank == 0:
-            run.totals += torch.tensor(saved["totals"], dtype=torch.float64, device=run.totals.device)
+            run.loss += saved["loss"]
         if run.world.rank < len(saved["rng"]):  # a rank that the earlier run did not have keeps its fresh seed
             set_random_states(saved["rng"][run.world.rank], run.world.devices)
     if run.config.change:

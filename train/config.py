@@ -18,6 +18,7 @@ POSITIVE = click.FloatRange(0, math.inf, min_open=True, max_open=True)
 AMOUNT = click.FloatRange(0, math.inf, max_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
 PATH, FOLDER = click.Path(path_type=Path), click.Path(path_type=Path, file_okay=False)
+USUAL = {"sgd": 0.05, "adamw": 0.001}  # the learning rate where none is named
 CNN, CUSTOM, DDP = ("model", "cnn", "cnn-published"), ("data", "synthetic"), ("parallel", "ddp")
 SAVE = (
     "The training state: under plain names; the wrapper's names (module.); the network pickled whole, which cannot be resumed; "
@@ -140,7 +141,7 @@ class Config:
     @property
     def learning_rate(self) -> float:
         """`lr`, or the optimizer's usual one; with `--scale-lr` it is for a batch of 256, and grows with the batch."""
-        rate = self.lr or (0.001 if self.optimizer == "adamw" else 0.05)
+        rate = self.lr or USUAL[self.optimizer]
         return rate * self.batch_size / 256 if self.scale_lr else rate
 
     def plain(self) -> dict[str, Any]:

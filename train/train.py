@@ -26,7 +26,7 @@ from train.config import Config
 from train.metrics import Log, header
 from train.parallel import Stop, World
 
-AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Run:
     average: wrap.Average
     train: data.Split
     test: data.Split
-    totals: Tensor  # of the epoch under way on this rank, see `forward`
+    loss: Tensor  # in float64, summed over the samples that this rank has had in the epoch under way
     epoch: int = 0
     step: int = 0
     seconds: float = 0.0  # of training, in the epoch under way
@@ -91,8 +91,8 @@ def prepare(config: Config, world: World, log: Log | None = None, *, new: bool =
     scheduler = LambdaLR(optimizer, models.schedule(config, len(train_split.batches)))
     optimizer.register_step_post_hook(lambda *_: scheduler.step())  # not called for a step that fp16 leaves out
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16")
-    average, totals = wrap.Average(network, config.ema), torch.zeros(3, dtype=torch.float64, device=world.device)
-    return Run(config, world, network, called, optimizer, scheduler, scaler, average, train_split, test_split, totals)
+    average, loss = wrap.Average(network, config.ema), torch.zeros((), dtype=torch.float64, device=world.device)
+    return Run(config, world, network, called, optimizer, scheduler, scaler, average, train_split, test_split, loss)
 
 
 def train_epochs(run: Run, log: Log, stop: Stop) -> int:
@@ -122,11 +122,11 @@ def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     run.train.batches.begin(run.epoch, run.step)  # without the steps that a resumed epoch has behind it
     run.model.train()
     for images, labels in log.shown(run.train.loader, steps - run.step):
-        run.totals += train_step(run, images, labels)
+        train_step(run, images, labels)
         run.step += 1
         if run.config.log_every and run.step % run.config.log_every == 0:
-            loss, _, samples = run.world.sum(run.totals).tolist()
-            log.step(run.epoch, run.step, steps, loss / samples, (time.perf_counter() - began) / (run.step - first))
+            loss = mean_loss(run)
+            log.step(run.epoch, run.step, steps, loss, (time.perf_counter() - began) / (run.step - first))
             if not math.isfinite(loss):
                 break
         if stop.due(run.epoch * steps + run.step):
@@ -136,18 +136,18 @@ def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     run.seconds += time.perf_counter() - began
 
 
-def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
-    """One optimizer step on this rank's share of a batch, in `--grad-accum` passes. Returns its `totals`."""
+def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
+    """One optimizer step on this rank's share of a batch, in `--grad-accum` passes."""
     size, passes = run.train.batches.size(run.step), run.train.batches.passes(run.step)
-    parts = [each.to(run.world.device, non_blocking=True).tensor_split(passes) for each in (images, labels)]
-    totals = torch.zeros_like(run.totals)
-    for number, (some_images, some_labels) in enumerate(zip(*parts, strict=True), start=1):
+    images, labels = (each.to(run.world.device, non_blocking=True) for each in (images, labels))
+    parts = zip(images.tensor_split(passes), labels.tensor_split(passes), strict=True) if passes > 1 else [(images, labels)]
+    for number, (some_images, some_labels) in enumerate(parts, start=1):
         with wrap.no_sync(run.model) if number < passes else nullcontext():
-            loss, counts = forward(run, some_images, some_labels)
+            loss = F.cross_entropy(forward(run, some_images), some_labels, reduction="sum")
             # The mean over the whole batch: the sum of this share, by the size of the batch; and times the number of ranks,
             # by which DistributedDataParallel and FSDP2 divide. So ranks may have shares of different sizes.
-            torch.autograd.backward(run.scaler.scale(loss * run.world.size / size))
-        totals += counts
+            torch.autograd.backward(run.scaler.scale(loss), loss.new_full((), run.world.size / size))
+        run.loss += loss.detach()
     if run.config.clip_norm:
         run.scaler.unscale_(run.optimizer)
         clip_grad_norm_(run.network.parameters(), run.config.clip_norm)
@@ -155,16 +155,19 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
     run.average.update(run.network)
-    return totals
 
 
-def forward(run: Run, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, summed over the samples; and the totals [loss, right answers, samples], in float64."""
-    with torch.autocast(run.world.device.type, AMP[run.config.amp], enabled=run.config.amp != "off"):
-        logits = run.model(images)
-    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-    right = (logits.argmax(1) == labels).sum()
-    return loss, torch.stack([loss.detach().double(), right.double(), loss.new_full((), len(labels)).double()])
+def forward(run: Run, images: Tensor) -> Tensor:
+    """The logits, in float32."""
+    kind = AMP[run.config.amp]
+    with torch.autocast(run.world.device.type, kind) if kind else nullcontext():
+        logits: Tensor = run.model(images)
+    return logits.float()
+
+
+def mean_loss(run: Run) -> float:
+    """Of the samples that all ranks have had in the epoch under way."""
+    return run.world.sum(run.loss).item() / min(run.step * run.config.batch_size, run.train.batches.total)
 
 
 @torch.no_grad()
@@ -172,29 +175,30 @@ def evaluate(run: Run) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) over the test images, each counted once, whatever the number of ranks."""
     wrap.share_buffers(run.network.buffers(), run.world)  # what is measured is what is saved
     run.model.eval()
-    totals = torch.zeros_like(run.totals)
+    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
     for images, labels in run.test.loader:
-        totals += forward(run, images.to(run.world.device, non_blocking=True), labels.to(run.world.device))[1]
-    loss, right, samples = run.world.sum(totals).tolist()
-    return loss / samples, right / samples
+        logits, labels = forward(run, images.to(run.world.device, non_blocking=True)), labels.to(run.world.device)
+        totals[0] += F.cross_entropy(logits, labels, reduction="sum")
+        totals[1] += (logits.argmax(1) == labels).sum()
+    loss, right = (run.world.sum(totals) / run.test.batches.total).tolist()
+    return loss, right
 
 
 def finite(run: Run) -> bool:
     """Whether the losses of this epoch and the weights after it are, on every rank: what is not shall not be saved."""
-    own = [run.totals, *(wrap.local(parameter) for parameter in run.network.parameters())]
+    own = [run.loss, *(wrap.local(parameter) for parameter in run.network.parameters())]
     return not run.world.largest(int(any(not tensor.isfinite().all() for tensor in own)))
 
 
 def finish_epoch(run: Run) -> dict[str, Any]:
     """Counts the epoch as done and evaluates it. Returns its line of metrics.jsonl."""
-    loss, _, samples = run.world.sum(run.totals).tolist()
-    test_loss, accuracy = evaluate(run)
+    loss, (test_loss, accuracy), samples = mean_loss(run), evaluate(run), run.train.batches.total
     row = {
-        "epoch": run.epoch + 1, "loss": loss / samples, "test_loss": test_loss, "test_accuracy": accuracy,
+        "epoch": run.epoch + 1, "loss": loss, "test_loss": test_loss, "test_accuracy": accuracy,
         "lr": run.scheduler.get_last_lr()[0], "seconds": run.seconds, "samples_per_second": samples / run.seconds,
     }  # fmt: skip
     run.epoch, run.step, run.seconds = run.epoch + 1, 0, 0.0
-    run.totals.zero_()
+    run.loss.zero_()
     return row
 
 
@@ -208,7 +212,7 @@ def save(run: Run, log: Log) -> None:
     state = {
         "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(),
         "scaler": run.scaler.state_dict(), "epoch": run.epoch, "step": run.step,
-        "totals": run.world.sum(run.totals).tolist(), "seconds": run.seconds, "config": run.config.plain(),
+        "loss": run.world.sum(run.loss).item(), "seconds": run.seconds, "config": run.config.plain(),
         "rng": run.world.gather(checkpoint.random_states(run.world.devices)), "torch": str(torch.__version__),
     }  # fmt: skip
     state |= {"ema": run.average.weights} if run.average.weights else {}

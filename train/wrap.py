@@ -115,10 +115,9 @@ class Average:
         self.decay = decay
         self.weights = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()} if decay else {}
 
-    @torch.no_grad()
     def update(self, network: nn.Module) -> None:
         """After a step."""
-        now = network.state_dict() if self.weights else {}
+        now = network.state_dict() if self.weights else {}  # detached
         for name, mean in self.weights.items():
             if mean.is_floating_point():
                 local(mean).lerp_(local(now[name]), 1 - self.decay)

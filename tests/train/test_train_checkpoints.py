@@ -69,7 +69,7 @@ def test_two_epochs_and_two_more_equal_four(tmp_path: Path) -> None:
     run(tmp_path / "parts", epochs=2, **options)
     parts = run(tmp_path / "parts", epochs=4, resume="latest")
     assert same(whole, parts)
-    for part in ("scheduler", "scaler", "epoch", "step", "totals"):
+    for part in ("scheduler", "scaler", "epoch", "step", "loss"):
         assert whole[part] == parts[part]
     assert whole["rng"][0]["python"] == parts["rng"][0]["python"]
     assert torch.equal(whole["rng"][0]["torch"], parts["rng"][0]["torch"])
@@ -90,12 +90,12 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
     """Sends this process a signal in the middle of one step."""
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> torch.Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done == after:
             os.kill(os.getpid(), number)
-        return step(*arguments)
+        step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", stopping)
 

@@ -1,6 +1,8 @@
 """What may be asked of a run beside its mode: weights alone, another start, changes on purpose, networks of one's own."""
 
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import ckpt_tools
 from tests.train.runs import last, run, same
+from train import train as loop
 from train.__main__ import command
 from train.models import LeNet
 
@@ -45,7 +48,7 @@ def test_what_is_changed_on_purpose_is_said_and_the_rest_refused(tmp_path: Path)
     assert (refused.exit_code, "--init-from" in refused.output) == (2, True)
     done = called("--out", tmp_path, "--resume", "latest", "--change", "epochs=2", "--change", "lr=0.01")
     assert "resumed from step 8" in done.output
-    assert "changed: epochs 1 -> 2" in done.output
+    assert "changed: lr 0.05 -> 0.01\nchanged: epochs 1 -> 2" in done.output
     assert last(tmp_path)["config"]["lr"] == 0.01
 
 
@@ -56,6 +59,22 @@ def test_an_average_is_resumed_exactly_and_found_by_convert(tmp_path: Path) -> N
     assert all(torch.equal(whole[key][name], parts[key][name]) for key in ("model", "ema") for name in whole["model"])
     ckpt_tools.convert(tmp_path / "whole" / "epoch_002.pth", tmp_path / "ema.pth", ema=True)
     assert torch.load(tmp_path / "ema.pth", weights_only=True).keys() == whole["model"].keys()
+
+
+def test_minutes_between_saves_go_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at this clock takes ten seconds: a minute is over after the seventh step."""
+    monkeypatch.setattr("train.parallel.time", SimpleNamespace(monotonic=count(0, 10).__next__))
+    run(tmp_path, save_every="1m", **SMALL)
+    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == ["epoch_000_step_00007.pth", "epoch_001.pth"]
+
+
+def test_the_best_checkpoint_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the newest of `--keep`."""
+    accuracies = iter([0.5, 0.9, 0.8, 0.9])
+    monkeypatch.setattr(loop, "evaluate", lambda run: (1.0, next(accuracies)))
+    run(tmp_path, keep=1, **{**SMALL, "epochs": 4})
+    assert (tmp_path / "best").read_text() == "epoch_002.pth\n"
+    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == ["epoch_002.pth", "epoch_004.pth"]
 
 
 def test_a_file_names_nothing_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ def refusal(options: str, out: Path) -> str:
         ("--save module --format safetensors", "--save module needs --format pth"),
         ("--device tpu", "--device is auto, cpu, cuda or cuda:N, not tpu"),
         ("--device cuda:x", "--device is auto, cpu, cuda or cuda:N, not cuda:x"),
+        ("--data mnist --data-dir none", "none has no whole mnist: put MNIST/raw/train-images-idx3-ubyte"),
+        ("--data cifar10 --data-dir none", "none has no whole cifar10: put cifar-10-batches-py/data_batch_1"),
         ("--device cpu:0", "--device is auto, cpu, cuda or cuda:N, not cpu:0"), ("--resume latest", "there is no"),
         ("--resume nowhere.pth", "there is no file nowhere.pth"), ("--epochs -1", "-1 is not in the range"),
         pytest.param("--device cuda", "sees no GPU here; --device cpu works now", marks=no_gpu),

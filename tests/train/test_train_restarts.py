@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 from tests.train.runs import ROOT, environment, last, run, same
 from train import data
@@ -32,12 +33,12 @@ def stopped(out: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, number: i
     """A run that was sent a signal in one of its steps."""
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done == after:
             os.kill(os.getpid(), number)
-        return step(*arguments)
+        step(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stopping)
@@ -78,10 +79,24 @@ def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[
     assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--parallel", "single").exit_code == 0
 
 
+class Noisy(Dataset[Any]):
+    """Images under noise that is drawn as each is made."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        pixels, label = self.samples[index]
+        return (pixels + torch.rand(pixels.shape) * 64) / 255, label
+
+
 def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Augmentation: random numbers drawn while a batch is made, by any number of workers, also in the middle of an epoch."""
-    plain = data.fitted
-    monkeypatch.setattr(data, "fitted", lambda *arguments: (images := plain(*arguments)) + torch.rand_like(images) / 4)
+    sets = data.digits()
+    monkeypatch.setattr(data, "load", lambda *_, **options: tuple(map(Noisy, sets)))
     whole = run(tmp_path / "whole", epochs=2)
     stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=2)
     assert same(whole, run(tmp_path / "parts", resume="latest"))
@@ -97,7 +112,7 @@ def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, mo
         ("model", {"fc1.weight": torch.zeros(1)}, "does not fit its own config: Error(s) in loading state_dict"),
         ("optimizer", {"state": {}, "param_groups": []}, "does not fit its own config"),
         ("scheduler", None, "does not fit its own config"), ("rng", [{}], "does not fit its own config"),
-        ("totals", "none", "does not fit its own config"),
+        ("loss", "none", "does not fit its own config"),
     ],
 )  # fmt: skip
 def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, tmp_path: Path) -> None:
@@ -140,20 +155,22 @@ def test_auto_starts_anew_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     options = ["--out", tmp_path / "auto", "--resume", "auto", "--model", "mlp", "--epochs", 2]
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done in (20, 60):
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments)
+        step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", stopping)
     assert [command([str(each) for each in options], standalone_mode=False) for _ in range(4)] == [143, 143, 0, 0]
     assert same(last(tmp_path / "auto"), run(tmp_path / "whole", epochs=2))
 
 
-def test_a_lost_terminal_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(tmp_path, monkeypatch, after=20, number=signal.SIGHUP, epochs=1)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
+def test_a_lost_terminal_and_a_scheduler_s_warning_save(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP; and what Slurm's --signal and a limit on CPU time send."""
+    stopped(tmp_path, monkeypatch, after=20, number=number, epochs=1)
     assert (tmp_path / "latest").read_text() == "epoch_000_step_00020.pth\n"
 
 
@@ -170,7 +187,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_second_ctrl_c_quits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same step: nothing is saved, nothing of a save is left, and the exit code is that of Ctrl-C."""
 
-    def twice(*arguments: Any) -> Tensor:
+    def twice(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError
