@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from train import data, models
 
 EPOCHS = 6
-SOURCE = f"run/epoch_{EPOCHS:03d}.pth"
+SOURCE = f"run/epoch_{EPOCHS:03d}.weights.pth"
 
 
 def main() -> None:
@@ -33,10 +33,10 @@ def main() -> None:
         heading("2. Load it into the plain model")
         show_refusal()
         heading("3. Strip the names")
-        ckpt("convert", SOURCE, "plain.pth", "--strip-module", "--select", "model")
-        ckpt("convert", SOURCE, "plain.safetensors", "--strip-module", "--select", "model")
+        ckpt("convert", SOURCE, "plain.pth", "--strip-module")
+        ckpt("convert", SOURCE, "plain.safetensors", "--strip-module")
         heading("4. Load it again")
-        before = accuracy(nn.DataParallel(LeNet()), torch.load(SOURCE, weights_only=True)["model"], test)
+        before = accuracy(nn.DataParallel(LeNet()), torch.load(SOURCE, weights_only=True), test)
         print(f"test accuracy of {SOURCE}, in the wrapped model: {before!r}")
         for path, load in (("plain.pth", torch.load), ("plain.safetensors", load_file)):
             after = accuracy(LeNet(), load(path), test)
@@ -55,7 +55,7 @@ class LeNet(models.LeNet):
 
 def train() -> None:
     """Trains in two processes, into run/."""
-    options = f"--model lenet --data digits --device cpu --epochs {EPOCHS} --batch-size 60 --save wrapped --out run"
+    options = f"--model lenet --data digits --device cpu --epochs {EPOCHS} --batch-size 60 --weights wrapped --out run"
     launcher = "torch.distributed.run --standalone --nproc-per-node 2 -m train --parallel ddp"
     run(f"-m {launcher} {options}", {"OMP_NUM_THREADS": "1"})
 
@@ -63,7 +63,7 @@ def train() -> None:
 def show_refusal() -> None:
     """PyTorch's own words, shortened, for what everybody runs into."""
     try:
-        LeNet().load_state_dict(torch.load(SOURCE, weights_only=True)["model"])
+        LeNet().load_state_dict(torch.load(SOURCE, weights_only=True))
     except RuntimeError as error:
         print(*(f"{line.strip()[:100]} ..." for line in str(error).splitlines()[:3]), sep="\n")
     else:

@@ -35,7 +35,7 @@ from train import wrap
 from train.config import USUAL, Config, refuse, refusing, spelled, taken
 from train.parallel import World
 
-PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "loss", "seconds", "config", "rng")
+PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
 NAME = re.compile(r"epoch_(\d{3,})(?:_step_(\d{5,}))?(?:\.pth|\.safetensors)?")
 
 # --- what a resumed run takes from its checkpoint
@@ -150,7 +150,7 @@ def put_into(run: Any, saved: dict[str, Any]) -> None:
             mean.copy_(saved["ema"][name])
         run.epoch, run.step, run.seconds = epoch, step, saved["seconds"]
         if run.world.rank == 0:
-            run.loss += saved["loss"]
+            run.loss += saved["totals"][0]  # others are of earlier runs
         if run.world.rank < len(saved["rng"]):  # a rank that the earlier run did not have keeps its fresh seed
             set_random_states(saved["rng"][run.world.rank], run.world.devices)
     if run.config.change:

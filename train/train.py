@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from train import checkpoint, data, models, parallel, wrap
 from train.config import Config
-from train.metrics import Log, header
+from train.metrics import Log, header, parameters
 from train.parallel import Stop, World
 
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,8 +159,7 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
 
 def forward(run: Run, images: Tensor) -> Tensor:
     """The logits, in float32."""
-    kind = AMP[run.config.amp]
-    with torch.autocast(run.world.device.type, kind) if kind else nullcontext():
+    with torch.autocast(run.world.device.type, kind) if (kind := AMP[run.config.amp]) else nullcontext():
         logits: Tensor = run.model(images)
     return logits.float()
 
@@ -212,7 +211,7 @@ def save(run: Run, log: Log) -> None:
     state = {
         "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(),
         "scaler": run.scaler.state_dict(), "epoch": run.epoch, "step": run.step,
-        "loss": run.world.sum(run.loss).item(), "seconds": run.seconds, "config": run.config.plain(),
+        "totals": [run.world.sum(run.loss).item()], "seconds": run.seconds, "config": run.config.plain(),
         "rng": run.world.gather(checkpoint.random_states(run.world.devices)), "torch": str(torch.__version__),
     }  # fmt: skip
     state |= {"ema": run.average.weights} if run.average.weights else {}
@@ -245,7 +244,6 @@ def measure(config: Config, path: Path, given: frozenset[str]) -> int:
     checkpoint.load_measured(run.network, path, where, config, named=bool(saved))
     loss, accuracy = evaluate(run)
     images = f"{run.test.batches.total} test images of {config.data}"
-    trained = sum(parameter.numel() for parameter in run.network.parameters())
-    click.echo(f"{path}: {config.model}, {trained:,} parameters; {images}, on {run.world.device}")
+    click.echo(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}, on {run.world.device}")
     click.echo(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
     return 0

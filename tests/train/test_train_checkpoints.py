@@ -69,7 +69,7 @@ def test_two_epochs_and_two_more_equal_four(tmp_path: Path) -> None:
     run(tmp_path / "parts", epochs=2, **options)
     parts = run(tmp_path / "parts", epochs=4, resume="latest")
     assert same(whole, parts)
-    for part in ("scheduler", "scaler", "epoch", "step", "loss"):
+    for part in ("scheduler", "scaler", "epoch", "step", "totals"):
         assert whole[part] == parts[part]
     assert whole["rng"][0]["python"] == parts["rng"][0]["python"]
     assert torch.equal(whole["rng"][0]["torch"], parts["rng"][0]["torch"])

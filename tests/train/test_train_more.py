@@ -1,5 +1,8 @@
 """What may be asked of a run beside its mode: weights alone, another start, changes on purpose, networks of one's own."""
 
+import pickle
+import re
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import ckpt_tools
-from tests.train.runs import last, run, same
+from tests.train.runs import ROOT, last, run, same
+from tests.train.test_train_data import idx
 from train import train as loop
 from train.__main__ import command
 from train.models import LeNet
@@ -88,3 +92,45 @@ def test_a_file_names_nothing_that_is_imported(tmp_path: Path, monkeypatch: pyte
     resumed = run(tmp_path / "out", resume="latest", **{**SMALL, "epochs": 2}, model="mine:net")
     assert same(resumed, run(tmp_path / "whole", model="mine:net", **{**SMALL, "epochs": 2}))
     assert called("--model", "none_such:net", "--out", tmp_path / "none").exit_code == 2
+
+
+def commands() -> list[str]:
+    """Those of the five jobs, as docs/training.md has them."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    return re.findall(r"`([^`]*-m train --model [^`]*)`", page.split("## Five jobs")[1].split("## ")[0])
+
+
+def test_the_five_jobs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_rank: Callable[[], None]) -> None:
+    """On small data, with narrow networks, as the only rank of what torchrun starts; without SyncBN (GPUs) and TensorBoard."""
+    files(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    few = ["--device", "cpu", "--epochs", "1", "--width", "0.02"]
+    assert len(commands()) == 9
+    for command_line in commands():
+        launcher, _, options = command_line.partition("-m train ")
+        line = options.replace("epoch_010", "epoch_001").replace(" --sync-bn --tensorboard", "")
+        with monkeypatch.context() as patch:
+            if "nproc" in launcher:
+                only_rank()
+            else:
+                patch.delenv("RANK", raising=False)
+            out = [] if "--out" in line else ["--out", f"runs/{len(list(tmp_path.glob('runs/*')))}"]
+            done = called(*line.split(), *few, *out)
+        assert done.exit_code == 0, f"{line}: {done.output}"
+    assert torch.load(tmp_path / "runs" / "head" / "epoch_001.weights.pth")["fc3.weight"].shape[0] == 200
+
+
+def files(folder: Path) -> None:
+    """Ten images each in the files of MNIST, Fashion-MNIST and CIFAR-10, as they are published."""
+    pixels, labels = torch.randint(256, (20, 28, 28), dtype=torch.uint8), torch.arange(20, dtype=torch.uint8) % 10
+    for name in ("MNIST", "FashionMNIST"):
+        raw = folder / name / "raw"
+        raw.mkdir(parents=True)
+        for part in ("train", "t10k"):
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(pixels))
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+    batches = folder / "cifar-10-batches-py"
+    batches.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        rows = torch.randint(256, (20, 3072), dtype=torch.uint8).numpy()
+        (batches / name).write_bytes(pickle.dumps({"data": rows, "labels": labels.tolist()}, protocol=2))

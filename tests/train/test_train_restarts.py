@@ -112,7 +112,7 @@ def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, mo
         ("model", {"fc1.weight": torch.zeros(1)}, "does not fit its own config: Error(s) in loading state_dict"),
         ("optimizer", {"state": {}, "param_groups": []}, "does not fit its own config"),
         ("scheduler", None, "does not fit its own config"), ("rng", [{}], "does not fit its own config"),
-        ("loss", "none", "does not fit its own config"),
+        ("totals", "none", "does not fit its own config"),
     ],
 )  # fmt: skip
 def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, tmp_path: Path) -> None:
