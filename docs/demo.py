@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from train import data, models
 
 EPOCHS = 6
-SOURCE = f"run/epoch_{EPOCHS:03d}.pth"
+SOURCE = f"run/epoch_{EPOCHS:03d}.weights.pth"
 
 
 def main() -> None:
     """Runs the demo in a folder of its own, which it removes."""
     _, test = data.load("digits")
-    test.fit = models.input_shape("lenet", test.fit)
     with tempfile.TemporaryDirectory(prefix="ckpt-demo-") as folder:
         os.chdir(folder)
         heading("1. Train on two processes, under DistributedDataParallel")
@@ -33,10 +33,10 @@ def main() -> None:
         heading("2. Load it into the plain model")
         show_refusal()
         heading("3. Strip the names")
-        ckpt("convert", SOURCE, "plain.pth", "--strip-module", "--select", "model")
-        ckpt("convert", SOURCE, "plain.safetensors", "--strip-module", "--select", "model")
+        ckpt("convert", SOURCE, "plain.pth", "--strip-module")
+        ckpt("convert", SOURCE, "plain.safetensors", "--strip-module")
         heading("4. Load it again")
-        before = accuracy(nn.DataParallel(LeNet()), torch.load(SOURCE, weights_only=True)["model"], test)
+        before = accuracy(nn.DataParallel(LeNet()), torch.load(SOURCE, weights_only=True), test)
         print(f"test accuracy of {SOURCE}, in the wrapped model: {before!r}")
         for path, load in (("plain.pth", torch.load), ("plain.safetensors", load_file)):
             after = accuracy(LeNet(), load(path), test)
@@ -55,7 +55,7 @@ class LeNet(models.LeNet):
 
 def train() -> None:
     """Trains in two processes, into run/."""
-    options = f"--model lenet --data digits --device cpu --epochs {EPOCHS} --batch-size 60 --save wrapped --out run"
+    options = f"--model lenet --data digits --device cpu --epochs {EPOCHS} --batch-size 60 --weights wrapped --out run"
     launcher = "torch.distributed.run --standalone --nproc-per-node 2 -m train --parallel ddp"
     run(f"-m {launcher} {options}", {"OMP_NUM_THREADS": "1"})
 
@@ -63,7 +63,7 @@ def train() -> None:
 def show_refusal() -> None:
     """PyTorch's own words, shortened, for what everybody runs into."""
     try:
-        LeNet().load_state_dict(torch.load(SOURCE, weights_only=True)["model"])
+        LeNet().load_state_dict(torch.load(SOURCE, weights_only=True))
     except RuntimeError as error:
         print(*(f"{line.strip()[:100]} ..." for line in str(error).splitlines()[:3]), sep="\n")
     else:
@@ -71,12 +71,12 @@ def show_refusal() -> None:
 
 
 @torch.no_grad()
-def accuracy(network: nn.Module, state_dict: dict[str, Tensor], test: data.Images) -> float:
+def accuracy(network: nn.Module, state_dict: dict[str, Tensor], test: TensorDataset) -> float:
     """The share of held-out images that the network with these weights gets right."""
     network.load_state_dict(state_dict)
     network.eval()
-    images, labels = test[range(len(test))]
-    return float((network(images).argmax(1) == labels).double().mean())
+    images, labels = test.tensors
+    return float((network(data.fitted(images, (1, 32, 32))).argmax(1) == labels).double().mean())
 
 
 def heading(text: str) -> None:

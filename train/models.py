@@ -11,15 +11,24 @@
 without ReLUs and on pixels in [0, 1].
 
 `width` multiplies every inner channel count, so that a small machine can train the same shape of network.
+
+`--model MODULE:CALLABLE` names a function or a class without arguments that gives an nn.Module: a batch of samples in,
+logits (N, classes) out. It is called on every rank after the seed was set, and trained, wrapped and saved as the four are.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from train.config import Config, called, refuse, refusing
+from train.data import CLASSES, fitted
 
 
 def scaled(channels: int, width: float) -> int:
@@ -163,3 +172,42 @@ def build(name: str, channels: int, classes: int = 10, *, width: float = 1.0, hi
     """The network `name` with fresh weights. `hidden` is the first linear layer of `cnn`: 8000 or 5000 as published."""
     extra = {"hidden": hidden} if name.startswith("cnn") else {}
     return NETWORKS[name].build(channels, classes, width, **extra)
+
+
+def build_for(config: Config, samples: Any) -> tuple[nn.Module, tuple[int, ...] | None, int]:
+    """The network of a run on these samples; the shape that it wants them in, None for their own; its darkest pixel.
+
+    Raises UsageError where it cannot be had, or does not take them.
+    """
+    first = fitted(torch.as_tensor(samples[0][0]).unsqueeze(0), None)
+    if ":" not in config.model:
+        refuse(first.dim() != 4, f"{config.model} takes images, and --data {config.data} has none: name a --model of your own")
+        fit = input_shape(config.model, (first.shape[1], first.shape[2], first.shape[3]))
+        classes = config.classes or len(getattr(samples, "classes", ())) or CLASSES
+        network = build(config.model, fit[0], classes, width=config.width, hidden=config.hidden)
+        return network, fit, NETWORKS[config.model].darkest
+    network = called("--model", config.model)
+    refuse(not isinstance(network, nn.Module), f"--model {config.model} returns no nn.Module")
+    with refusing(f"--model {config.model} does not take the samples of --data {config.data}", Exception), torch.no_grad():
+        shape = network.eval()(first).shape
+    refuse(len(shape) != 2, f"--model {config.model} returns {tuple(shape)} for one sample, and not (1, classes)")
+    return network, None, -1
+
+
+def optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """What makes the steps."""
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=decay)
+    return torch.optim.SGD(network.parameters(), lr=rate, momentum=config.momentum, weight_decay=decay)
+
+
+def schedule(config: Config, steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate after so many steps, `steps` of them an epoch."""
+
+    def factor(done: int) -> float:
+        rising = min(1.0, (done + 1) / (config.warmup + 1))
+        falling = (1 + math.cos(math.pi * min(1.0, done / max(1, config.epochs * steps)))) / 2
+        return rising * falling if config.schedule == "cosine" else rising
+
+    return factor

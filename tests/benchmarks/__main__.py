@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from tests.benchmarks import arithmetic, inputs, jobs
+from tests.benchmarks import arithmetic, inputs, jobs, training
 from tests.benchmarks.rivals import Job
 from tests.benchmarks.timing import HEADER, report, time_job
 
@@ -40,6 +40,9 @@ def main(runs: int, gigabytes: float, ranks: int, folder: Path | None, only: str
             for job in _jobs(name, Path(work), gigabytes, ranks):
                 if only in job.title:
                     report(job, time_job(job, runs))
+    if not chosen and only in training.TITLE:
+        print(f"\n### {training.TITLE}\n")
+        training.compare(4 * runs)
 
 
 def _jobs(name: str, work: Path, gigabytes: float, ranks: int) -> Iterator[Job]:

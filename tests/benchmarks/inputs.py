@@ -91,7 +91,7 @@ def checkpoint(work: Path, tensors: int, gigabytes: float) -> Path:
 def cnn(work: Path) -> Path:
     """What the training core saves for the CIFAR-10 article's network at full width, names wrapped."""
     arguments = ["--model", "cnn", "--epochs", "0", "--data", "synthetic", "--shape", "3x32x32", "--parallel", "dp"]
-    command = [sys.executable, "-m", "train", *arguments, "--save", "wrapped", "--out", str(work / "run")]
+    command = [sys.executable, "-m", "train", *arguments, "--save", "wrapped", "--weights", "none", "--out", str(work / "run")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (path,) = (work / "run").rglob("*.pth")
     return path

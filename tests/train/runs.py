@@ -34,7 +34,7 @@ RESNET: dict[str, Any] = {
 RANKS = """
 import faulthandler, json, os, signal, sys
 from train import metrics, train as loop
-from train.cli import command
+from train.__main__ import command
 
 faulthandler.dump_traceback_later(200, exit=True)
 metrics.draw = lambda rows, path: None
@@ -63,6 +63,7 @@ def spelled(options: dict[str, Any]) -> list[str]:
 
 def run(out: Path, **options: Any) -> dict[str, Any]:
     """Trains in this process; the last checkpoint."""
+    options = {"weights": "none", **options}
     assert train(Config(out=out, **options), frozenset(options)) == 0
     return last(out)
 

@@ -19,7 +19,7 @@ from ckpt_tools.torch import load_state_dict
 from tests.train.runs import ROOT, close, environment, last, run, same
 from train import checkpoint
 from train import train as loop
-from train.cli import command
+from train.__main__ import command
 from train.config import Config
 
 CPU = (torch.device("cpu"),)
@@ -35,7 +35,7 @@ def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in tmp_path.iterdir())
     saved = [f"epoch_00{epoch}.{kind}" for epoch in (1, 2) for kind in ("json", "pth")]
-    assert names == [".lock", "curves.png", *saved, "latest", "metrics.jsonl"]
+    assert names == [".lock", "best", "curves.png", *saved, "latest", "metrics.jsonl"]
     assert (tmp_path / "latest").read_text() == "epoch_002.pth\n"
     facts = json.loads((tmp_path / "epoch_002.json").read_text())
     assert (facts["file"], facts["epoch"], facts["config"]["model"]) == ("epoch_002.pth", 2, "mlp")
@@ -90,12 +90,12 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
     """Sends this process a signal in the middle of one step."""
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> torch.Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done == after:
             os.kill(os.getpid(), number)
-        return step(*arguments)
+        step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", stopping)
 
@@ -231,7 +231,7 @@ def test_random_states_go_into_a_file_and_back(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal
-from train.cli import main
+from train.__main__ import main
 replace, done = os.replace, []
 def killed(*names):
     done.append(names)

@@ -3,15 +3,13 @@
 import gzip
 import pickle
 import struct
-import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from train import data
 from train.config import Config
@@ -21,15 +19,14 @@ from train.parallel import World
 CPU = (torch.device("cpu"),)
 
 
-def batches(images: data.Images, size: int, rank: int, epoch: int = 0) -> list[list[int]]:
+def batches(images: TensorDataset, size: int, rank: int, epoch: int = 0) -> list[list[int]]:
     """The real samples of each of a rank's batches, by the label that numbers them."""
     config, world = Config(batch_size=12), World("ddp", CPU, rank, size)
-    split = data.split(images, config, world, shuffle=True)
+    split = data.split(images, None, -1, config, world, shuffle=True)
     split.batches.begin(epoch)
     result = []
-    for step, (_, labels) in enumerate(split.loader):
-        real, _ = data.real_samples(step, len(labels), len(images), config, world)
-        result.append(labels[real.bool()].tolist())
+    for _, labels in split.loader:
+        result.append(labels.tolist())
     return result
 
 
@@ -37,7 +34,7 @@ def batches(images: data.Images, size: int, rank: int, epoch: int = 0) -> list[l
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_the_batches_of_a_single_process(total: int, size: int) -> None:
     """Uneven last batches too: no sample is missing, none counts twice, every rank takes as many steps."""
-    images = data.Images(torch.zeros(total, 1, 2, 2, dtype=torch.uint8), torch.arange(total))
+    images = TensorDataset(torch.zeros(total, 1, 2, 2, dtype=torch.uint8), torch.arange(total))
     whole = batches(images, 1, 0)
     shares = [batches(images, size, rank) for rank in range(size)]
     assert [sorted(chain(*parts)) for parts in zip(*shares, strict=True)] == [sorted(batch) for batch in whole]
@@ -45,7 +42,7 @@ def test_ranks_share_the_batches_of_a_single_process(total: int, size: int) -> N
 
 
 def test_each_epoch_has_its_own_order() -> None:
-    images = data.Images(torch.zeros(48, 1, 2, 2, dtype=torch.uint8), torch.arange(48))
+    images = TensorDataset(torch.zeros(48, 1, 2, 2, dtype=torch.uint8), torch.arange(48))
     assert batches(images, 1, 0, epoch=0) != batches(images, 1, 0, epoch=1)
     assert batches(images, 1, 0, epoch=1) == batches(images, 1, 0, epoch=1)
 
@@ -53,9 +50,9 @@ def test_each_epoch_has_its_own_order() -> None:
 def test_digits_are_the_1797_real_images_with_a_fifth_held_out() -> None:
     train, test = data.load("digits")
     assert (len(train), len(test)) == (1438, 359)
-    assert train.pixels.dtype == torch.uint8
-    assert train.pixels.shape[1:] == (1, 8, 8)
-    assert torch.bincount(torch.cat([train.labels, test.labels])).tolist() == [
+    assert train.tensors[0].dtype == torch.uint8
+    assert train.tensors[0].shape[1:] == (1, 8, 8)
+    assert torch.bincount(torch.cat([train.tensors[1], test.tensors[1]])).tolist() == [
         *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
     ]
 
@@ -72,9 +69,9 @@ def test_images_come_scaled_and_resized_and_with_the_channels_asked_for() -> Non
 
 def test_synthetic_images_have_any_shape_and_are_the_same_every_time() -> None:
     train, test = data.load("synthetic", shape="3x5x7", samples=50)
-    assert (train.pixels.shape, test.pixels.shape) == ((40, 3, 5, 7), (10, 3, 5, 7))
+    assert (train.tensors[0].shape, test.tensors[0].shape) == ((40, 3, 5, 7), (10, 3, 5, 7))
     again, _ = data.load("synthetic", shape="3x5x7", samples=50)
-    assert torch.equal(train.pixels, again.pixels)
+    assert torch.equal(train.tensors[0], again.tensors[0])
 
 
 @pytest.mark.parametrize("shape", ["28x28", "axbxc", "3x0x4", ""])
@@ -83,32 +80,12 @@ def test_a_shape_that_is_none_is_refused(shape: str) -> None:
         data.load("synthetic", shape=shape)
 
 
-def test_without_torchvision_the_sentence_names_the_extra_and_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
-    with pytest.raises(click.UsageError, match=r"\.\[vision\].*--data digits works now"):
-        data.load("mnist")
-
-
-@pytest.fixture
-def torchvision() -> Iterator[Any]:
-    """torchvision, also one built for CUDA beside a torch that was not: its compiled operators are declared, never run."""
-    try:
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        library = None  # they are there
-    yield pytest.importorskip("torchvision.datasets", exc_type=ImportError)
-    del library
-
-
 def idx(values: torch.Tensor) -> bytes:
     """The IDX format of unsigned bytes: 0, 0, 8, the number of dimensions, each as a big-endian int32, the values."""
     return struct.pack(f">BBBB{values.dim()}i", 0, 0, 8, values.dim(), *values.shape) + bytes(values.flatten().tolist())
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
-@pytest.mark.usefixtures("torchvision")
 def test_idx_files_are_read(name: str, folder: str, tmp_path: Path) -> None:
     raw = tmp_path / folder / "raw"
     raw.mkdir(parents=True)
@@ -119,13 +96,13 @@ def test_idx_files_are_read(name: str, folder: str, tmp_path: Path) -> None:
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels[:count]))
         (raw / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"not read"))
     train, test = data.load(name, tmp_path)
-    assert torch.equal(train.pixels, images[:5].unsqueeze(1))
-    assert torch.equal(test.pixels, images[:2].unsqueeze(1))
-    assert train.labels.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(train.tensors[0], images[:5].unsqueeze(1))
+    assert torch.equal(test.tensors[0], images[:2].unsqueeze(1))
+    assert train.tensors[1].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_cifar_files_are_read(torchvision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The five pickles of rows of 3072 bytes. torchvision knows the true files by MD5, which small ones cannot have."""
+def test_cifar_files_are_read(tmp_path: Path) -> None:
+    """The five pickles of rows of 3072 bytes."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     rows = torch.randint(256, (12, 3072), dtype=torch.uint8)
@@ -134,15 +111,13 @@ def test_cifar_files_are_read(torchvision: Any, tmp_path: Path, monkeypatch: pyt
         content = {"data": rows[2 * i : 2 * i + 2].numpy(), "labels": [i, i + 1], "batch_label": name, "filenames": []}
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}, protocol=2))
-    monkeypatch.setattr(torchvision.cifar, "check_integrity", lambda path, md5=None: Path(path).is_file())
     train, test = data.load("cifar10", tmp_path)
-    assert torch.equal(train.pixels, rows[:10].reshape(10, 3, 32, 32))
-    assert torch.equal(test.pixels, rows[10:].reshape(2, 3, 32, 32))
-    assert train.labels.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+    assert torch.equal(train.tensors[0], rows[:10].reshape(10, 3, 32, 32))
+    assert torch.equal(test.tensors[0], rows[10:].reshape(2, 3, 32, 32))
+    assert train.tensors[1].tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
-@pytest.mark.usefixtures("torchvision")
 def test_missing_files_are_one_sentence(name: str, tmp_path: Path) -> None:
     with pytest.raises(click.UsageError, match=r"put .* there; --data digits works now"):
         data.load(name, tmp_path)

@@ -16,17 +16,16 @@ from click.testing import CliRunner, Result
 from ckpt_tools.torch import load
 from tests.train.runs import last, run, same
 from train import train as loop
-from train.checkpoint import newest
-from train.cli import command, main
+from train.__main__ import command, main
+from train.checkpoint import checkpoints, newest, prune
 from train.config import Config
-from train.folder import checkpoints, prune
 from train.parallel import leave
 
 # Takes the lock as a run does, says so, and keeps it until it is told to end.
 HOLDER = """
 import sys, threading
 from pathlib import Path
-from train.folder import locked
+from train.checkpoint import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
@@ -138,7 +137,7 @@ def test_a_flipped_bit_in_a_folder_is_noticed(tmp_path: Path, only_rank: Callabl
     assert loop.train(Config(out=tmp_path, **options), frozenset(options)) == 0
     part = next(path for path in (tmp_path / "epoch_002").iterdir() if path.name != ".metadata")
     flip(part, load(tmp_path / "epoch_002")["model"]["fc1.weight"].numpy().tobytes()[4000:4100])
-    assert newest(tmp_path, lambda line: None)["epoch"] == 1
+    assert newest(tmp_path)[1]["epoch"] == 1
 
 
 def test_what_links_lead_to_is_not_overwritten(tmp_path: Path) -> None:
@@ -239,11 +238,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(
     """Also where the weights are lost in the last step, whose own loss was still a number."""
     step = loop.train_step
 
-    def diverging(run: loop.Run, *batch: torch.Tensor) -> torch.Tensor:
-        totals = step(run, *batch)
+    def diverging(run: loop.Run, *batch: torch.Tensor) -> None:
+        step(run, *batch)
         if run.epoch == 1 and run.step == (20 if first == "loss" else 44):
-            next(run.raw.parameters()).data[0, 0] = torch.nan
-        return totals
+            next(run.network.parameters()).data[0, 0] = torch.nan
 
     monkeypatch.setattr(loop, "train_step", diverging)
     assert loop.train(Config(out=tmp_path, epochs=3, keep=1)) == 1

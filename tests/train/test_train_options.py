@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from train.cli import command, main
+from train.__main__ import command, main
 from train.config import Config
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -30,7 +30,6 @@ def refusal(options: str, out: Path) -> str:
         ("--parallel fsdp", "torchrun --nproc-per-node 2 -m train --parallel fsdp"),
         ("--parallel fsdp --save wrapped", "FSDP2 has no wrapper"),
         ("--parallel fsdp --save module", "--save module: FSDP2 has no wrapper"),
-        ("--parallel fsdp --compile", "--compile does not go with --parallel fsdp"),
         ("--save ranks", "belongs to --parallel fsdp"),
         ("--parallel fsdp --save dcp --format safetensors", "leave --format out"),
         ("--save dcp --parallel ddp", "belongs to --parallel fsdp"),
@@ -47,6 +46,8 @@ def refusal(options: str, out: Path) -> str:
         ("--save module --format safetensors", "--save module needs --format pth"),
         ("--device tpu", "--device is auto, cpu, cuda or cuda:N, not tpu"),
         ("--device cuda:x", "--device is auto, cpu, cuda or cuda:N, not cuda:x"),
+        ("--data mnist --data-dir none", "none has no whole mnist: put MNIST/raw/train-images-idx3-ubyte"),
+        ("--data cifar10 --data-dir none", "none has no whole cifar10: put cifar-10-batches-py/data_batch_1"),
         ("--device cpu:0", "--device is auto, cpu, cuda or cuda:N, not cpu:0"), ("--resume latest", "there is no"),
         ("--resume nowhere.pth", "there is no file nowhere.pth"), ("--epochs -1", "-1 is not in the range"),
         pytest.param("--device cuda", "sees no GPU here; --device cpu works now", marks=no_gpu),
@@ -102,7 +103,7 @@ def test_a_mistake_is_said_by_one_rank_alone(
 
 
 def test_help_names_every_option() -> None:
-    result = CliRunner().invoke(command, ["--help"])
+    result = CliRunner().invoke(command, ["--help-all"])
     assert result.exit_code == 0
     names = [field.name.replace("_", "-") for field in fields(Config) if field.name != "local_rank"]
     assert all(f"--{name} " in result.output for name in names)

@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.torch import load, load_state_dict
 from tests.train.runs import FEW, LENET, RESNET, bare, close, last, ranks, run, same, spelled
 from train import data
-from train.cli import command
+from train.__main__ import command
 from train.models import build
 
 SAVES = ("unwrapped", "ranks", "dcp")
@@ -32,8 +32,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ranks(
         2,
         [*lenet, *short, "--save", "wrapped", "--out", f"{out}/whole"],
-        ["--resume", f"{out}/whole/epoch_001.pth", "--out", f"{out}/resumed", "--read", "all"],
-        ([*lenet, *short, "--out", f"{out}/stopped"], 1, 11),
+        ["--resume", f"{out}/whole/epoch_001.pth", "--out", f"{out}/resumed"],
+        ([*lenet, *short, "--stop-every", "1", "--out", f"{out}/stopped"], 1, 11),
         ["--resume", "latest", "--out", f"{out}/stopped"],
         ["--resume", "latest", *short, "--out", f"{out}/from_single"],
         [*resnet, "--out", f"{out}/ddp"],
@@ -41,7 +41,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *([*fsdp, "--resume", f"{out}/{save}/epoch_001", "--out", f"{out}/from_{save}", *whole] for save in SAVES[1:]),
         [*fsdp, "--resume", f"{out}/ddp/epoch_001.pth", "--out", f"{out}/from_ddp"],
         ["--resume", f"{out}/dcp/epoch_001", "--out", f"{out}/ddp_from_dcp"],
-        ([*resnet, *fsdp, "--out", f"{out}/fsdp_stopped", "--save", "dcp"], 1, 5),
+        ([*resnet, *fsdp, "--out", f"{out}/fsdp_stopped", "--save", "dcp", "--stop-every", "1"], 1, 5),
         [*fsdp, "--resume", "latest", "--out", f"{out}/fsdp_stopped", *whole],
     )
     return out
@@ -81,7 +81,7 @@ def test_two_ranks_measure_what_they_save(two: Path) -> None:
     network.load_state_dict(bare(last(two / "ddp")["model"]))
     network.eval()
     _, test = data.load("synthetic", shape=FEW["shape"], samples=RESNET["samples"])
-    images, labels = test[range(len(test))]
+    images, labels = data.fitted(test.tensors[0], None), test.tensors[1]
     accuracy = (network(images).argmax(1) == labels).double().mean().item()
     row = json.loads((two / "ddp" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["test_accuracy"] == pytest.approx(accuracy)
@@ -165,4 +165,8 @@ def test_safetensors_are_gathered_and_folders_are_pruned(tmp_path: Path, only_ra
     assert list(load_state_dict(tmp_path / "safetensors" / "epoch_001.safetensors")) == [
         *("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
     ]
-    assert sorted(path.name for path in (tmp_path / "ranks").glob("epoch_*")) == ["epoch_002", "epoch_002.json"]
+    assert sorted(path.name for path in (tmp_path / "ranks").glob("epoch_*")) == [
+        "epoch_002",
+        "epoch_002.json",
+        "epoch_002.weights.pth",
+    ]

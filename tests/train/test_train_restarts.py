@@ -14,11 +14,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 from tests.train.runs import ROOT, environment, last, run, same
 from train import data
 from train import train as loop
-from train.cli import command, main
+from train.__main__ import command, main
+from train.checkpoint import continued
 from train.config import Config
 
 
@@ -31,12 +33,12 @@ def stopped(out: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, number: i
     """A run that was sent a signal in one of its steps."""
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done == after:
             os.kill(os.getpid(), number)
-        return step(*arguments)
+        step(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stopping)
@@ -57,10 +59,10 @@ def test_how_a_run_runs_and_saves_is_kept(tmp_path: Path) -> None:
 
 def test_another_mode_leaves_what_belongs_to_the_mode() -> None:
     saved = Config(parallel="ddp", sync_bn=True, save="wrapped", keep=3).plain()
-    assert Config().continued(saved, frozenset()).sync_bn
-    single = Config(parallel="single").continued(saved, frozenset({"parallel"}))
+    assert continued(Config(), saved, frozenset()).sync_bn
+    single = continued(Config(parallel="single"), saved, frozenset({"parallel"}))
     assert (single.parallel, single.sync_bn, single.save, single.keep) == ("single", False, "unwrapped", 3)
-    assert not Config(sync_bn=False).continued(saved, frozenset({"sync_bn"})).sync_bn
+    assert not continued(Config(sync_bn=False), saved, frozenset({"sync_bn"})).sync_bn
 
 
 def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[[], None]) -> None:
@@ -77,10 +79,24 @@ def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[
     assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--parallel", "single").exit_code == 0
 
 
+class Noisy(Dataset[Any]):
+    """Images under noise that is drawn as each is made."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        pixels, label = self.samples[index]
+        return (pixels + torch.rand(pixels.shape) * 64) / 255, label
+
+
 def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Augmentation: random numbers drawn while a batch is made, by any number of workers, also in the middle of an epoch."""
-    plain = data.fitted
-    monkeypatch.setattr(data, "fitted", lambda *arguments: (images := plain(*arguments)) + torch.rand_like(images) / 4)
+    sets = data.digits()
+    monkeypatch.setattr(data, "load", lambda *_, **options: tuple(map(Noisy, sets)))
     whole = run(tmp_path / "whole", epochs=2)
     stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=2)
     assert same(whole, run(tmp_path / "parts", resume="latest"))
@@ -121,7 +137,7 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
     saved = Config().plain() | {name: value}
     with pytest.raises(click.UsageError, match=f"the checkpoint's config has {name} = "):
-        Config().continued(saved, frozenset())
+        continued(Config(), saved, frozenset())
 
 
 @pytest.mark.parametrize("line", [b"{", b"7", b"{}", b'{"epoch": null}', b"\xff"])
@@ -139,20 +155,22 @@ def test_auto_starts_anew_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     options = ["--out", tmp_path / "auto", "--resume", "auto", "--model", "mlp", "--epochs", 2]
     step, done = loop.train_step, 0
 
-    def stopping(*arguments: Any) -> Tensor:
+    def stopping(*arguments: Any) -> None:
         nonlocal done
         done += 1
         if done in (20, 60):
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments)
+        step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", stopping)
     assert [command([str(each) for each in options], standalone_mode=False) for _ in range(4)] == [143, 143, 0, 0]
     assert same(last(tmp_path / "auto"), run(tmp_path / "whole", epochs=2))
 
 
-def test_a_lost_terminal_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(tmp_path, monkeypatch, after=20, number=signal.SIGHUP, epochs=1)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
+def test_a_lost_terminal_and_a_scheduler_s_warning_save(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP; and what Slurm's --signal and a limit on CPU time send."""
+    stopped(tmp_path, monkeypatch, after=20, number=number, epochs=1)
     assert (tmp_path / "latest").read_text() == "epoch_000_step_00020.pth\n"
 
 
@@ -169,7 +187,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_second_ctrl_c_quits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same step: nothing is saved, nothing of a save is left, and the exit code is that of Ctrl-C."""
 
-    def twice(*arguments: Any) -> Tensor:
+    def twice(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError
@@ -202,7 +220,7 @@ def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
     """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch."""
     script = tmp_path / "killed.py"
     script.write_text(
-        "import os, signal\nfrom train import train as loop\nfrom train.cli import main\nstep = loop.train_step\n"
+        "import os, signal\nfrom train import train as loop\nfrom train.__main__ import main\nstep = loop.train_step\n"
         "def killed(run, *batch):\n"
         "    if (run.epoch, run.step, os.environ['TORCHELASTIC_RESTART_COUNT'], run.world.rank) == (1, 2, '0', 1):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from tests.train.runs import run
 from train import train as loop
-from train.cli import command
+from train.__main__ import command
 from train.config import Config
-from train.parallel import World, wrap
+from train.parallel import World
+from train.wrap import wrap
 
 SMALL: dict[str, Any] = {"data": "synthetic", "samples": 320, "batch_size": 32}  # eight steps an epoch
 
@@ -37,9 +38,10 @@ def test_log_every_tells_the_loss_and_the_time_of_steps(tmp_path: Path, capsys: 
 def test_log_every_stops_in_the_epoch_where_the_loss_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, done = loop.train_step, []
 
-    def diverging(run: loop.Run, *batch: Tensor) -> Tensor:
+    def diverging(run: loop.Run, *batch: Tensor) -> None:
         done.append(run.step)
-        return step(run, *batch) * torch.nan
+        step(run, *batch)
+        run.loss.fill_(torch.nan)
 
     monkeypatch.setattr(loop, "train_step", diverging)
     assert loop.train(Config(out=tmp_path, epochs=1, log_every=2, **SMALL)) == 1
@@ -99,7 +101,7 @@ def test_evaluate_of_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_evaluate_of_a_flipped_bit_is_refused() -> None:
-    with pytest.raises(click.UsageError, match=r"cannot measure .*flipped.pth, which is damaged"):
+    with pytest.raises(click.UsageError, match=r"cannot read .*flipped.pth, which is damaged"):
         loop.train(Config(evaluate=Path(__file__).parents[2] / "fixtures" / "found" / "flipped.pth"))
 
 
@@ -156,7 +158,7 @@ def test_distributed_data_parallel_is_told_of_unused_parameters_and_buffers(only
     try:
         config = Config(parallel="ddp", find_unused_parameters=True, broadcast_buffers=False)
         network = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-        model: Any = wrap(network, World("ddp", (torch.device("cpu"),)), (1, 2, 2), config)
+        model: Any = wrap(network, World("ddp", (torch.device("cpu"),)), torch.zeros(1, 1, 2, 2), config)
         assert (model.find_unused_parameters, model.broadcast_buffers) == (True, False)
     finally:
         torch.distributed.destroy_process_group()

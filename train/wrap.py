@@ -1,0 +1,125 @@
+"""What stands around a network: DataParallel, DistributedDataParallel, FSDP2; and the moving average of its weights."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config import Config
+from train.parallel import World
+
+
+def wrap(network: nn.Module, world: World, image: Tensor, config: Config) -> nn.Module:
+    """`network` as the mode calls for it: as it is, inside DataParallel or DistributedDataParallel, or sharded.
+
+    `image` is a batch (1, ...) of one input image.
+    """
+    if config.sync_bn:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    ids = [device.index for device in world.devices if device.type == "cuda"] or None
+    if world.mode == "dp":
+        return nn.DataParallel(network, device_ids=ids)
+    if world.mode == "ddp":
+        # torch 2.13 warns of the word, and says to keep it where buffers shall be left alone.
+        buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+        ranked = DistributedDataParallel(network, ids, find_unused_parameters=config.find_unused_parameters, **buffers)
+        return settled(ranked, image)
+    return sharded(network, world) if world.mode == "fsdp" else network
+
+
+def settled(model: DistributedDataParallel, image: Tensor) -> DistributedDataParallel:
+    """`model` after one backward pass that changes nothing.
+
+    DistributedDataParallel groups gradients anew after its first pass, and with three ranks or more the groups decide in which
+    order gloo adds up: without this, the first step after a resume would round otherwise than in a run that never stopped.
+    """
+    model.eval()
+    torch.autograd.backward(model(image).sum())
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def sharded(network: nn.Module, world: World) -> nn.Module:
+    """`network` under FSDP2: each of its parameters is a DTensor from now on, this rank's rows of it.
+
+    Layer by layer, so that the whole weights of one layer at a time are in memory.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # takes a second, which other modes need not wait
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("fsdp",))
+    for layer in network.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    return network
+
+
+@contextmanager
+def _unreduced(model: Any) -> Any:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, gradients stay on their rank: for all passes of a batch but the last."""
+    inner = getattr(model, "_orig_mod", model)  # under torch.compile
+    if isinstance(inner, DistributedDataParallel):
+        return inner.no_sync()
+    return _unreduced(inner) if hasattr(inner, "set_requires_gradient_sync") else nullcontext()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 cut, and any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+@torch.no_grad()
+def share_buffers(tensors: Iterable[Tensor], world: World) -> None:
+    """Gives rank 0's batch statistics to all ranks; DistributedDataParallel may have done so before the last pass."""
+    for tensor in tensors:
+        if world.size > 1 and not hasattr(tensor, "to_local"):
+            first = tensor.cpu()
+            dist.broadcast(first, src=0, group=world.control)
+            tensor.copy_(first)
+
+
+def cut_as(saved: Mapping[str, Any], network: nn.Module) -> dict[str, Any]:
+    """A checkpoint whose tensors are whole, with this rank's parts in their place, as `network` is cut."""
+    own, parameters = network.state_dict(), list(network.parameters())
+    weights = {key: {name: _part(whole, own[name]) for name, whole in saved[key].items()} for key in ("model", "ema")}
+    state = {
+        place: {name: _part(value, parameters[place]) for name, value in values.items()}
+        for place, values in saved["optimizer"]["state"].items()
+    }
+    return {**saved, **weights, "optimizer": {**saved["optimizer"], "state": state}}
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(like, DTensor) and whole.shape == like.shape:
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
+
+
+class Average:
+    """An exponential moving average of a network's weights and batch statistics, under its names; empty with `decay` 0."""
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()} if decay else {}
+
+    def update(self, network: nn.Module) -> None:
+        """After a step."""
+        now = network.state_dict() if self.weights else {}  # detached
+        for name, mean in self.weights.items():
+            if mean.is_floating_point():
+                local(mean).lerp_(local(now[name]), 1 - self.decay)
+            else:  # a count
+                mean.copy_(now[name])
