@@ -11,6 +11,7 @@ Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ _MARKS = frozenset((
     "keras_version", "layer_names", "model_config", "model_weights", "layers", "_layer_checkpoint_dependencies", "vars",
     "top_level_model_weights",
 ))  # fmt: skip
+_NAMED = re.compile(r"(?:^|\.)vars\.\d+$|:0$")  # a variable of Keras 3, and of older ones
 
 
 class _Opened:
@@ -98,7 +100,7 @@ def decode(source: Source) -> Decoded:
     try:
         with h5py.File(_Stream(source), "r") as file:
             items = list(_entries(h5py, file, _Opened(source), source, warnings))
-            of_keras = not _MARKS.isdisjoint((*file.attrs, *file))
+            of_keras = not _MARKS.isdisjoint((*file.attrs, *file)) or any(_NAMED.search(str(name)) for name, _ in items)
     except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
     if (twice := repeated(items)) is not None:
