@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.formats.zip.directory import Recorded, RecordRange
 from ckpt_tools.io.content import Checksum, Piece, Range, chunks, made_of
 from ckpt_tools.tree.nodes import Node, Storage
 from ckpt_tools.tree.visit import reachable
@@ -20,7 +20,7 @@ class Leaving:
 
     def __init__(self, root: Node, *, keeps: bool) -> None:
         """Of a tree that is about to be written; `keeps`: as a torch zip, where a whole record keeps its CRC-32."""
-        self.records: dict[_Key, RecordRange] = {}
+        self.records: dict[_Key, Recorded] = {}
         self.passed: set[_Key] = set()
         for content in _sources(root, whole=not keeps):
             if content.length and content.record.crc:
@@ -59,8 +59,8 @@ def _key(content: Range) -> _Key:
     return id(content.source), content.offset, content.length
 
 
-def _sources(root: Node, *, whole: bool) -> Iterator[RecordRange]:
+def _sources(root: Node, *, whole: bool) -> Iterator[Recorded]:
     """The records that the tree's storages are worked out of, and with `whole` those that they are."""
     for node in reachable(root, dicts=False):
         if type(node) is Storage and (whole or not isinstance(node.content, RecordRange)):
-            yield from (content for content in made_of(node.content) if isinstance(content, RecordRange))
+            yield from (content for content in made_of(node.content) if isinstance(content, Recorded))

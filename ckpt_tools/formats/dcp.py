@@ -36,6 +36,7 @@ from ckpt_tools.formats.base import Decoded, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.formats.zip import archives
+from ckpt_tools.formats.zip.directory import Recorded
 from ckpt_tools.io.content import (
     Computed,
     Content,
@@ -363,7 +364,10 @@ class _Reader:
                 )
             return swapped(content, dtype.swap_width)
         if isinstance(content, Range) and isinstance(content.source, Window):
-            return Range(source, content.source.start + content.offset, content.length)
+            at = content.source.start + content.offset
+            if isinstance(content, Recorded):
+                return Recorded(source, at, content.length, content.record)
+            return Range(source, at, content.length)
         return content
 
     def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:

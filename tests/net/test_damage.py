@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError
@@ -66,3 +68,21 @@ def test_what_keeps_its_checksum_is_copied(tmp_path: Path) -> None:
     flipped(STATE, tmp_path / "in.pth")
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", rename="^a=b")
     assert [finding.code for finding in ckpt_tools.check(tmp_path / "out.pth").findings] == ["damaged-record"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_output_of_a_damaged_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """The archives in a .distcp have checksums too."""
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(action="ignore"):  # that it is one process
+        dcp.save(dict(STATE), checkpoint_id="in", no_dist=True)
+    if "--verify" not in way:  # which compares nothing of a distributed checkpoint
+        ckpt("convert", "in", *way.replace("out", "well", 1).split())
+    [path] = Path("in").glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(3000.0)[-4:].numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    ckpt("convert", "in", *way.split(), code=3)
+    assert not Path(way.split()[0]).exists()
+    if "--verify" not in way:
+        ckpt("convert", "in", *way.split(), "--no-verify")

@@ -74,10 +74,15 @@ class Record:
 
 
 @frozen
-class RecordRange(Range):
-    """The bytes of a stored record, which may be copied together with the zip header before them."""
+class Recorded(Range):
+    """The bytes of a stored record, whose CRC-32 is known."""
 
     record: Record
+
+
+@frozen
+class RecordRange(Recorded):
+    """The same, which may be copied together with the zip header before them."""
 
 
 @frozen
