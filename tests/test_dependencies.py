@@ -53,7 +53,7 @@ def test_no_class_is_a_generic_of_click() -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("ckpt_tools", ["keras", "dev"]), ("train", ["train", "vision"]), ("fixtures", ["dev"]),
+        ("ckpt_tools", ["keras", "dev"]), ("train", ["train"]), ("fixtures", ["dev"]),
         ("tests", ["dev", "train"]),
         ("docs", ["dev", "docs"]),
     ],
