@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
     from ckpt_tools.operations.show import Shown, show
-    from ckpt_tools.operations.signing.run import Signed, Verified, sign, verify
+    from ckpt_tools.operations.signing import Signed, Verified, sign, verify
     from ckpt_tools.render.html import Reported, report
     from ckpt_tools.torch.proving.prove import prove
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
@@ -98,10 +98,10 @@ _HOMES = {
     "Reported": "render.html",
     "Scanned": "operations.scan",
     "Shown": "operations.show",
-    "Signed": "operations.signing.run",
+    "Signed": "operations.signing",
     "Stats": "operations.compare.stats",
     "Steps": "torch.steps",
-    "Verified": "operations.signing.run",
+    "Verified": "operations.signing",
     "average": "operations.average",
     "check": "operations.check.run",
     "convert": "operations.convert.run",
@@ -119,9 +119,9 @@ _HOMES = {
     "report": "render.html",
     "scan": "operations.scan",
     "show": "operations.show",
-    "sign": "operations.signing.run",
+    "sign": "operations.signing",
     "stats": "operations.compare.stats",
-    "verify": "operations.signing.run",
+    "verify": "operations.signing",
 }
 
 

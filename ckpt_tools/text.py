@@ -14,11 +14,7 @@ _NEAR, _NEAR_LENGTH = 2000, 200  # candidates looked at, and their length: compa
 
 
 def did_you_mean(text: str, candidates: Iterable[str]) -> str:
-    """`Did you mean 'model'?` with up to three candidates that are near, or nothing.
-
-    >>> did_you_mean("modle", ["model", "optimizer"])
-    "Did you mean 'model'?"
-    """
+    """`Did you mean 'model'?` with up to three candidates that are near, or nothing."""
     import difflib
 
     short = (name for name in candidates if 0 < len(name) <= _NEAR_LENGTH)
@@ -52,11 +48,7 @@ def check_keywords(function: str, given: Iterable[str], known: Collection[str]) 
 
 
 def did_you_mean_file(name: str, others: Iterable[str]) -> str:
-    """`Did you mean 'model.pth'?` with up to three files whose names are near but for their extensions, or nothing.
-
-    >>> did_you_mean_file("modle.pth", ["model.safetensors", "optimizer.pt"]), did_you_mean_file("nothere.pth", ["outer.zip"])
-    ("Did you mean 'model.safetensors'?", '')
-    """
+    """`Did you mean 'model.pth'?` with up to three files whose names are near but for their extensions, or nothing."""
     import difflib
 
     stem = _stem(name)[:_NEAR_LENGTH]
@@ -83,39 +75,23 @@ def dotted(where: Sequence[str | int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of many names, quoted, for a message.
-
-    >>> some(["a", "b"])
-    "'a', 'b'"
-    """
+    """The first few of many names, quoted, for a message."""
     return listed([repr(name) for name in names[:5]], rest=len(names) - 5)
 
 
 def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
-    """The first few of many texts with commas between, and how many more there are; `rest` were left out before.
-
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
+    """The first few of many texts with commas between, and how many more there are; `rest` were left out before."""
     more = max(rest, 0) + max(len(texts) - limit, 0)
     return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """A shape as a table shows it.
-
-    >>> shape_text([64, 3, 7, 7]), shape_text([]), shape_text(None)
-    ('64x3x7x7', 'scalar', '?')
-    """
+    """A shape as a table shows it."""
     return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
 def these_ranks(ranks: Sequence[object], *, rest: int = 0) -> str:
-    """The numbers of one or of several ranks; `rest` were left out before.
-
-    >>> these_ranks([1]), these_ranks([1, 3])
-    ('rank 1', 'ranks 1, 3')
-    """
+    """The numbers of one or of several ranks; `rest` were left out before."""
     return f"rank{'s' if len(ranks) + rest != 1 else ''} {listed(ranks, rest=rest)}"
 
 
@@ -125,10 +101,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped.
-
-    A text of megabytes (no path and no name of a real model is as long as MAX_SHOWN) is cut, and its length told.
-    """
+    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped."""
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
     if text.isascii() and text.isprintable():
@@ -144,11 +117,7 @@ def _escape(character: str) -> str:
 
 
 def natural(text: str) -> tuple[object, ...]:
-    """A key that sorts numbers in a text by their value: `layers.2` before `layers.10`.
-
-    >>> sorted(["l.10", "l.2"], key=natural)
-    ['l.2', 'l.10']
-    """
+    """A key that sorts numbers in a text by their value: `layers.2` before `layers.10`."""
     parts = _DIGITS.split(text)  # text and digits in turns; digits are compared by length first, since there may be thousands
     return tuple(part if index % 2 == 0 else (len(part.lstrip("0")), part.lstrip("0")) for index, part in enumerate(parts))
 

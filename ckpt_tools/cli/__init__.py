@@ -35,11 +35,7 @@ COMMANDS = (
 )  # fmt: skip
 _VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
-# Commands whose module is in a room of its own, or another one's.
-_ROOMS = {
-    "extract_lora": "adapters.extract_lora", "prove": "proofs.prove", "sign": "proofs.sign", "verify": "proofs.sign",
-    "completion": "shell.completion",
-}  # fmt: skip
+_ELSEWHERE = {"verify": "sign"}  # commands whose module is another one's
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
@@ -108,7 +104,7 @@ class _Group(click.Group):
         if cmd_name not in COMMANDS:
             return None
         name = cmd_name.replace("-", "_")
-        command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
+        command = getattr(import_module(f"ckpt_tools.cli.{_ELSEWHERE.get(name, name)}"), name)
         assert isinstance(command, click.Command)
         if _LIMIT not in command.params and cmd_name not in _READ_NO_FILE:
             _name_variables(command, cmd_name)
@@ -142,7 +138,7 @@ class _Group(click.Group):
             if args[0] == "-" or _is_there(args[0]):
                 args = ["inspect", *args]
             elif not ctx.resilient_parsing:
-                from ckpt_tools.cli.shell.other_words import about_command
+                from ckpt_tools.cli.other_words import about_command
 
                 ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], COMMANDS)}".rstrip())
         return super().resolve_command(ctx, args)
@@ -170,7 +166,7 @@ class _Group(click.Group):
                     print_error(error)
             ctx.exit(error.exit_code)
         except click.NoSuchOption as unknown:
-            from ckpt_tools.cli.shell.other_words import correct
+            from ckpt_tools.cli.other_words import correct
 
             wrong = correct(unknown)
             self.print_failure(_usage_document, wrong)
@@ -196,10 +192,7 @@ class _Group(click.Group):
             ctx.exit(3)
 
     def print_failure(self, document: Callable[[Any], dict[str, Any]], error: object) -> None:
-        """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do.
-
-        Of the processes that torchrun started the first one speaks, as it does for a report.
-        """
+        """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do."""
         ctx = click.get_current_context(silent=True)
         command = ctx.meta.get(_COMMAND) if ctx is not None else None
         set_so = command is not None and (command.params.get("as_json") or command.params.get("form") == "json")
@@ -228,10 +221,7 @@ def _tell_unprinted(error: OSError) -> None:
 
 
 def _open_streams() -> None:
-    """Put something in the place of standard streams that were closed (`>&-`): the next file that is opened would take it.
-
-    What is printed to a closed standard output is an error, as on a full disk; to a closed standard error it is lost.
-    """
+    """Put something in the place of standard streams that were closed (`>&-`): the next file that is opened would take it."""
     for name, flag in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:  # os.open takes the lowest number that is free: that of the stream
             setattr(sys, name, open(os.open(os.devnull, flag), "r" if name == "stdin" else "w"))  # noqa: SIM115
@@ -334,7 +324,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
     if asked:
         click.echo(f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)")
         if verbose:
-            from ckpt_tools.cli.shell.version import print_surroundings
+            from ckpt_tools.cli.version import print_surroundings
 
             print_surroundings()
         ctx.exit()

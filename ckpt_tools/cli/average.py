@@ -17,7 +17,14 @@ from ckpt_tools.cli.options import (
     show_progress,
 )
 from ckpt_tools.errors import UsageError
+from ckpt_tools.operations.average import Averaged
 from ckpt_tools.operations.options import AverageOptions
+from ckpt_tools.render.converted import object_rows
+from ckpt_tools.render.plain import Page
+from ckpt_tools.render.rows import print_rows, print_title, rows_of
+from ckpt_tools.render.text import counted, size_text
+from ckpt_tools.render.wording import as_options
+from ckpt_tools.text import printable
 
 
 @click.command(short_help="Write the mean of several checkpoints.")
@@ -52,7 +59,6 @@ def average(paths: tuple[str, ...], out: str | None, quiet: bool, as_json: bool,
 
         print_document(report.to_json())
     elif not quiet:
-        from ckpt_tools.render.averaged import print_averaged
         from ckpt_tools.render.text import show
 
         show(partial(print_averaged, report))
@@ -63,3 +69,22 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--weights {text!r} is not a list of numbers.", fix="For example: --weights 0.5,0.3,0.2") from None
+
+
+def print_averaged(report: Averaged, out: Page) -> None:
+    """What was written, from which files with which weights, and what has no mean."""
+    output = report.output
+    print_title(f"{'would write' if output.dry_run else 'wrote'} {output.target}", out)
+    files = [f"{weight:.4g} x {path}" for path, weight in zip(report.sources, report.weights, strict=True)]
+    rows = [
+        ("container", f"{output.container}, {size_text(output.bytes)}, {counted(output.tensors, 'tensor')}"),
+        *rows_of("mean of", files),
+        ("averaged", counted(report.averaged, "tensor")),
+    ]
+    if report.spread is not None and report.spread["relative"]:
+        name, relative = report.spread["name"], report.spread["relative"]
+        rows.append(("spread", printable(f"largest in {name}: {100 * relative:.3g}% of the mean's length")))
+    if report.kept:
+        rows.append(("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files"))
+    rows += rows_of("largest", report.largest) + rows_of("first", report.first) + object_rows(output)
+    print_rows(rows + rows_of("note", [as_options(note.text) for note in output.notes]), out)

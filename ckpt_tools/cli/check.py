@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.checks.forms import AT_ONCE, PAGES, WHOLE, form_options, print_at_once, print_whole
 from ckpt_tools.cli.options import (
     OUT_PATH,
     Expanded,
@@ -21,14 +20,17 @@ from ckpt_tools.cli.options import (
     quiet_option,
     show_progress,
 )
-from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
+from ckpt_tools.operations.check.report import Checked
+from ckpt_tools.operations.check.run import Wanted
+from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, form_options, print_at_once, print_whole
+from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.operations.check.report import Checked
-    from ckpt_tools.operations.check.run import Wanted
-    from ckpt_tools.render.logs.rows import Logged
+    from ckpt_tools.operations.check.latest import LatestGood
+
 
 _JOBS = 4
 _SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note": ("problem", "warning", "info")}
@@ -82,8 +84,6 @@ def check(
     form, paths = "json" if as_json else form, with_pipes_read(paths)
     jobs = 1 if any(isinstance(path, Handed) for path in paths) else jobs  # a pipe is read here
     if latest_good:
-        from ckpt_tools.cli.checks.latest import refuse_beside, show_latest_good
-
         others = {"--digest": digest, "--output": output, "--against": against, f"--format {form}": form not in PAGES}
         refuse_beside("--latest-good", others)
         wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
@@ -130,7 +130,7 @@ class _Checking:
             self.reports.append(report)
         if self.form == "text":
             return
-        from ckpt_tools.render.logs.rows import of_checked
+        from ckpt_tools.render.findings import of_checked
 
         if self.form in AT_ONCE:
             print_at_once(self.form, report, of_checked)
@@ -153,11 +153,7 @@ class _Checking:
 
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
-    """The one checkpoint whose digests go into a file: a folder that is one counts alone, whatever lies beside its shards.
-
-    Raises:
-        UsageError: there are several, or the file is called a checkpoint.
-    """
+    """The one checkpoint whose digests go into a file: a folder that is one counts alone, whatever lies beside its shards."""
     from ckpt_tools.formats.folders import find_layout
     from ckpt_tools.tree.output_names import check_document_name
 
@@ -169,3 +165,52 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
     if len(expanded.checkpoints) != 1:
         raise click.UsageError(f"--output holds the digests of one checkpoint; the paths have {len(expanded.checkpoints)}.")
     return expanded
+
+
+def refuse_beside(option: str, others: Mapping[str, object]) -> None:
+    """An option that is given beside one that it has no use for is a mistake."""
+    if given := [name for name, value in others.items() if value]:
+        raise click.UsageError(f"{option} does not go with {' and '.join(given)}.")
+
+
+def show_latest_good(paths: tuple[Path, ...], wanted: Wanted, *, quiet: bool, as_json: bool) -> None:
+    """Print the path of the last good checkpoint, and nothing else; what is newer and not good goes to standard error."""
+    from ckpt_tools.operations.check.latest import find_latest_good
+
+    with show_progress(quiet=quiet or as_json) as progress:
+        found = find_latest_good(paths, wanted, progress)
+    if not quiet:
+        _tell_newer(found)
+    if found.report is None:
+        raise _none_good(paths, found)
+    if as_json:
+        from ckpt_tools.render.json import print_document
+
+        print_document(found.report.to_json())
+    elif sys.stdout.isatty():
+        click.echo(printable(found.report.path))
+    else:  # exactly as the system has it: `$(...)` is opened
+        click.echo(os.fsencode(found.report.path))
+
+
+def _tell_newer(found: LatestGood) -> None:
+    """A line for each newer checkpoint that is not good."""
+    from ckpt_tools.operations.check.latest import failures
+    from ckpt_tools.render.wording import found_in
+
+    for report in found.passed_over:
+        told = (found_in(finding).removeprefix(f"{report.path}: ").rstrip(".") for finding in failures(report))
+        reasons = "; ".join(dict.fromkeys(told))
+        click.echo(printable(f"not good: {report.path}: {reasons}"), err=True)
+    for path in found.unfinished:
+        click.echo(printable(f"still being written: {path}"), err=True)
+
+
+def _none_good(paths: tuple[Path, ...], found: LatestGood) -> Exception:
+    from ckpt_tools.errors import NotACheckpointError
+
+    seen = len(found.passed_over) + len(found.unfinished)
+    why = "There is none with weights." if not seen else ""
+    error = NotACheckpointError(f"No checkpoint below {listed(paths)} is good.", why=why)
+    error.exit_code = 1
+    return error

@@ -17,6 +17,7 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+
 _MOST = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _FILES = ("source", "path", "left", "paths", "sources")  # the parameters that hold the file to read
@@ -69,3 +70,22 @@ def _file(ctx: click.Context) -> Path | None:
 
 def _several(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+@click.command(short_help="Print what makes a shell complete commands, options and names in files.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that makes a shell complete commands, options, and the names in a file, for its start-up file.
+
+    \b
+    eval "$(ckpt completion bash)"        # ~/.bashrc
+    eval "$(ckpt completion zsh)"         # ~/.zshrc
+    ckpt completion fish | source         # ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    made = kind(ctx.find_root().command, {}, "ckpt", "_CKPT_COMPLETE")
+    click.echo(made.source_template % made.source_vars())  # not `source()`, which starts a bash to learn its version

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ckpt_tools.cli.batches.convert import convert_many, inputs, refuse_beside_many
 from ckpt_tools.cli.help import LongHelp
 from ckpt_tools.cli.options import (
     LOCATION,
@@ -20,16 +21,16 @@ from ckpt_tools.cli.options import (
     one_out,
     options_of,
     out_option,
+    print_failure,
     quiet_option,
     show_progress,
     work_shared,
 )
+from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert as convert_checkpoint
 from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.convert.report import Converted
 
 
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
@@ -147,7 +148,7 @@ def _prove(
     source: Path, target: str, asked: dict[str, Any], inputs: tuple[str, ...], model: str | None, *, quiet: bool, as_json: bool
 ) -> None:
     """Run both, and end with 1 where they differ."""
-    from ckpt_tools.cli.proofs.prove import show_proved
+    from ckpt_tools.cli.prove import show_proved
     from ckpt_tools.torch.proving.prove import prove
 
     arguments = asked.get("like_args")
@@ -182,3 +183,42 @@ def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Con
             f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."
         )
     return edit_in_place(path, **asked)
+
+
+def inputs(given: Iterable[str | Path | None]) -> list[Path]:
+    """The inputs, as paths or addresses."""
+    return [LOCATION.convert(value, None, None) for value in given if value is not None]
+
+
+def convert_many(
+    sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, jobs: int, quiet: bool, as_json: bool
+) -> int:
+    """Convert each into the folder, and report; the exit code."""
+    from ckpt_tools.operations.convert.several import convert_several, targets
+
+    made = targets(sources, folder, asked)
+    results: list[Converted | CkptError] = []
+    for source, result in zip(sources, convert_several(sources, made, asked, jobs=jobs), strict=True):
+        results.append(result)
+        if isinstance(result, CkptError):
+            print_failure(source, result, as_json=as_json)
+        elif as_json:
+            from ckpt_tools.render.json import print_document
+
+            print_document(result.to_json())
+    if not as_json and not quiet:
+        from ckpt_tools.render.converted import print_several
+        from ckpt_tools.render.text import show
+
+        show(partial(print_several, sources, made, results))
+    return max((result.exit_code for result in results if isinstance(result, CkptError)), default=0)
+
+
+def refuse_beside_many(in_place: bool, prove: Sequence[str], out: str | None) -> None:
+    """What is about one input does not go with many."""
+    if in_place:
+        raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
+    if out is not None:
+        raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
+    if prove:
+        raise click.UsageError("--prove compares one IN with its OUT: run ckpt prove for each.")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import click
+
+from ckpt_tools.operations.explain import Explanation
+from ckpt_tools.text import printable
 
 
 @click.command(short_help="Say what a message means, and the command.")
@@ -22,7 +26,6 @@ def explain(words: tuple[str, ...]) -> None:
     Exit code: 0 found, 1 no message has these words (the two nearest are guesses), 2 usage.
     """
     from ckpt_tools.operations import explain as known
-    from ckpt_tools.render.explained import show_explained, show_guesses, show_topics
 
     text = " ".join(words)
     if not words and not sys.stdin.isatty():
@@ -36,3 +39,42 @@ def explain(words: tuple[str, ...]) -> None:
         return
     show_guesses(known.guesses(text))
     sys.exit(1)
+
+
+def show_explained(found: Sequence[Explanation]) -> None:
+    """The best answer and its command, and the names of others that fit too."""
+    best, *others = found
+    lines = [
+        *_plain(best.text).split("\n"),
+        *(f"  {line}" for line in best.command.split("\n")),
+        "",
+        _named(best),
+        f"({best.page})",
+    ]
+    lines += [f"Also: {_named(other)}" for other in others]
+    _write(lines)
+
+
+def show_guesses(near: Sequence[Explanation]) -> None:
+    """That no page has these words, and the nearest, as what they are."""
+    if not near:
+        _write(["Nothing is known about these words."])
+        return
+    _write(["No message that is known has these words. By likeness of words alone, it may be:", *map(_named, near)])
+
+
+def show_topics(topics: Sequence[tuple[str, str]]) -> None:
+    """Everything there is to explain, a line each."""
+    _write([f"{name}: {title}" for name, title in topics])
+
+
+def _named(one: Explanation) -> str:
+    return f"{one.name}: {one.title}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "'")
+
+
+def _write(lines: Sequence[str]) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.text import Text
 
 from ckpt_tools.cli.completion import complete_names
-from ckpt_tools.cli.options import expand, print_failure, print_others
-from ckpt_tools.cli.shell.waiting import waiting
-from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.options import expand, print_failure, print_others, waiting
+from ckpt_tools.cli.stdin import PIPED, with_pipes_read
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.inspect import Description
-    from ckpt_tools.operations.safety import Safety
-    from ckpt_tools.render.inspected.overview import OverviewRow
+from ckpt_tools.operations.inspect import Description
+from ckpt_tools.operations.safety import Safety
+from ckpt_tools.render.plain import Page
+from ckpt_tools.render.rows import name_table, print_title, wrapped
+from ckpt_tools.render.text import console, counted, show, size_text
+from ckpt_tools.text import printable
 
 
 @click.command()
@@ -87,9 +90,6 @@ def _pages(files: list[Path], jobs: int | None, view: tuple[Any, ...], *, as_jso
 
 def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None, *, paged: bool) -> int:
     """One table of all that folders hold, and why some cannot be read; the exit code."""
-    from ckpt_tools.cli.streams.pager import show_paged
-    from ckpt_tools.render.inspected.overview import print_overview
-
     rows = list(_each(_row, files, jobs))
     show_paged(partial(print_overview, files, rows, paths[0] if len(paths) == 1 else None), allowed=paged)
     code = 0
@@ -116,8 +116,6 @@ def _waited(work: Callable[[Path], Any], path: Path) -> Any:
 
 
 def _row(path: Path) -> OverviewRow | CkptError:
-    from ckpt_tools.render.inspected.overview import row_of
-
     result = _described(path)
     return result if isinstance(result, CkptError) else row_of(result)
 
@@ -145,9 +143,132 @@ def _json_line(path: Path) -> str | CkptError:
 
 
 def _show(description: Description, number: int, view: tuple[Any, ...], *, paged: bool) -> None:
-    from ckpt_tools.cli.streams.pager import show_paged
     from ckpt_tools.render.description import View, print_description
 
     if number:
         click.echo()
     show_paged(partial(print_description, description, View(*view)), allowed=paged)
+
+
+def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
+    """Render to standard output; through a pager where that is a terminal with fewer lines, and a pager is not unwanted."""
+    command = _pager() if allowed and sys.stdout.isatty() else []
+    if not command:
+        show(render)
+        return
+    out = console()
+    with out.capture() as captured:
+        render(out)
+    text = captured.get()
+    if text.count("\n") < out.height or not _paged(command, text):
+        sys.stdout.write(text)
+
+
+def _pager() -> list[str]:
+    """The pager's command: $PAGER, or less (on Windows none); none where NO_PAGER is set, or PAGER is empty or `cat`."""
+    import shlex  # only a terminal needs it
+
+    if os.environ.get("NO_PAGER"):
+        return []
+    try:
+        told = shlex.split(os.environ.get("PAGER", "" if os.name == "nt" else "less"))
+    except ValueError:  # a quotation mark without its partner
+        return []
+    return [] if told == ["cat"] else told
+
+
+def _paged(command: list[str], text: str) -> bool:
+    """Whether the pager could be started, and has been read to its end. Of less: colours stay, and so does the page."""
+    import subprocess
+
+    if os.name == "nt":  # which looks for a program in the current folder first
+        os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
+    try:
+        pager = subprocess.Popen(  # noqa: S603  what the user calls the pager
+            command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}
+        )
+    except OSError:
+        return False
+    assert pager.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # whoever reads has read enough
+        pager.stdin.write(text.encode(sys.stdout.encoding, "backslashreplace"))
+    with contextlib.suppress(BrokenPipeError):
+        pager.stdin.close()
+    while True:
+        try:
+            pager.wait()
+            return True
+        except KeyboardInterrupt:  # the pager's own affair
+            continue
+
+
+# What training scripts call how far they have come, and what the table calls it.
+_STEPS = {
+    "epoch": "epoch", "current_epoch": "epoch", "step": "step", "global_step": "step", "iteration": "step", "iter": "step",
+    "iter_num": "step", "steps": "step", "num_updates": "step", "common.iteration": "step",
+}  # fmt: skip
+_NARROW, _VERDICT = 100, 20  # columns of a terminal where several codes do not stand in one line; those of the longest code
+_DANGEROUS = ("dangerous", "unexamined")
+_IN_THE_WAY = "device-tags"  # an info where the device is there; elsewhere the file does not load as it is
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewRow:
+    """One checkpoint of the table; its texts are as they are shown but for what a terminal must not see."""
+
+    container: str
+    tensors: int
+    bytes: int
+    verdict: str
+    step: str
+
+
+def row_of(description: Description) -> OverviewRow:
+    """What the table says of a checkpoint."""
+    step = step_text({**description.metadata, **description.values})
+    tensors = description.totals["tensors"]
+    return OverviewRow(description.container, tensors, description.file_bytes, _verdict(description), step)
+
+
+def _verdict(description: Description) -> str:
+    """The codes of what stands in somebody's way, what is dangerous first; `loads` where nothing does."""
+    told = (finding for finding in description.findings if finding.severity != "info" or finding.code == _IN_THE_WAY)
+    codes = dict.fromkeys(finding.code for finding in told)
+    return ", ".join(sorted(codes, key=lambda code: code not in _DANGEROUS)) or "loads"
+
+
+def step_text(values: Mapping[str, Any]) -> str:
+    """How far training had come, where the checkpoint says it."""
+    told: dict[str, str] = {}
+    for name, word in _STEPS.items():
+        value = values.get(name)
+        if type(value) is int or (isinstance(value, str) and value.isdecimal() and len(value) < 20):
+            told.setdefault(word, f"{word} {value}")
+    return ", ".join(told.values())
+
+
+def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError], top: Path | None, out: Page) -> None:
+    """A line for each checkpoint below a folder; `top` is that folder, None where there are several."""
+    known = [row for row in rows if isinstance(row, OverviewRow)]
+    lost = len(rows) - len(known)
+    unread = f"; {lost} cannot be read" if lost else ""
+    size = size_text(sum(row.bytes for row in known))
+    where = f"{top}: " if top is not None else ""
+    print_title(f"{where}{counted(len(rows), 'checkpoint')}, {size}{unread}", out)
+    out.print()
+    names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
+    out.print(name_table("file", names, _columns(rows, out), out, right=("tensors", "size"), whole=("verdict",)))
+    out.print(Text("\nckpt inspect FILE shows one of them, --all every one"), soft_wrap=True)
+
+
+def _columns(rows: Sequence[OverviewRow | CkptError], out: Page) -> dict[str, list[str]]:
+    unread = OverviewRow("", 0, 0, "unreadable", "")
+    shown = [row if isinstance(row, OverviewRow) else unread for row in rows]
+    room = _VERDICT if out.width < _NARROW else out.width
+    return {
+        "container": [row.container for row in shown],
+        "tensors": ["" if row is unread else f"{row.tensors:,}" for row in shown],
+        "size": ["" if row is unread else size_text(row.bytes) for row in shown],
+        "verdict": [wrapped(row.verdict, room) for row in shown],
+        "step": [row.step for row in shown],
+    }

@@ -6,7 +6,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,13 +15,11 @@ from ckpt_tools.cli.options import (
     given,
     options_of,
     quiet_option,
+    waiting,
 )
-from ckpt_tools.cli.shell.waiting import waiting
+from ckpt_tools.matching.questions import Question
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import printable
-
-if TYPE_CHECKING:
-    from ckpt_tools.matching.left_over.questions import Question
 
 
 @click.command(short_help="Show which tensor of IN is which tensor of TARGET.")

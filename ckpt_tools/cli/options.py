@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.errors import CkptError, NotACheckpointError, UsageError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import Handed
@@ -97,18 +96,14 @@ class Location(click.Path):
         super().__init__(path_type=path_type, readable=False)  # why one of several cannot be read is said of that one
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, or the address in a path's place.
-
-        Raises:
-            UsageError: it is `-`, which would be a file of that name; or nothing, which would be the current folder.
-        """
+        """The path, or the address in a path's place."""
         if value == "":
             raise click.UsageError("A path is empty: it may come from a variable that is not set.", ctx)
         if value == "-":
             raise click.UsageError("Standard input is read by inspect, check and scan: save it as a file first.", ctx)
         if not is_address(value):
             return super().convert(value, param, ctx)
-        from ckpt_tools.io.remote.address import Address
+        from ckpt_tools.io.address import Address
 
         return Address(os.fspath(value))
 
@@ -117,11 +112,7 @@ class Output(Location):
     """The type of OUT: a path or an address. `-` would be a file of that name, and is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path or the address.
-
-        Raises:
-            UsageError: it is `-`, or nothing.
-        """
+        """The path or the address."""
         if value == "-":
             raise click.UsageError("OUT is a file, written whole or not at all, and never standard output: name a file.", ctx)
         return super().convert(value, param, ctx)
@@ -155,11 +146,7 @@ out_option = click.option("--output", "-o", "out", cls=Once, type=OUT, metavar="
 
 
 def one_out(target: str | None, out: str | None) -> str | None:
-    """OUT, which is named by its place or by -o.
-
-    Raises:
-        UsageError: it is named by both.
-    """
+    """OUT, which is named by its place or by -o."""
     if target is not None and out is not None:
         raise click.UsageError(f"OUT is given twice: {target}, and {out} with -o.")
     return out if target is None else target
@@ -169,10 +156,7 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing b
 
 
 def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[..., Any]:
-    """The options of a record, in its order, on a command; `changed` says by name what this command has otherwise.
-
-    The command is called with what was given on the command line alone (`given`): the record knows the defaults.
-    """
+    """The options of a record, in its order, on a command; `changed` says by name what this command has otherwise."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, option in reversed(record.options.items()):
@@ -185,10 +169,7 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
 
 
 class BareOptions(click.Command):
-    """A command with options whose value may be left out: what comes next is theirs if it is one of their values.
-
-    So is another dtype, which is then refused with those that are possible.
-    """
+    """A command with options whose value may be left out: what comes next is theirs if it is one of their values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give such an option the value that it has without one."""
@@ -271,15 +252,7 @@ def end_process() -> NoReturn:
 
 @contextlib.contextmanager
 def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterator[Progress]:
-    """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for.
-
-    Until the first bytes are counted a word stands there: torch alone may take a second to be imported.
-
-    Args:
-        quiet: show none.
-        preload: a module that the report needs, imported at the first call, while the kernel copies: afterwards it would be
-            waited for.
-    """
+    """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for."""
     with waiting(quiet=quiet) as word, contextlib.ExitStack() as stack:
         update: Progress | None = None
         started: float | None = None
@@ -321,3 +294,53 @@ def _bar(size: int, started: float) -> Iterator[Progress]:
             bar.update(task, completed=done, description=f"{size_text(done)} of {size_text(size)}  {size_text(int(speed))}/s")
 
         yield update
+
+
+AFTER = 1.0  # seconds
+_WORD, _ERASE = "working ...", "\r\x1b[K"
+
+
+class Waiting:
+    """Shows the word after a second, until it is stopped."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self._lock, self._over, self._shown = threading.Lock(), False, False
+        self._timer = threading.Timer(AFTER, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._over:
+                self._shown = True
+                _write(_WORD)
+
+    def stop(self) -> None:
+        """Take the word away, for good; twice does no harm."""
+        self._timer.cancel()
+        with self._lock:
+            self._over = True
+            if self._shown:
+                self._shown = False
+                _write(_ERASE)
+
+
+@contextlib.contextmanager
+def waiting(*, quiet: bool = False) -> Iterator[Waiting | None]:
+    """The word around work that is not counted; none in a pipe, or where quiet was asked for."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    shown = Waiting()
+    try:
+        yield shown
+    finally:
+        shown.stop()
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

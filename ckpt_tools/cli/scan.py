@@ -7,18 +7,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.text import Text
 
-from ckpt_tools.cli.checks.forms import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
 from ckpt_tools.cli.options import quiet_option, show_progress
-from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.writer import Progress
-    from ckpt_tools.operations.scan import Scanned
+from ckpt_tools.io.writer import Progress
+from ckpt_tools.operations.scan import Scanned, counts
+from ckpt_tools.render.findings import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
+from ckpt_tools.render.plain import Page
+from ckpt_tools.render.text import counted
+from ckpt_tools.text import printable
 
 
 @click.command(short_help="Show for every file below PATH whether it is safe to load.")
@@ -42,7 +43,7 @@ def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_jso
     Exit code: 0 none is dangerous, 1 one is, or could not be examined, 3 there is no such file.
     """
     from ckpt_tools.operations.scan import files_of, scan_files
-    from ckpt_tools.render.logs.rows import of_scanned
+    from ckpt_tools.render.findings import of_scanned
 
     files = list(files_of(with_pipes_read(paths)))
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
@@ -55,14 +56,12 @@ def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_jso
             if form in AT_ONCE:
                 print_at_once(form, report, of_scanned)
             elif form == "text" and not quiet and (show_all or len(files) == 1 or report.verdict != "nothing"):
-                from ckpt_tools.render.safety.scanned import print_scanned
                 from ckpt_tools.render.text import show
 
                 show(partial(print_scanned, report))
     if form in WHOLE:
         print_whole(form, [of_scanned(report) for report in reports], "ckpt scan")
     elif form == "text" and not quiet and len(reports) > 1:
-        from ckpt_tools.render.safety.scanned import print_counts
         from ckpt_tools.render.text import show
 
         show(partial(print_counts, reports))
@@ -84,3 +83,21 @@ def _size(path: str | os.PathLike[str]) -> int:
         return os.stat(path).st_size
     except (OSError, ValueError):
         return 0
+
+
+_COLOURS = {"dangerous": "red", "unexamined": "yellow", "needs-code": "cyan", "plain": "green", "nothing": "dim"}
+_WORDS = {"unexamined": "could not be examined", "needs-code": "needs code", "nothing": "nothing to run"}
+
+
+def print_scanned(report: Scanned, out: Page) -> None:
+    """The line of one file."""
+    path = f"{printable(report.path)}: "
+    word, _, rest = report.line.removeprefix(path).partition(":")
+    line = Text(path) + Text(word, style=_COLOURS[report.verdict])
+    out.print(line + Text(f":{rest}" if rest else ""), soft_wrap=True)
+
+
+def print_counts(reports: Sequence[Scanned], out: Page) -> None:
+    """The line below all."""
+    found = ", ".join(f"{count:,} {_WORDS.get(verdict, verdict)}" for verdict, count in counts(reports).items())
+    out.print(Text(f"{counted(len(reports), 'file')}: {found}", style="bold"), soft_wrap=True)

@@ -61,7 +61,7 @@ def stats(
 
         print_document(report.to_json())
     else:
-        from ckpt_tools.render.numbers.stats import StatsSort, StatsView, print_stats
+        from ckpt_tools.render.stats import StatsSort, StatsView, print_stats
         from ckpt_tools.render.text import show
 
         view = StatsView(show_all, depth is not None, cast("StatsSort", sort))

@@ -44,17 +44,7 @@ class Account:
         self.leave_out(node for where, node in before if any(where[:end] in wheres for end in range(len(where) + 1)))
 
     def close(self, root: Node, dropped: Collection[str]) -> int:
-        """Compare with what is to be written.
-
-        Args:
-            root: what the writer gets. dropped: paths and names that were reported as left out.
-
-        Returns:
-            How many tensors are written.
-
-        Raises:
-            ConvertError: a tensor would be lost.
-        """
+        """Compare with what is to be written."""
         if self.count is not None:
             if (count := count_tensors(root)) < self.count:  # arrays may have become tensors
                 raise ConvertError(

@@ -26,11 +26,7 @@ from ckpt_tools.values.pytorch import need_torch
 
 @dataclass(slots=True)
 class Casting:
-    """What is cast: tensors by "from -> to", and per storage its path and the count of what that loses; what stays.
-
-    Attributes:
-        steps, parts: the step counters of optimizers, and the parts of quantised tensors, that keep their dtype.
-    """
+    """What is cast: tensors by "from -> to", and per storage its path and the count of what that loses; what stays."""
 
     moves: dict[str, int] = field(default_factory=dict)
     counts: list[tuple[str, CastCount]] = field(default_factory=list)
@@ -63,19 +59,7 @@ def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
 def cast_floats(
     root: Node, target: DType | None, only: Sequence[str] = (), by_glob: Mapping[str, DType] | None = None
 ) -> tuple[Node, Casting]:
-    """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay.
-
-    An optimizer counts its steps in a float tensor, and codes mean nothing without their scales. Those are cast only where a
-    glob names them: in bf16, 256 + 1 is 256.
-
-    Args:
-        root: the tree. target: what is cast to; None for what `by_glob` names alone. only: globs on names.
-        by_glob: for what a glob matches another target; the last one that does counts.
-
-    Raises:
-        NothingMatchedError: a glob that matches no float tensor. ConvertError: a storage of which only a part would be
-        cast, or a type that torch cannot cast.
-    """
+    """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay."""
     users: dict[int, list[_View]] = {}
     prefixes = {state_dict.where for state_dict in find_state_dicts(root)}
     for tensor in find_tensors(root):
@@ -185,11 +169,7 @@ def _retype(root: Node, cast_to: Mapping[int, DType]) -> Node:
 
 
 def to_little_endian(root: Node, byteorder: str) -> Node:
-    """The storages of a big-endian file, to be swapped while writing; anything else as it is.
-
-    Raises:
-        TensorError: a view has elements of another size than its storage, by whose own size torch swaps.
-    """
+    """The storages of a big-endian file, to be swapped while writing; anything else as it is."""
     if byteorder == "little":
         return root
     widths: dict[int, set[int]] = {}

@@ -43,11 +43,7 @@ class Leaving:
         return piece
 
     def check_rest(self, rank: int = 0, world: int = 1) -> None:
-        """Read the records of which only parts were read, once all is written; of several processes each its share.
-
-        Raises:
-            ChecksumError: bytes that do not match.
-        """
+        """Read the records of which only parts were read, once all is written; of several processes each its share."""
         rest = [content for key, content in self.records.items() if key not in self.passed]
         for content in rest[rank::world]:
             if (content.offset, content.length) in content.source.expected:

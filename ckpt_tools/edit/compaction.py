@@ -34,18 +34,7 @@ class _Piece:
 
 
 def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
-    """Give tensors storages of their own size. What overlaps stays on one storage, so that ties and views stay what they are.
-
-    A storage that something else than a tensor refers to (a quantised tensor, the storage itself) stays whole, and so does one
-    that is used entirely.
-
-    Args:
-        root: the tree, edited in place.
-        verify: keep the contents in touch with their records, so that the checksums can be checked.
-
-    Returns:
-        The root, and what it saves.
-    """
+    """Give tensors storages of their own size."""
     views: dict[int, list[Entry]] = {}
     pinned: set[int] = set()
     for node in visit.reachable(root):

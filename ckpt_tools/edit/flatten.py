@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
-from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects import plain
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ContainerLimitError, NothingMatchedError
 from ckpt_tools.formats.open import (
     StateDict,
     find_optimizers,
@@ -21,8 +20,9 @@ from ckpt_tools.formats.open import (
     tensors_by_name,
 )
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content
-from ckpt_tools.text import dotted
+from ckpt_tools.text import did_you_mean, dotted, some
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -34,16 +34,30 @@ from ckpt_tools.tree.visit import children, component, walk
 from ckpt_tools.values.numeric import row_major, view_of
 
 
+@frozen
+class MetadataEdit:
+    """Texts to be set by key, and keys to be dropped."""
+
+    texts: Sequence[tuple[str, str]] = ()
+    dropped: Sequence[str] = ()
+
+    def apply(self, metadata: dict[str, str]) -> None:
+        """Edit the metadata that the output would have."""
+        for key in self.dropped:
+            if key not in metadata:
+                there = f"There are {some(list(metadata))}." if metadata else "It has none."
+                why = did_you_mean(key, metadata) or there
+                raise NothingMatchedError(f"`drop_metadata={key!r}` is not in the metadata.", why=why)
+            del metadata[key]
+        metadata.update(self.texts)
+
+
+UNEDITED = MetadataEdit()
+
+
 @dataclass(slots=True)
 class Flat:
-    """One flat state dict.
-
-    Attributes:
-        tensors: name -> (entry, its bytes row-major), without the aliases.
-        metadata: text for the header.
-        aliases: tied name -> {"of": the name that holds the bytes, "index": its place in the order of names}.
-        notes: (code, sentence) for the report. fates: objects that were made plain on the way.
-    """
+    """One flat state dict."""
 
     tensors: dict[str, tuple[Entry, Content]] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -60,17 +74,7 @@ def flatten(
     edit: MetadataEdit = UNEDITED,
     holder: str = "safetensors",
 ) -> Flat:
-    """Make a tree flat, or say what stands in the way.
-
-    Args:
-        root: the tree. objects: what `--objects` says; "keep" cannot be done.
-        metadata: text of a safetensors input, which the output keeps. edit: what becomes of it.
-        holder: the container of the output.
-
-    Raises:
-        ContainerLimitError: several state dicts, tensors outside one, an unusual tensor, objects that are to be kept.
-        NothingMatchedError: metadata that is to be dropped is not there.
-    """
+    """Make a tree flat, or say what stands in the way."""
     state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata, holder=holder)
     _collect(state_dict, flat)
     if holder == "safetensors":
@@ -84,11 +88,7 @@ def flatten(
 def one_state_dict(
     root: Node, *, objects: str | None, metadata: Mapping[str, str] | None, holder: str = "safetensors"
 ) -> tuple[StateDict, Flat]:
-    """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller.
-
-    Raises:
-        ContainerLimitError: several state dicts, tensors outside one, objects that are to be kept.
-    """
+    """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller."""
     if objects == "keep" and plain.find_unknown(root):
         raise ContainerLimitError(
             f"{holder} holds no Python objects, so it cannot keep them.", fix="Use `objects='plain'` or drop."

@@ -22,11 +22,7 @@ def find(node: Dict) -> list[Parametrized]:
 
 
 def fold_all(root: Node) -> list[Parametrized]:
-    """Fold every weight in parts of every state dict.
-
-    Raises:
-        NothingMatchedError: there is none. ConvertError: a parametrization that is not known; nothing is changed then.
-    """
+    """Fold every weight in parts of every state dict."""
     nodes = {id(state_dict.node): state_dict.node for state_dict in find_state_dicts(root)}
     found = {key: find(node) for key, node in nodes.items()}
     rows = [row for each in found.values() for row in each]

@@ -31,11 +31,7 @@ class Renamed:
 
 
 def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
-    """Give every name in a state dict its new name; `_metadata` goes with them, order is kept.
-
-    Raises:
-        CollisionError: two would get one name; nothing is changed. ConvertError: one would have none.
-    """
+    """Give every name in a state dict its new name; `_metadata` goes with them, order is kept."""
     node = state_dict.node
     renamed = {key: rename(key) if _is_name(key, value) else key for key, value in node.items if type(key) is str}
     check_unique(renamed)
@@ -71,14 +67,7 @@ def replace_metadata(node: Dict, metadata: Dict, rows: Sequence[tuple[Node, Node
 
 
 def rename_optimizers(root: Node, rename: Rename) -> int:
-    """Rename what every optimizer below `root` calls by name: `param_names`, and parameters and states keyed by name.
-
-    Returns:
-        How many names changed.
-
-    Raises:
-        CollisionError: two states would get one name.
-    """
+    """Rename what every optimizer below `root` calls by name: `param_names`, and parameters and states keyed by name."""
     changed = 0
     done: set[int] = set()
     for _, optimizer in find_optimizers(root):
@@ -124,11 +113,7 @@ def parse_rename(text: str | tuple[str, str]) -> tuple[re.Pattern[str], str]:
 
 
 def restore_named_ties(node: Node, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Put back the tied names that `safetensors.torch.save_model` left to the metadata: name -> the name that holds the bytes.
-
-    Returns:
-        The names that were put back.
-    """
+    """Put back the tied names that `safetensors.torch.save_model` left to the metadata:"""
     if type(node) is not Dict:
         return {}
     entries = {key: value for key, value in node.items if type(value) is Entry}

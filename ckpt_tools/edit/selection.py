@@ -30,11 +30,7 @@ from ckpt_tools.tree.visit import walk
 
 
 def select(root: Node, path: str) -> Node:
-    """The node at a dotted path, or at a path as JSON (`["nets", 0, "a.b"]`), which tells keys with dots in them apart.
-
-    Raises:
-        NothingMatchedError: there is none; the message names what is near. ConvertError: the dotted path fits several.
-    """
+    """The node at a dotted path, or at a path as JSON (`["nets", 0, "a.b"]`), which tells keys with dots in them apart."""
     found: dict[int, tuple[Where, Node]] = {}
     for where, node in _at(root, path):
         found.setdefault(id(node), (where, node))
@@ -57,11 +53,7 @@ def _nothing_at(root: Node, path: str) -> NothingMatchedError:
 
 
 def select_in(checkpoint: Checkpoint, path: str) -> Node:
-    """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Decoded.others`).
-
-    Raises:
-        NothingMatchedError, ConvertError: see `select`. PartError: what is beside the tree cannot be put together.
-    """
+    """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Decoded.others`)."""
     first, _, rest = path.partition(".")
     if (exact := _json_path(path)) is not None:
         first, rest = str(exact[0]) if exact else "", json.dumps(exact[1:]) if exact[1:] else ""
@@ -109,16 +101,7 @@ def _json_path(text: str) -> Where | None:
 
 
 def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: Collection[str] = ()) -> list[Where]:
-    """Drop what `drop` names, and with `keep` every other tensor of a state dict; returns the paths that went.
-
-    A glob is matched against a tensor's name in its state dict and against the dotted path from the root, so that
-    `--drop optimizer` takes the whole optimizer. Elements of a list go by their path alone (`--drop nets.0`): a glob over
-    numbers would take parts of an optimizer's lists. `used`: globs that have matched something already.
-
-    Raises:
-        NothingMatchedError: a glob that matches nothing, or no tensor is left. ConvertError: an element of a tuple, or a
-        tensor that optimizer state belongs to by its place.
-    """
+    """Drop what `drop` names, and with `keep` every other tensor of a state dict; returns the paths that went."""
     globs = _Globs(keep, drop, used)
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
     gone: dict[Where, None] = {}
@@ -216,11 +199,7 @@ class _Globs:
 
 
 def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
-    """Refuse to drop a tensor while an optimizer stays whose state belongs to it by its place among the parameters.
-
-    Which parameter a place is, only the model knows; a tensor whose name the optimizer has not in its `param_names`, or whose
-    shape none of its states has, is not one of its parameters.
-    """
+    """Refuse to drop a tensor while an optimizer stays whose state belongs to it by its place among the parameters."""
     for where, optimizer in find_optimizers(root) if dropped else ():
         if not any(type(key) is int for key, _ in optimizer.state.items):
             continue

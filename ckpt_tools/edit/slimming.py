@@ -40,16 +40,7 @@ def modules_as_state_dicts(root: Node) -> Node:
 
 
 def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
-    """Leave out optimizers, schedulers, scalers, random states and tensors that are in no state dict.
-
-    Dicts and lists are edited in place; in a tuple None takes the place of what goes.
-
-    Returns:
-        The root, and the paths that went, each with what it was.
-
-    Raises:
-        NothingMatchedError: there is no state dict.
-    """
+    """Leave out optimizers, schedulers, scalers, random states and tensors that are in no state dict."""
     found = find_state_dicts(root)
     if not found:
         raise NothingMatchedError("There is no state dict to keep.", why="`slim` keeps mappings of names to tensors.")
@@ -112,11 +103,7 @@ _SCHEDULER = frozenset(("_step_count", "last_epoch"))
 
 
 def _training_state(where: Where, node: Node) -> str | None:
-    """What a part of a checkpoint is that only training needs; None for anything else.
-
-    Told by structure: an optimizer has `state` and `param_groups`, a scheduler `last_epoch` and `_step_count` or `base_lrs`, a
-    scaler its growth factors; a random state is told by its key.
-    """
+    """What a part of a checkpoint is that only training needs; None for anything else."""
     if where and isinstance(where[-1], str) and _RNG.search(where[-1]) and type(node) not in (str, int, float, bool):
         return "random state"
     if type(node) is not Dict:
@@ -157,11 +144,7 @@ _COUNTERS = frozenset(("decay", "num_updates"))
 
 
 def averaged(root: Node) -> tuple[Node, Where]:
-    """The averaged weights of a checkpoint, as a state dict, and where they were.
-
-    Raises:
-        NothingMatchedError: there are none. ConvertError: there are several, or it is not clear which tensor is whose average.
-    """
+    """The averaged weights of a checkpoint, as a state dict, and where they were."""
     found = list(_candidates(root))
     if not found:
         raise NothingMatchedError(
@@ -200,10 +183,7 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
 
 
 def _averaging(names: Sequence[str]) -> str:
-    """What the names of the averaged model begin with in the state dict of what averages; nothing in any other.
-
-    torch's AveragedModel has a count beside `module.`; ema-pytorch's EMA two flags beside `ema_model.` and `online_model.`.
-    """
+    """What the names of the averaged model begin with in the state dict of what averages; nothing in any other."""
     found = set(names)
     lead = MODULE if found and all(name.startswith(MODULE) for name in found) else ""
     if f"{lead}n_averaged" in found and all(name.startswith(lead + MODULE) for name in found - {f"{lead}n_averaged"}):
@@ -243,22 +223,14 @@ def _is_named_average(where: Where) -> bool:
 
 
 def _is_swapped(root: Node) -> bool:
-    """Whether the averaged weights are in `state_dict`, and the trained ones beside it.
-
-    Lightning's WeightAveraging puts those into `current_model_state`; MMEngine's EMAHook into `ema_state_dict`, of all names,
-    since it exchanges the two before it saves (mmengine/hooks/ema_hook.py, `before_save_checkpoint`).
-    """
+    """Whether the averaged weights are in `state_dict`, and the trained ones beside it."""
     if type(root) is not Dict or "state_dict" not in root:
         return False
     return ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
 
 
 def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
-    """A state dict with its averaged tensors in place of the trained ones.
-
-    Raises:
-        ConvertError: an averaged tensor whose trained one is not clear.
-    """
+    """A state dict with its averaged tensors in place of the trained ones."""
     items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():

@@ -43,11 +43,7 @@ class Adapted:
 
 
 def kept_shape(entry: Entry, shape: tuple[int, ...], rows: Sequence[int] | None) -> tuple[int, ...] | None:
-    """How much of a tensor fits into a shape, per dimension; None when they have different numbers of dimensions.
-
-    Raises:
-        UsageError: rows that the tensor does not have, or more than the shape has.
-    """
+    """How much of a tensor fits into a shape, per dimension; None when they have different numbers of dimensions."""
     if len(shape) != len(entry.shape) or not shape:
         return None
     kept = [min(pair) for pair in zip(entry.shape, shape, strict=True)]
@@ -61,13 +57,7 @@ def kept_shape(entry: Entry, shape: tuple[int, ...], rows: Sequence[int] | None)
 
 
 def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int, rows: Sequence[int] | None = None) -> Adapted:
-    """The rows and columns that a tensor and a shape both have; the rest initialised.
-
-    Args:
-        entry: the tensor. blank: the shape wanted, in the entry's dtype.
-        scheme: resolved; None where nothing is left to initialise.
-        rows: rows of the tensor, in the order in which they come; else the first ones.
-    """
+    """The rows and columns that a tensor and a shape both have; the rest initialised."""
     need_torch("Tensors are fitted to another shape with it.")
     kept = kept_shape(entry, blank.shape, rows)
     assert kept is not None
@@ -145,18 +135,7 @@ def _bytes(values: torch.Tensor) -> memoryview:
 
 
 def adapt(name: str, entry: Entry, shape: tuple[int, ...], *, first: bool) -> Adapted | None:
-    """A tensor in another shape by the rule for its layer, or None where there is no rule.
-
-    * The first convolution, from 3 input channels to 1: the sum over the three; to N: the three repeated until there are N,
-      and scaled by 3 / N, so that the layer gives as much. Source: timm, `adapt_input_conv` (timm/models/_manipulate.py).
-    * Learned position embeddings of an image model, `[1, n, width]` or `[n, width]` with a square grid behind up to two tokens
-      that stand for no place: the grid resized by bicubic interpolation without antialiasing, the tokens kept. Source: DeiT
-      and MAE, `interpolate_pos_embed` (mae/util/pos_embed.py).
-
-    Args:
-        name: its name in the target.
-        first: whether it is the first convolution of the network.
-    """
+    """A tensor in another shape by the rule for its layer, or None where there is no rule."""
     if entry.dtype.family != "float" or entry.dtype.packed > 1 or not entry.dtype.in_torch:
         return None
     if first and _is_input_change(entry.shape, shape):

@@ -76,12 +76,7 @@ def _whole(rows: Sequence[object]) -> list[int]:
 
 @dataclass(slots=True)
 class Choices:
-    """What is to happen to tensors without a partner, checked.
-
-    Attributes:
-        allow_missing, allow_unexpected: globs on names of the target and of the checkpoint that need none.
-        in_code: whether advice names the arguments of `load_into` in place of the options of `ckpt convert`.
-    """
+    """What is to happen to tensors without a partner, checked."""
 
     reinit: Rules
     on_mismatch: OnMismatch = "error"

@@ -25,11 +25,11 @@ from ckpt_tools.fit.initialisers import (
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
-from ckpt_tools.matching.left_over.extras import Extra, extras
+from ckpt_tools.matching.extras import Extra, extras
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.names import module_paths
+from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -38,7 +38,6 @@ from ckpt_tools.tree.nodes import (
     contiguous_stride,
 )
 from ckpt_tools.tree.parametrized import is_part, part_of
-from ckpt_tools.tree.prefixes import between
 
 _DEFAULT = Scheme("default")  # for tensors of another shape that no scheme was given for
 
@@ -55,15 +54,7 @@ class Initialised:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the target wants.
-
-    Attributes:
-        names: its names in order; empty where only a plan is known.
-        blank_of: a name -> shape, dtype and layer.
-        own: a name -> the target's own value; None where it stays in place (a live model).
-        ties: name -> the first of the names that are tied with it, itself included.
-        label: the sentence that says what does not fit what, without its full stop.
-    """
+    """What the target wants."""
 
     names: Sequence[str]
     blank_of: Callable[[str], Blank]
@@ -74,15 +65,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Fitted:
-    """What became of the tensors of a state dict that now fits.
-
-    Attributes:
-        tensors: name in the target -> tensor, in order; without what is missing, and what keeps its own value.
-        initialised: what got initial values. kept_own: names among them for which the target's own value stays in place.
-        adapted: name -> what was done to fit another shape.
-        skipped: name -> (shape in the checkpoint, in the target), left as it is by choice.
-        missing, unexpected: names that are left over, by choice.
-    """
+    """What became of the tensors of a state dict that now fits."""
 
     tensors: dict[str, Node] = field(default_factory=dict)
     initialised: list[Initialised] = field(default_factory=list)
@@ -94,14 +77,7 @@ class Fitted:
 
 
 def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
-    """Make a state dict what a plan says, in place, and give what the plan leaves over the fate that was chosen.
-
-    Tensors come in the target's order, what is not a tensor after them.
-
-    Raises:
-        MatchError: something is left over, and no choice covers it; all of it is listed. MatchPlanError: the plan was made for
-        another state dict. ConvertError, NothingMatchedError, UsageError: a choice that cannot be followed.
-    """
+    """Make a state dict what a plan says, in place, and give what the plan leaves over the fate that was chosen."""
     source = tensors_by_name(node)
     work = _Fitting(source, wanted, choices)
     work.check(plan)

@@ -153,11 +153,7 @@ def filled(step: PlanStep, number: str, place: str = PLACE) -> PlanStep:
 
 
 def unfold(rows: Sequence[Row], most: int) -> list[PlanStep]:
-    """The steps of rows; those side by side with the same numbers are done number by number.
-
-    Raises:
-        MatchPlanError: numbers that cannot be read, names without `{i}` for them, or more than `most` steps.
-    """
+    """The steps of rows; those side by side with the same numbers are done number by number."""
     found: list[PlanStep] = []
     for numbers, group in groupby(rows, key=lambda row: row.numbers):
         steps: list[PlanStep] = []

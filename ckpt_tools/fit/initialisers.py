@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.fit.targets import Target
 from ckpt_tools.io.content import Computed
+from ckpt_tools.matching.records import Param
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.values import random_bits
@@ -21,9 +23,6 @@ from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
-
-    from ckpt_tools.fit.targets import Target
-    from ckpt_tools.matching.params import Param
 
 _PLAIN = (
     "zeros", "ones", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "target", "default",
@@ -36,13 +35,7 @@ _CUT = 2.0  # trunc_normal stays within -2 and 2, whatever STD is: torch.nn.init
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way to initialise.
-
-    Attributes:
-        kind: its name. number: the number of those that take one.
-        zero_row: the row of an embedding that is padding.
-        for_weights: it was given without a glob: biases get zeros in its place, weights of norms ones.
-    """
+    """One way to initialise."""
 
     kind: str
     number: float = 0.0
@@ -56,16 +49,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """A tensor to be initialised.
-
-    Attributes:
-        name: its name in the target, from which its numbers are drawn.
-        shape, dtype: what is wanted.
-        layer: the type of its layer (`Linear`, `BatchNorm2d`), where the target is a module and its type is PyTorch's own.
-        weight: the shape of its layer's weight, by whose fan a bias is initialised; None where the layer has none.
-        padding: the row of an embedding that is padding, which PyTorch's own reset leaves at zero.
-        number: what a layer's own reset goes by: hidden size of a recurrent one, the slope of a PReLU.
-    """
+    """A tensor to be initialised."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,11 +69,7 @@ class Blank:
 
 
 def parse_scheme(text: str) -> Scheme:
-    """A scheme as `--reinit` takes it.
-
-    Raises:
-        UsageError: no scheme of that name, a number that is missing, not one, negative or not finite.
-    """
+    """A scheme as `--reinit` takes it."""
     kind, colon, number = text.partition(":")
     if kind in _PLAIN and not colon:
         return Scheme(kind)
@@ -142,11 +122,7 @@ class Rules:
 
 
 def resolve(scheme: Scheme, blank: Blank) -> Scheme:
-    """The scheme that `default`, or one for all weights, means for a tensor; any other is itself, checked.
-
-    Raises:
-        ConvertError: a scheme that this shape or dtype cannot have, or no rule for `default`.
-    """
+    """The scheme that `default`, or one for all weights, means for a tensor; any other is itself, checked."""
     resolved = _default(blank) if scheme.kind == "default" else scheme
     if resolved.for_weights and resolved.kind != "target":
         resolved = _of_no_weight(blank) or replace(resolved, for_weights=False, zero_row=blank.padding)
@@ -169,10 +145,7 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
 
 
 def _of_no_weight(blank: Blank) -> Scheme | None:
-    """What biases, norms and slopes get where one scheme is for all weights; None for a weight.
-
-    So do the models that people take them from: a bias begins at zero, a norm as the identity.
-    """
+    """What biases, norms and slopes get where one scheme is for all weights; None for a weight."""
     if blank.layer in _NORMED:
         return _NORMS.get(blank.own)
     if blank.layer == "PReLU":

@@ -23,14 +23,7 @@ from ckpt_tools.values.pytorch import need_torch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The geometry of one step, all sizes known.
-
-    Attributes:
-        view: the shape of the one tensor, or of the whole where several are its parts, with dimensions cut up.
-        order: in which order these dimensions come in the result; empty where they stay.
-        axis: the dimension that is cut or put together along. sizes: of the parts along it.
-        fill: what padding holds.
-    """
+    """The geometry of one step, all sizes known."""
 
     view: Shape
     order: tuple[int, ...] = ()
@@ -62,11 +55,7 @@ def cut(entry: Entry, layout: Layout, shapes: Sequence[Shape]) -> Iterator[Entry
 
 
 def joined(entries: Sequence[Entry], layout: Layout, shape: Shape) -> Entry:
-    """Tensors of one dtype put together along one dimension, and padding behind them where there are more sizes than tensors.
-
-    Raises:
-        MatchPlanError: their dtypes differ, or one is not of a dtype that can be cut.
-    """
+    """Tensors of one dtype put together along one dimension, with padding behind them."""
     first = entries[0]
     for entry in entries:
         _check_whole_bytes(entry)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tree import arguments
+from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.options import Options, anything, choice, flag, text, texts, value, whole
 
 if TYPE_CHECKING:
-    import os
-
     from ckpt_tools.matching import Stages
-    from ckpt_tools.tree.arguments import Renames
 
 OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
 COMPARING = ("structure",)  # the stages that look at what models compute

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +13,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
 from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names, read_several, read_shape, tables
 from ckpt_tools.fit.folding import Row, fold, unfold
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Task, solve
 from ckpt_tools.fit.layout import Layout
-from ckpt_tools.fit.patterns.forms import FIELDS, SEVERAL_OLD, Task, solve
-from ckpt_tools.fit.patterns.rows import PatternPlan, read_form, read_pattern_plan
-from ckpt_tools.fit.patterns.shipped import all_shipped, find_shipped, shipped_text
 from ckpt_tools.fit.plans import (
     STEPS,
     Plan,
@@ -22,6 +22,7 @@ from ckpt_tools.fit.plans import (
     StepName,
     check,
 )
+from ckpt_tools.fit.rows import PatternPlan, read_form, read_pattern_plan
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.parsers import brief, load_toml
@@ -51,11 +52,7 @@ _LISTS = (
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a plan: the whole new file, or nothing.
-
-    Raises:
-        MatchPlanError: a name that TOML cannot hold. OutputError: the file cannot be written. UsageError: a checkpoint's name.
-    """
+    """Write a plan: the whole new file, or nothing."""
     check_document_name(path, "a plan", ".toml")
     data = "".join(line + "\n" for line in _lines(plan)).encode()
     with replacing(path, overwrite=overwrite) as output:
@@ -122,11 +119,7 @@ def _escaped(character: str) -> str:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file and check that its steps can be done.
-
-    Raises:
-        MatchPlanError: it cannot be read, is not TOML, has unknown or wrong fields, or steps that cannot be done.
-    """
+    """Read a plan file and check that its steps can be done."""
     plan = read_any_plan(path)
     if isinstance(plan, PatternPlan):
         raise MatchPlanError(f"{path} is a plan of patterns: it is a plain one only for a checkpoint.")
@@ -134,11 +127,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
-    """Read a plan file of names or of patterns, or the plan that is shipped under this name.
-
-    Raises:
-        MatchPlanError: as `read_plan`.
-    """
+    """Read a plan file of names or of patterns, or the plan that is shipped under this name."""
     found = find_shipped(os.fspath(path))
     try:
         document = load_toml(_text(Path(path)) if found is None else shipped_text(found[0]))
@@ -244,3 +233,39 @@ def _ambiguous(row: dict[str, Any], label: str) -> tuple[str, tuple[str, ...], s
     check_known(row, ("new", "candidates", "why"), label)
     new, why = read_name(row.get("new"), f"{label}: new"), read_name(row.get("why", "?"), f"{label}: why")
     return new, read_names(row.get("candidates"), f"{label}: candidates"), why
+
+
+_HERE = "ckpt_tools.fit"
+
+
+@cache
+def shipped_names() -> tuple[str, ...]:
+    """The names of the plans that are shipped, without those of the other way."""
+    folder = files(_HERE) / "families"
+    return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def other_way(name: str) -> str:
+    """The name of a plan the other way round: `a-x-to-y` is `a-y-to-x`."""
+    left, _, new = name.rpartition("-to-")
+    family, _, old = left.rpartition("-")
+    return f"{family}-{new}-to-{old}"
+
+
+def all_shipped() -> tuple[str, ...]:
+    """The names of the plans that are shipped, in both ways."""
+    return *shipped_names(), *map(other_way, shipped_names())
+
+
+def find_shipped(name: str) -> tuple[str, bool] | None:
+    """The shipped plan of a name, and whether it is to be read the other way round; None where none has this name."""
+    if name in shipped_names():
+        return name, False
+    if "-to-" in name and (other := other_way(name)) in shipped_names():
+        return other, True
+    return None
+
+
+def shipped_text(name: str) -> str:
+    """The text of a shipped plan."""
+    return (files(_HERE) / "families" / f"{name}.toml").read_text("utf-8")

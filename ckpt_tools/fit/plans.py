@@ -34,15 +34,7 @@ STEPS: tuple[str, ...] = get_args(StepName)
 
 @dataclass(frozen=True, slots=True)
 class PlanStep:
-    """One step: tensors of the checkpoint become tensors of the target.
-
-    Attributes:
-        step: what is done. old, new: names; one of each, but for "split" and "unstack" (several new), "concat" and "stack"
-            (several old), whose order is that of the parts.
-        old_shapes, new_shapes: in the same order. reason, confidence: as in `match.Match`, for the reader.
-        layout: the geometry; None where the shapes alone say it, of a split or a concat along the first dimension.
-        axes: what a permute that a matching found is written as.
-    """
+    """One step: tensors of the checkpoint become tensors of the target."""
 
     step: StepName
     old: tuple[str, ...]
@@ -57,14 +49,7 @@ class PlanStep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in the order of the target, and the names that no step has.
-
-    Attributes:
-        drop: names of the checkpoint that are left out on purpose. unexpected: those that nothing has been decided about.
-        missing: names of the target that nothing fills. mismatched: (old, new, its shape, the target's).
-        ambiguous: (new, candidates, why).
-        between: names of what one step makes for another one alone.
-    """
+    """Steps in the order of the target, and the names that no step has."""
 
     steps: tuple[PlanStep, ...]
     drop: tuple[str, ...] = ()
@@ -119,7 +104,7 @@ def plan_of(matching: Matching) -> Plan:
 
 
 def _permuted(row: Match) -> Layout:
-    from ckpt_tools.fit.patterns.forms import Form, Task, solve
+    from ckpt_tools.fit.forms import Form, Task, solve
 
     layout, _ = solve("permute", Task(Form(row.axes), (row.source_shape,), 1, {}, f"permute to {row.new!r}"))
     return layout
@@ -195,15 +180,7 @@ def _text(shapes: Iterable[Shape]) -> str:
 
 
 def apply(node: Dict, plan: Plan) -> None:
-    """Make a state dict what the plan says: in place, tensors in the plan's order, `_metadata` moved along.
-
-    What is not a tensor stays, after them. `missing`, `mismatched` and `ambiguous` are the caller's to decide about; their
-    tensors are not in the result.
-
-    Raises:
-        MatchPlanError: the plan cannot be done, or this state dict is not the one that it was made for: a name without a fate,
-            a name that is not there, another shape. Nothing is changed then.
-    """
+    """Make a state dict what the plan says: in place, tensors in the plan's order, `_metadata` moved along."""
     check(plan)
     entries = tensors_by_name(node)
     _check_fits(entries, plan)

@@ -21,6 +21,7 @@ from ckpt_tools.fit.choices import (
     Choices,
     Rows,
 )
+from ckpt_tools.fit.expand import Expanded, expand
 from ckpt_tools.fit.fit import (
     Fitted,
     Initialised,
@@ -36,16 +37,15 @@ from ckpt_tools.fit.initialisers import (
 )
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.fit.partners import look_at
-from ckpt_tools.fit.patterns.expand import Expanded, expand
-from ckpt_tools.fit.patterns.rows import PatternPlan
-from ckpt_tools.fit.patterns.values import Config, Values
 from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, plan_of
+from ckpt_tools.fit.rows import PatternPlan
 from ckpt_tools.fit.targets import (
     Target,
     choose_state_dict,
     read_target,
 )
+from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
@@ -91,17 +91,7 @@ class Retargeting:
         self.left_out: list[str] = []  # names of the checkpoint that a choice or the plan leaves out, or that are made anew
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
-        """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
-
-        `whole` is the checkpoint before less of it was selected: it may say sizes, and whose layers it has.
-
-        Returns:
-            What was done, and how many of an optimizer's `param_names` changed.
-
-        Raises:
-            NothingMatchedError: no state dict there, or several. TargetError: see `read_target`. MatchError, MatchPlanError,
-            ConvertError: see `fit`.
-        """
+        """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written."""
         node = _only_state_dict(root, path)
         options = self.options
         target = None if options.like is None else read_target(options.like, args=options.like_args, select=options.like_select)
@@ -147,11 +137,7 @@ class Retargeting:
 
 
 def _for_target(plan: Plan, target: Target) -> Plan:
-    """A plan that must make exactly what the target wants; names of the target that it does not know are missing.
-
-    Raises:
-        MatchPlanError: it makes something that the target does not have, or not in this shape.
-    """
+    """A plan that must make exactly what the target wants; names of the target that it does not know are missing."""
     wanted = {param.name: param.shape for param in target.params}
     made = {
         new: shape
@@ -220,11 +206,7 @@ class _OwnValues:
         self.tensors: Mapping[str, Any] | None = None
 
     def content(self, name: str) -> Content:
-        """The bytes of one tensor, row-major.
-
-        Raises:
-            ConvertError: a value that is NaN or infinite, or no value at all.
-        """
+        """The bytes of one tensor, row-major."""
         if self.tensors is None:
             self.tensors = self._read()
         value = self.tensors[name]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ckpt_tools.edit import renaming, selection
 from ckpt_tools.edit.objects import plain
@@ -25,28 +25,19 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     tensors_by_name,
 )
+from ckpt_tools.formats.parts.flat_rows import Names
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.matching.params import Framework, Param
+from ckpt_tools.matching.records import Framework, Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.pytorch import need_torch
 
-if TYPE_CHECKING:  # most checkpoints have names
-    from ckpt_tools.formats.parts.flat_rows import Names
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A target model.
-
-    Attributes:
-        label: what the user called it. params: its tensors in order.
-        module: the live `nn.Module`, on the meta device when `on_meta`; else None.
-        build: makes the module again, on the default device; None where it was not made by a callable.
-        tensors: name -> live tensor, where the target is a module or a state dict; else None.
-    """
+    """A target model."""
 
     label: str
     params: tuple[Param, ...]
@@ -89,20 +80,7 @@ def _is_callable(text: str) -> bool:
 def read_target(
     spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None, option: str = "like"
 ) -> Target:
-    """The target that a path, `package.module:callable`, module or state dict stands for.
-
-    Args:
-        spec: a path to a checkpoint in any container; text like "torchvision.models:resnet18"; an `nn.Module`; a mapping from
-            names to tensors.
-        args: keyword arguments of the callable, as a mapping or as JSON text.
-        select: the dotted path of the state dict in a checkpoint that holds several.
-        option: what the user gave it by, for messages.
-
-    Raises:
-        TargetError: it cannot be imported or called, or is not a model. UsageError: `args` are not a JSON object, or not for
-            this.
-        CkptError: the checkpoint cannot be read.
-    """
+    """The target that a path, `package.module:callable`, module or state dict stands for."""
     if not isinstance(spec, (str, os.PathLike)):
         if args is not None:
             raise UsageError("Arguments for the target are for package.module:callable only.")
@@ -125,11 +103,7 @@ def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target
 
 
 def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select") -> StateDict:
-    """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict.
-
-    Raises:
-        NothingMatchedError: there is none, or several and none is selected.
-    """
+    """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict."""
     chosen = _chosen(checkpoint, select, option)
     renaming.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
     return chosen

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Global, Node
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ckpt_tools.formats.zip.directory import Record
-    from ckpt_tools.io.sources import Files
-
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.
 PROGRAMS = {
@@ -42,10 +38,7 @@ _SUM = slice(148, 156)  # where a tar header has its checksum
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar: the checksum decides.
-
-    The magic word "ustar" does not; it is missing in the oldest tars.
-    """
+    """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar:"""
     block = head[:TAR_BLOCK]
     if len(block) < TAR_BLOCK:
         return False
@@ -82,13 +75,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @frozen
 class Warned:
-    """Something odd in a file that does not keep it from being read.
-
-    Attributes:
-        code: a short stable name.
-        found: what is there. expected: what should be.
-        severity: of the finding. fix: what mends it, where that is not to write the file again.
-    """
+    """Something odd in a file that does not keep it from being read."""
 
     code: str
     found: str
@@ -109,13 +96,7 @@ def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned
 
 @frozen
 class Packed:
-    """What a checkpoint lies in.
-
-    Attributes:
-        kind: "gzip", "tar", "tar.gz" ... member: its name in there; of a compressed file the name without the extension.
-        source: the file itself. whole: its bytes, inflated. path: what the checkpoint is called in messages and commands.
-        folder: the folder in the archive that it is, or that it is in; None for a compressed file.
-    """
+    """What a checkpoint lies in."""
 
     kind: str
     member: str
@@ -127,30 +108,7 @@ class Packed:
 
 @dataclass(slots=True, repr=False, eq=False)
 class Decoded:
-    """What a container's `read` makes of a file.
-
-    Attributes:
-        container: the format's name.
-        root: the tree.
-        globals: every global that the file names, known ones too.
-        unusual: uses that torch's weights_only unpickler refuses although the globals are allowed.
-        metadata: text that the container carries beside the tree (safetensors' `__metadata__`).
-        warnings: oddities.
-        storage_bytes: bytes that the file spends on tensor data.
-        byteorder: "little" or "big", as the tensor bytes are stored.
-        has_checksums: whether the records carry a CRC-32.
-        root_folder: the folder in the zip that everything lies in.
-        records: the records of a zip, those too that the tree does not refer to.
-        dead_bytes: counts the bytes that nothing refers to: gaps, and storages that no tensor is built on.
-        lost: what could not be put together and was left out, by `partial`: path and reason.
-        locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
-        misplaced: tells what does not lie where another file says, which takes a look into each; for `ckpt check`.
-        others: what `--select` takes beside the tree, by name; made when it is wanted.
-        beside: what a file beside it says of it, by the name under which `inspect` shows its values.
-        packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
-        encodings: of tensors that are stored as another type than they are read as, that type, by name.
-        examined: of several files those that are `is_examined`, with what their pickles name.
-    """
+    """What a container's `read` makes of a file."""
 
     container: str
     root: Node

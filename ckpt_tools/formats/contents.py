@@ -17,10 +17,7 @@ from ckpt_tools.tree.visit import children, is_hollow, walk
 
 @unique
 class Tensor:
-    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage.
-
-    `scheme` is how it is quantised in the file, of a plain tensor that stands for codes and scales.
-    """
+    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
 
     where: Where
     node: Entry | Object
@@ -105,10 +102,7 @@ class Modules:
 
 
 def list_tensors(root: Node, modules: Modules) -> Iterator[Tensor]:
-    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path.
-
-    Afterwards `modules` knows every module that there is.
-    """
+    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path."""
     for where, node in walk(root, stop=modules.stop, plain=False, bare=False):
         if type(node) is Entry:
             yield Tensor(where, node)
@@ -145,12 +139,7 @@ def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
 
 
 def find_state_dicts(root: Node) -> list[StateDict]:
-    """Every state dict below `root`, wherever it is.
-
-    A dict is one when it maps text to tensors, and either a name has a dot in it, or at least half of its values are
-    tensors and none of the others holds tensors; scores, which are single numbers, are not. Optimizer state (`state` and
-    `param_groups`) is not one, nor is anything in it, nor what lies inside an object.
-    """
+    """Every state dict below `root`, wherever it is."""
     found = []
     holders = _Holders(root)
     for where, node in walk(root, stop=_closed, plain=False, entries=False):
@@ -229,10 +218,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def _are_scores(node: Dict, names: list[str]) -> bool:
-    """Whether these are single numbers, under what is not a parameter's name, or among other values.
-
-    Lightning's best_k_models has them by the paths of files, fairseq's meters beside counts.
-    """
+    """Whether these are single numbers, under what is not a parameter's name, or among other values."""
     values = [value for _, value in node.items if is_tensor(value)]
     if not all(type(value) is Entry and not value.shape for value in values):
         return False

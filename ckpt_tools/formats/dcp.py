@@ -91,12 +91,7 @@ class _Place:
 
 
 def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
-    """Read `.metadata` and the values; no tensor bytes. With `partial` what lies in a file that is missing is left out
-    and listed in `Decoded.lost`.
-
-    Raises:
-        DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
-    """
+    """Read `.metadata` and the values; no tensor bytes."""
     record, machine = _record(source)
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
@@ -134,11 +129,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
 
 
 def length_of(source: Source, name: str) -> int:
-    """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name.
-
-    Raises:
-        CkptError: as for `decode`.
-    """
+    """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name."""
     fields = _fields(_record(source)[0], "Metadata")
     return max(
         (place.offset + place.length for _, place in _places(fields.get("storage_data")) if place.file == name), default=0

@@ -49,11 +49,7 @@ def sniff(names: set[str], folder: str) -> bool:
 
 
 def decode(source: Source, directory: Directory, folder: str) -> Decoded:
-    """Read the names and views of the weights; no tensor bytes.
-
-    Raises:
-        ZipError, PickleError, TensorError: the file breaks a promise. LimitError: a table longer than any model's.
-    """
+    """Read the names and views of the weights; no tensor bytes."""
     records = torch_zip.by_name(directory)
     start = folder + _WEIGHTS
     program = Decoded(

@@ -19,7 +19,7 @@ from ckpt_tools.formats.parts.grouping import (
     model_group,
     shard_groups,
 )
-from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
+from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
 from ckpt_tools.frozen import frozen
 
 INDEX_SUFFIX = ".index.json"
@@ -47,11 +47,7 @@ class Layout:
 
 
 def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
-    """The layout of a folder, None where it is not one checkpoint.
-
-    Raises:
-        NotACheckpointError: several indexes, each a checkpoint of its own; or the folder cannot be read.
-    """
+    """The layout of a folder, None where it is not one checkpoint."""
     folder = folder_of_files(Path(folder))
     try:
         names = sorted(os.listdir(folder))
@@ -61,11 +57,7 @@ def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
 
 
 def folder_of_files(folder: Path) -> Path:
-    """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts.
-
-    Raises:
-        FolderError, NotACheckpointError: that one is not there.
-    """
+    """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts."""
     return checkpoint_folder(iteration_folder(folder))
 
 
@@ -129,11 +121,7 @@ def _several(
 
 
 def layout(folder: Path, names: list[str]) -> Layout:
-    """The layout of a folder that should be a checkpoint.
-
-    Raises:
-        NotACheckpointError: it is not one, or several.
-    """
+    """The layout of a folder that should be a checkpoint."""
     found = layout_of(folder, sorted(names))
     if found is None:
         files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_CHECKPOINTS))]

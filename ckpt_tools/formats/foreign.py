@@ -6,9 +6,9 @@ import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.packed.compressed import KINDS
-from ckpt_tools.io.in_place.marks import MARK
-from ckpt_tools.io.in_place.rollback import half_edited
+from ckpt_tools.io.marks import MARK
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.rollback import half_edited
 from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.

@@ -98,11 +98,7 @@ def is_npz(names: Collection[str]) -> bool:
 
 
 def decode_npy(source: Source) -> Decoded:
-    """Read the header of a .npy, and its pickle where it has one; no elements.
-
-    Raises:
-        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
-    """
+    """Read the header of a .npy, and its pickle where it has one; no elements."""
     arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
     root = arrays.node(header, Range(source, 0, source.size), FilePart(source, header.length, source.size), "the array")
@@ -112,12 +108,7 @@ def decode_npy(source: Source) -> Decoded:
 
 
 def decode_npz(source: Source, directory: Directory) -> Decoded:
-    """Read the headers of all arrays in a .npz, and the pickles of those that have one; no elements.
-
-    Raises:
-        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
-        ZipError: numpy.load finds another array under a name.
-    """
+    """Read the headers of all arrays in a .npz, and the pickles of those that have one; no elements."""
     arrays = Arrays(source)
     items: list[tuple[Node, Node]] = []
     names = {record.name for record in directory.records}
@@ -154,11 +145,7 @@ def _part(source: Source, record: Record, header: Header) -> Part:
 
 
 def parse_header(head: bytes, name: str = "") -> Header:
-    """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is evaluated.
-
-    Raises:
-        DamagedFileError: it is malformed. UnsupportedContainerError: elements that torch has not.
-    """
+    """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is evaluated."""
     what = f"The array {name!r}" if name else "The array"
     size = 2 if head[6:7] == b"\1" else 4
     start = 8 + size
@@ -228,11 +215,7 @@ def _value(found: re.Match[str]) -> object:
 
 
 class Arrays:
-    """The arrays of one file, as they become nodes: of .npy and .npz, and in a pickle.
-
-    Attributes:
-        left: bytes behind the last one.
-    """
+    """The arrays of one file, as they become nodes: of .npy and .npz, and in a pickle."""
 
     def __init__(self, source: Source) -> None:
         self.budget = limits.budget(source.size)
@@ -241,11 +224,7 @@ class Arrays:
         self.count = self.storage_bytes = self.left = 0
 
     def node(self, header: Header, content: Content, rest: Part, what: str) -> Node:
-        """A tensor; a list or text of an array of text; what is in an array of objects.
-
-        Args:
-            header: its header. content: the whole file or record. rest: what follows the header. what: its name in messages.
-        """
+        """A tensor; a list or text of an array of text; what is in an array of objects."""
         if header.code == "O":
             return self._objects(header, rest)
         dtype = BY_NUMPY.get(header.code)

@@ -213,15 +213,11 @@ def journals_of(source: Source) -> Iterator[Warned]:
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """The source for a path: a file, the files of a folder, or something remote.
-
-    Raises:
-        NotACheckpointError, RemoteError: it cannot be read.
-    """
+    """The source for a path: a file, the files of a folder, or something remote."""
     if isinstance(path, Handed):
         return source_of(path)
     if is_address(path):
-        from ckpt_tools.io.remote.source import open_remote
+        from ckpt_tools.io.remote import open_remote
 
         return _in_folder(open_remote(os.fspath(path)))
     if not os.path.isdir(path):
@@ -261,7 +257,7 @@ def naming(source: Source) -> Iterator[None]:
 
 def _without_repair(source: Source, fix: str) -> str:
     """The advice, where repair takes such a file."""
-    from ckpt_tools.formats.zip.kinds import is_mended
+    from ckpt_tools.formats.zip.headers import is_mended
 
     with contextlib.suppress(CkptError):  # the disk failed
         return fix if is_mended(source) else "Get it again."
@@ -342,7 +338,7 @@ def _with_other_files(source: Source, head: bytes) -> Decoded:
 
 def _files_beside(index: Source) -> Files:
     if is_address(str(index.path)):
-        from ckpt_tools.io.remote.source import RemoteSource, files_beside
+        from ckpt_tools.io.remote import RemoteSource, files_beside
 
         assert isinstance(index, RemoteSource)
         return files_beside(index)
@@ -398,8 +394,8 @@ def decode_ranks(files: Files, name: str, names: Sequence[str], *, partial: bool
 
 def decode_zero(files: Files, names: Sequence[str], *, partial: bool = False) -> Decoded:
     """Decode the files of a DeepSpeed checkpoint; `names` are those there are. `partial`: what is whole of them."""
-    from ckpt_tools.formats.parts.zero.folder import decode
-    from ckpt_tools.formats.parts.zero.names import zero_files
+    from ckpt_tools.formats.parts.zero_folder import decode
+    from ckpt_tools.formats.parts.zero_names import zero_files
 
     found = zero_files(names)
     assert found is not None, "callers have checked that there are some"

@@ -29,7 +29,7 @@ from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
 from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
-from ckpt_tools.formats.zip.names import single_folder
+from ckpt_tools.formats.zip.inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
@@ -78,13 +78,7 @@ _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMP
 
 @dataclass(slots=True)
 class Pickles:
-    """Every pickle of a file, and what of it could not be examined.
-
-    Attributes:
-        pickles: in the order in which they were found. unexamined: (member or "", why).
-        program: whether an archive in it is a program of torch's, which loading makes ready to run.
-        evaluated: (member, call): what loading it runs that is in no pickle.
-    """
+    """Every pickle of a file, and what of it could not be examined."""
 
     pickles: list[Pickle] = field(default_factory=list)
     unexamined: list[tuple[str, str]] = field(default_factory=list)
@@ -93,11 +87,7 @@ class Pickles:
 
 
 def find_pickles(source: Source) -> Pickles:
-    """Look a file through. Nothing in it is run or imported.
-
-    Raises:
-        CkptError: the file cannot be read.
-    """
+    """Look a file through. Nothing in it is run or imported."""
     walk = _Walk(source.size)
     try:
         with limits.of_file(source.size, source.path.name):
@@ -238,11 +228,7 @@ class _Walk:
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
-        """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes.
-
-        They are numbers in real files, so only what this reading finds is told, and not where it breaks. An array of objects
-        is a pickle whose memo is not its own here: a real one names `dtype` in whatever is there in the place of `numpy`.
-        """
+        """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
         told = {call.text for pickle in self.found.pickles for call in pickle.calls}
         part = FilePart(source, start, source.size)
         for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
@@ -331,20 +317,13 @@ class _Walk:
         return Spooled(source, chunks(record_content(source, record)))
 
     def spend(self, count: int) -> None:
-        """Count bytes that are inflated.
-
-        Raises:
-            LimitError: the file inflates to more than any real one.
-        """
+        """Count bytes that are inflated."""
         self.left -= count
         if self.left < 0:
             raise limits.INFLATED.error("The file inflates to more than any real one.")
 
     def tar(self, source: Source, where: str, depth: int, ends: list[int]) -> None:
-        """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends.
-
-        A zip that is a member is examined as one; which one stands behind them all is told by the last of the ends.
-        """
+        """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends."""
         with tarfile.open(fileobj=_Headers(source), mode="r:") as archive:
             for info in archive:
                 ends.append(info.offset_data + info.size)
@@ -382,10 +361,7 @@ def _up_to_damage(blocks: Iterator[bytes], damage: list[Exception]) -> Iterator[
 
 
 def _is_lzma(head: bytes) -> bool:
-    """Whether liblzma takes this for an LZMA file: a dictionary of 2^n bytes or half as much again, a length.
-
-    Source: liblzma's alone_decoder.c.
-    """
+    """Whether liblzma takes this for an LZMA file: a dictionary of 2^n bytes or half as much again, a length."""
     size, length = int.from_bytes(head[1:5], "little"), int.from_bytes(head[5:13], "little")
     bits = f"{size:b}".rstrip("0")
     return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
@@ -436,11 +412,7 @@ def _is_dtype(call: Call) -> bool:
 
 
 def _raw_folders(records: Sequence[Record]) -> set[str]:
-    """The folders of a zip in which only storages of `torch.load` and `torch.jit.load` lie: `data` and `constants`, right below
-    its single folder or its root, beside a pickle of that name.
-
-    In a program of torch.export there are none: what lies where is for its own JSON to say, which may call a record a pickle.
-    """
+    """The folders of a zip in which only storages of `torch.load` and `torch.jit.load` lie:"""
     names = {record.name for record in records}
     if any(_OF_EXPORT.search(name.lower()) for name in names):
         return set()
@@ -450,10 +422,7 @@ def _raw_folders(records: Sequence[Record]) -> set[str]:
 
 
 def _is_raw(source: Source, record: Record, raw: set[str]) -> bool:
-    """Whether a record holds the numbers of a storage, `data/7` in one of the folders of those, and no .npy.
-
-    `numpy.load` reads an array from any record that starts as one, whatever its name.
-    """
+    """Whether a record holds the numbers of a storage, `data/7` in one of the folders of those, and no .npy."""
     folder, _, key = record.name.rpartition("/")
     if folder not in raw or not key.isdecimal():
         return False
@@ -468,11 +437,7 @@ def _starts_as_array(source: Source, record: Record) -> bool:
 
 
 def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
-    """Whether bytes that could be read as a pickle are one: they say so, or name what can be a module, and make something of it
-    or go through.
-
-    torch imports nothing for a name that has `Storage` in it: there the module may be called anything.
-    """
+    """Whether bytes that could be read as a pickle are one:"""
     head = source.read(start, min(2, source.size - start))
     if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
@@ -547,10 +512,7 @@ def _npy_header(head: bytes) -> int:
 
 
 def _array_bytes(head: bytes) -> int | None:
-    """How long a .npy of numbers or text is, its header included; None of any other, which may hold Python objects.
-
-    NumPy evaluates the header: `object`, `\\x4f` and fields of structures are objects to it as well as `O`.
-    """
+    """How long a .npy of numbers or text is, its header included; None of any other, which may hold Python objects."""
     try:
         header = parse_header(head)
     except CkptError:

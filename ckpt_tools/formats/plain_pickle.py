@@ -62,11 +62,7 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the pickle.
-
-    Raises:
-        DamagedFileError, LimitError: it is malformed, refers to something outside it, or is larger than any real one.
-    """
+    """Read the pickle."""
     part = FilePart(source, 0, source.size)
     pickles = Pickles(part)
     blobs, machine = Blobs(part), ArrayMachine(b"", {}, _refuse)
@@ -128,10 +124,7 @@ _NO_NUMBERS = (Dict, List, tuple, str, bytes, ByteString, bool, float, complex, 
 
 
 def _refuse_computed_magic(pickles: Pickles) -> None:
-    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it, and go on.
-
-    Pickles that somebody wrote one behind another look like that, too, where they are objects, and at least five of them.
-    """
+    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it, and go on."""
     try:
         for position in range(4):  # protocol version, sys_info, object, keys
             _, node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))

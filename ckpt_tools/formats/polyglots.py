@@ -74,10 +74,7 @@ _MODULE = re.compile(rb"[\w.\x80-\xff]+")  # what can be imported; in JSON there
 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
-    """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any.
-
-    A header's length may be read as opcodes by accident: those of an honest file end soon, and name nothing.
-    """
+    """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
     try:
         for code, argument in _opcodes(source):
             if code in _NAMES_A_GLOBAL:

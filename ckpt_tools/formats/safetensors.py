@@ -51,12 +51,7 @@ GGUF_TYPES = "ckpt_tools.gguf_types"  # of what came from a GGUF: the type of ea
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be a safetensors file.
-
-    Eight printable characters are not a length but text: a JSON error body can have its second brace there.
-    A GGUF of 123 tensors has one there, too, and a msgpack map with such a number behind its first key; as a length their
-    first bytes are gigabytes.
-    """
+    """Whether a file that starts with these bytes may be a safetensors file."""
     if head[8:9] != b"{" or head.startswith(b"GGUF") or (head[:8].isascii() and head[:8].decode().isprintable()):
         return False
     return not any(head[4:8]) or not _is_msgpack(head)
@@ -72,14 +67,7 @@ def _is_msgpack(head: bytes) -> bool:
 
 
 def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
-    """Read the header; no tensor bytes.
-
-    Args:
-        unread: where given, takes the names of entries that cannot be read, and why; they stand as bytes in the tree.
-
-    Raises:
-        SafetensorsError: anything that safetensors would refuse, or that two readers could read differently.
-    """
+    """Read the header; no tensor bytes."""
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
@@ -312,19 +300,7 @@ def _json_map(text: str | None) -> dict[str, Any] | None:
 
 
 def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, reserve: int = 0) -> list[Piece]:
-    """The pieces of a safetensors file.
-
-    Names stand in the header in the order given. The bytes are ordered by element size, largest first, as safetensors does,
-    so that every tensor is aligned to its element.
-
-    Args:
-        tensors: name -> (entry, its bytes row-major).
-        metadata: the `__metadata__`.
-        reserve: bytes of room that the header keeps for longer names, as blanks; a later edit in place then fits.
-
-    Raises:
-        ContainerLimitError: a dtype without a safetensors code, a header over 100 MB, a tensor called `__metadata__`.
-    """
+    """The pieces of a safetensors file."""
     offsets: dict[str, list[int]] = {}
     contents: list[Content] = []
     at = 0
@@ -340,11 +316,7 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
 
 
 def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], source: Source) -> list[Piece]:
-    """The pieces of the file that the tensors were read from, with their bytes where they are: only the header changes.
-
-    Raises:
-        ContainerLimitError: a tensor that is not in the file as it is to be, or a header that has no room.
-    """
+    """The pieces of the file that the tensors were read from, with their bytes where they are: only the header changes."""
     room = int.from_bytes(source.read(0, 8), "little")
     offsets: dict[str, list[int]] = {}
     for name, (_, content) in tensors.items():

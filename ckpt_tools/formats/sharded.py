@@ -63,17 +63,7 @@ def sniff(head: bytes, source: Source) -> bool:
 def decode(
     index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False, before: Sequence[str] = ()
 ) -> Decoded:
-    """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes.
-
-    Args:
-        index: the index. files: the folder that its names are in. decode_file: reads one shard.
-        partial: what is in the shards that are there; the rest is listed in `Decoded.lost`.
-        before: files beside the index that other programs take before it: they must be shards of it.
-
-    Raises:
-        NotACheckpointError: one of these is another checkpoint.
-        DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
-    """
+    """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes."""
     weight_map, metadata = _read_index(index)
     if others := sorted({*before} - {*weight_map.values()}):
         raise NotACheckpointError(
@@ -112,11 +102,7 @@ def renewed(parts: Iterable[Decoded]) -> list[Decoded]:
 
 
 def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], metadata: Mapping[str, str]) -> Decoded:
-    """One Decoded of several files.
-
-    Raises:
-        UnsupportedContainerError: files in different byte orders.
-    """
+    """One Decoded of several files."""
     orders = {part.byteorder for part in parts}
     if len(orders) > 1:
         raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
@@ -295,11 +281,7 @@ def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str, str]) -> bytes:
-    """The index as JSON.
-
-    Raises:
-        ContainerLimitError: a name that JSON cannot carry, or an index over 100 MB.
-    """
+    """The index as JSON."""
     content = {"metadata": {"total_size": total_size, ORDER: "weight_map", **metadata}, "weight_map": dict(weight_map)}
     try:
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
@@ -339,11 +321,7 @@ def storage_groups(items: Sequence[tuple[str, Node]]) -> list[tuple[list[str], i
 
 
 def parse_size(text: str | int) -> int:
-    """A size such as "5GB" (of 1000s, as Hugging Face counts) or "5GiB" (of 1024s), or a number of bytes.
-
-    Raises:
-        ValueError: it is not one, or not positive.
-    """
+    """A size such as "5GB" (of 1000s, as Hugging Face counts) or "5GiB" (of 1024s), or a number of bytes."""
     size: float = math.nan
     if isinstance(text, int):
         size = text

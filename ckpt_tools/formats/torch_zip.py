@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
+from ckpt_tools.formats.zip.headers import DESCRIPTOR, LOCAL
 from ckpt_tools.frozen import frozen
-from ckpt_tools.io.content import Content, Deflated, read
-from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.state import Maker
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
 from ckpt_tools.tree.findings import mending
-from ckpt_tools.tree.nodes import Global
+from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage
 
 _RECORD = b"PK\x03\x04"
 
@@ -36,16 +37,7 @@ _RECORD = b"PK\x03\x04"
 def decode(
     source: Source, directory: Directory, folder: str, member: str = "", keys: str = "", *, program: bool = False
 ) -> Decoded:
-    """Read the pickle of a torch-zip; no tensor bytes.
-
-    Args:
-        source: the file. directory: its records. folder: their root folder.
-        member: for an archive inside another, how its records' names start. keys: what its storage keys get in front.
-        program: whether it is a TorchScript program's.
-
-    Raises:
-        ZipError, PickleError, TensorError: the file breaks a promise.
-    """
+    """Read the pickle of a torch-zip; no tensor bytes."""
     records = by_name(directory, member)
     small = {name: _small_record(source, records, folder, name) for name in _GOOD}
     warnings = [*behind(source, directory), *_odd_records(small)]
@@ -85,8 +77,6 @@ def _misplaced(source: Source, records: dict[str, Record], folder: str, storages
     version, alignment = (records.get(f"{folder}/{name}") for name in (".format_version", ".storage_alignment"))
     if version is None or max(version.size, alignment.size if alignment else 0) > _SMALL:
         return []
-    from ckpt_tools.formats.zip.computed import misplaced
-
     said = (read_record(source, version, check=False), read_record(source, alignment, check=False) if alignment else b"64")
     return misplaced(((key, storage) for key, (_, storage) in storages.by_key.items()), folder, *said)
 
@@ -98,8 +88,6 @@ _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 def _of_program() -> tuple[type[Storages], Mapping[Global, Maker]]:
     """How a TorchScript program's pickle is read."""
-    from ckpt_tools.formats.zip.program_objects import PROGRAM_MAKERS, ProgramStorages
-
     return ProgramStorages, PROGRAM_MAKERS
 
 
@@ -157,11 +145,7 @@ def record_content(source: Source, record: Record) -> Content:
 
 
 def record_head(source: Source, record: Record, length: int) -> bytes:
-    """The first bytes of a record, `length` of them at most, inflated where it is deflated.
-
-    Raises:
-        ZipError: they cannot be inflated.
-    """
+    """The first bytes of a record, `length` of them at most, inflated where it is deflated."""
     packed = source.read(record.data, min(record.compressed, length))
     if not record.deflated:
         return packed
@@ -265,3 +249,77 @@ def _unreadable(small: _Small) -> list[str]:
     if alignment is not None and not re.fullmatch(r"\d{1,9}", alignment):
         found.append(f"the .storage_alignment {alignment!r}, which is not a number")
     return found
+
+
+_FB_HEADER = 4  # bytes of the extra field that pads, before its padding
+_WIDE = 2**32 - 1  # from here on the sizes of headers change
+
+
+def misplaced(storages: Iterable[tuple[str, Storage]], folder: str, version: bytes, alignment: bytes) -> list[Warned]:
+    """The warning for a record of a storage that is not where torch computes it to be."""
+    if version < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
+        return []
+    step, position, data = int(alignment), -1, f"{folder}/data/"
+    header = LOCAL.size + len(data.encode()) + _FB_HEADER
+    for key, storage in storages:
+        content, nbytes = storage.content, storage.nbytes
+        if type(content) is not RecordRange or content.offset >= _WIDE or nbytes >= _WIDE or (position < 0 and key != "0"):
+            return []  # torch refuses, or computes in another way
+        if position < 0:
+            place = content.offset
+        else:
+            start = position + header + (len(key) if key.isascii() else len(key.encode()))
+            place = -(-start // step) * step
+        if place != content.offset:
+            at = f"the bytes of {data + key!r} are at {content.offset}"
+            found = f"{at}, torch with calculate_storage_offsets takes those at {place}"
+            expected = "records where .format_version and .storage_alignment have them"
+            return [Warned("odd-storage-alignment", found, expected, "info")]
+        position = place + nbytes + (DESCRIPTOR if nbytes else 0)
+    return []
+
+
+_SPARSE = Global("torch._utils", "_rebuild_sparse_tensor")
+_GET_LAYOUT = Global("torch.serialization", "_get_layout")
+_TAG = Global("torch.jit._pickle", "restore_type_tag")
+
+
+def _class(name: str) -> str:
+    """The class of storages that C++ names after a dtype, and Python does not have."""
+    kind = "ComplexHalf" if name == "complex32" else name.capitalize().replace("Uint", "UInt")
+    return f"{kind}Storage"
+
+
+class ProgramStorages(Storages):
+    """The storages of a program: each dtype has a class of its own, and those on the meta device an empty record."""
+
+    kinds = BY_STORAGE | {_class(name): dtype for name, dtype in DTYPES.items() if not dtype.storage and dtype.in_torch}
+    on_meta = True
+
+
+def _rebuild(args: tuple[Node, ...]) -> Node:
+    """`_rebuild_tensor_v2`, whose dict of bits has a tag."""
+    tag = args[6] if len(args) == 7 else None
+    if type(tag) is Object and tag.function == _TAG and tag.call == "reduce" and type(tag.args) is tuple and tag.args:
+        args = (*args[:6], tag.args[0])
+    return rebuild_tensor_v2(args)
+
+
+def _sparse(args: tuple[Node, ...]) -> Node:
+    """`_rebuild_sparse_tensor(layout, size, requires_grad, *parts, hooks)` as Python has it: the layout and a tuple."""
+    layout, size, requires_grad, *parts, _ = args if len(args) >= 4 else (None,) * 4
+    name, count = _LAYOUTS.get(layout if type(layout) is int else 0, ("", 0))
+    if len(parts) != count or not parts or any(type(part) is not Entry for part in parts):
+        raise TensorError("A sparse tensor of the program is malformed, or of a layout that torch does not write.")
+    if requires_grad is not False:
+        raise TensorError("A sparse tensor of the program requires a gradient, which Python's form of it cannot say.")
+    data = (*parts, size, False) if count == 2 else (*parts, size)
+    return Object("reduce", _SPARSE, (Object("reduce", _GET_LAYOUT, (name,)), data))
+
+
+_LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
+PROGRAM_MAKERS: dict[Global, Maker] = {
+    **MAKERS,
+    Global("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    _SPARSE: _sparse,
+}

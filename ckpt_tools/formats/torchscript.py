@@ -60,13 +60,7 @@ _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 @frozen
 class _Class:
-    """What the code says of a class.
-
-    Attributes:
-        kind: "(Module)", or what else stands behind its name.
-        types: of its attributes, by name, in their order. parameters, buffers: the names of some of them.
-        computes: whether its code makes the attributes of an object, from what was saved of it.
-    """
+    """What the code says of a class."""
 
     kind: str
     types: Mapping[str, str]
@@ -84,11 +78,7 @@ def sniff(names: set[str], folder: str) -> bool:
 
 
 def decode(source: Source, directory: Directory, folder: str) -> Decoded:
-    """Read a program's module tree; no tensor bytes, and the code only for the names of its parameters.
-
-    Raises:
-        ZipError, PickleError, TensorError: the file breaks a promise.
-    """
+    """Read a program's module tree; no tensor bytes, and the code only for the names of its parameters."""
     records = torch_zip.by_name(directory)
     if f"{folder}/model.json" in records:
         decoded = _decode_json(source, directory, folder, records)
@@ -119,11 +109,7 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
 
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
-    """What the code says of each class in it.
-
-    torch reads more than it writes: other spaces, comments, long strings. Only what it writes is read here; other code could
-    hide a class or an attribute, or show one that is only text.
-    """
+    """What the code says of each class in it."""
     found: dict[str, _Class] = {}
     budget = limits.budget(source.size)
     for name, record in records.items():

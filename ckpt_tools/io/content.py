@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.frozen import frozen
-from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 
 CHUNK = 4 << 20
@@ -70,10 +69,7 @@ class Deflated:
 
 @frozen
 class Computed:
-    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of.
-
-    `part` gives the content of (start, length) without working out what is before it, where that can be done.
-    """
+    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of."""
 
     length: int
     chunks: Callable[[], Iterator[bytes | memoryview]]
@@ -152,13 +148,7 @@ def _blocks(content: Range, size: int) -> Iterator[bytes]:
 
 @contextmanager
 def passing(content: Range) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """What takes in the bytes of a range that is read from its start to its end, in order.
-
-    Where the source expects a CRC-32 of the range it is compared, once; on the whole range alone.
-
-    Raises:
-        ChecksumError: bytes that do not match.
-    """
+    """What takes in the bytes of a range that is read from its start to its end, in order."""
     expected = content.source.expected.get((content.offset, content.length))
     if expected is None:
         yield _pass
@@ -234,10 +224,7 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
 
 
 def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:
-    """The bytes of a content in blocks of exactly `size` bytes, the last one shorter: two contents side by side.
-
-    As bytes: memoryviews compare ten times slower.
-    """
+    """The bytes of a content in blocks of exactly `size` bytes, the last one shorter: two contents side by side."""
     if isinstance(content, Range):
         yield from _blocks(content, size)
         return
@@ -250,3 +237,11 @@ def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:
         del pending[:whole]
     if pending:
         yield bytes(pending)
+
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["crc32"]

@@ -25,11 +25,7 @@ def archive_and_member(path: AnyPath) -> tuple[AnyPath, str]:
 
 
 class Handed(PurePosixPath):
-    """An open file where a path is expected: it has a name, and no file of this machine is meant by it.
-
-    Attributes:
-        file: the file. called: what it was opened as, or the empty text.
-    """
+    """An open file where a path is expected: it has a name, and no file of this machine is meant by it."""
 
     file: Any = None
     called: str = ""

@@ -29,12 +29,12 @@ from ckpt_tools.errors import (
     OutputIsFolderError,
     TargetError,
 )
-from ckpt_tools.io.in_place.marks import has_traces, is_marked, journal_path, read_at
+from ckpt_tools.io.marks import has_traces, is_marked, journal_path, read_at
 from ckpt_tools.io.member_paths import Handed
 
-if TYPE_CHECKING:  # what writes is imported by whoever writes: reading a file needs none of it
+if TYPE_CHECKING:
     from ckpt_tools.io.attributes import Inputs
-    from ckpt_tools.io.in_place.rollback import Journal
+    from ckpt_tools.io.rollback import Journal
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -54,12 +54,7 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 class Source:
-    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process).
-
-    Attributes:
-        size: in bytes; of a half-edited file what it was before. half_edited: the journal that such a file is read through.
-        strays: journals that are called as this file's would be, and are not.
-    """
+    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process)."""
 
     size: int
     half_edited: Journal | None = None
@@ -88,7 +83,7 @@ class Source:
         try:
             if not is_marked(read) and not os.path.lexists(journal_path(path)):
                 return
-            from ckpt_tools.io.in_place import rollback
+            from ckpt_tools.io import rollback
 
             found = list(rollback.beside(path, status, read))
             marked = is_marked(read)
@@ -274,10 +269,7 @@ def _not_regular(path: Path, what: str) -> NotACheckpointError:
 
 @dataclass(slots=True)
 class Output:
-    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then.
-
-    `replaces` says that the target was there before.
-    """
+    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
 
     fd: int
     target: Path
@@ -289,18 +281,7 @@ class Output:
 def replacing(
     path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False, inputs: Inputs = ()
 ) -> Iterator[Output]:
-    """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not.
-
-    A file that is replaced hands on its mode, owner, group and extended attributes; a new one gets the mode that a plain `open`
-    gives, without what one of `inputs` (the files that it is made of) keeps to itself. A symlink keeps pointing where it
-    points. A file that is replaced is made durable first (fsync of file and folder); a new one only with `durable`. To an open
-    file (`Handed`) all is written when the block ends well, from where it stands.
-    Temporaries that killed processes left for this very target are removed (see `temporaries`).
-
-    Raises:
-        OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
-        OutputError: a directory, a device, a missing or read-only folder, a full disk.
-    """
+    """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not."""
     if isinstance(path, Handed):
         with _handing_back(path) as output:
             yield output
@@ -343,11 +324,7 @@ def _handing_back(path: Handed) -> Iterator[Output]:
 
 
 def _checked_open(path: Handed) -> Path:
-    """An open file as a target.
-
-    Raises:
-        OutputError: it is closed, not open for writing, or open as text.
-    """
+    """An open file as a target."""
     if getattr(path.file, "closed", False) is True:
         raise OutputError(f"{path} cannot be written.", why="It is closed.")
     if not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
@@ -358,11 +335,7 @@ def _checked_open(path: Handed) -> Path:
 
 
 def _write_all(path: Handed, left: memoryview) -> None:
-    """A raw file may take a part of what it is given; one that would block takes nothing, and says None.
-
-    Raises:
-        OutputError: it would block.
-    """
+    """A raw file may take a part of what it is given; one that would block takes nothing, and says None."""
     while len(left):
         taken = path.file.write(left)
         if taken is None and isinstance(path.file, io.RawIOBase):
@@ -390,7 +363,7 @@ def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output
         with output_errors(target):
             replaces = target.exists()
             if replaces and has_traces(target):
-                from ckpt_tools.io.in_place.journal import recover
+                from ckpt_tools.io.journal import recover
 
                 recover(target)  # or its journal would lie beside what takes its place
             fd = temporaries.create(temporary)
@@ -488,13 +461,7 @@ def no_space(target: Path, needed: int) -> OutputError:
 
 
 def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:
-    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes.
-
-    Args:
-        size: how many bytes the output will have.
-        fd: the output, where a clone is under way: the blocks that it has, also those that are only reserved, are no longer
-            free. written: how many bytes the clone has put there, for systems that tell of no blocks.
-    """
+    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes."""
     free = free_bytes(folder)  # first: what the clone takes from now on is counted twice, and never called missing
     if free is not None and free + max(written, 0 if fd is None else _allocated(fd)) < size:
         raise no_space(target, size)
@@ -506,11 +473,7 @@ def _allocated(fd: int) -> int:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Have the blocks of a file allocated before its bytes come, where that makes writing faster: ext4, xfs.
-
-    File systems without a block device of their own (device number 0) gain nothing: tmpfs would touch its pages twice, btrfs
-    not compress them. The file's length stays. A disk without room is not an error here: whoever writes the bytes meets it.
-    """
+    """Have the blocks of a file allocated before its bytes come, where that makes writing faster: ext4, xfs."""
     if size < _RESERVE_FROM:
         return
     with contextlib.suppress(ImportError, OSError):

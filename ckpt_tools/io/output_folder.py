@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError, UsageError
 from ckpt_tools.io import attributes, temporaries
-from ckpt_tools.io.in_place.journal import recover
+from ckpt_tools.io.journal import recover
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import (
     Output,
@@ -77,11 +77,7 @@ class LocalStaging:
 
 
 def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Where a local output folder really goes (links followed), after every check that can be made before work starts.
-
-    Raises:
-        OutputExistsError: it holds something, and `overwrite` is false. OutputError: a file, or no place for a folder.
-    """
+    """Where a local output folder really goes (links followed), after every check that can be made before work starts."""
     if isinstance(path, Handed):
         raise UsageError(f"{path} is an open file, and a folder is to be written.", fix="Name the folder.")
     with output_errors(Path(path)):
@@ -115,18 +111,7 @@ def replacing_folder(
     durable: bool = False,
     inputs: tuple[str | os.PathLike[str], ...] = (),
 ) -> Iterator[LocalStaging]:
-    """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not.
-
-    A new folder appears whole, by one rename. In a folder that is there already, the temporary one is inside it: first the
-    index of the checkpoint that was there goes, then the new files take their places, the new index last, and files of the
-    old checkpoint that the new one does not have are removed. Killed in between, it has no index, and nothing takes the
-    shards of one for those of the other. Other files of the folder stay. Temporary folders that killed processes left go.
-
-    Args:
-        path: the folder. last: the name of the index. stale: names of files that belong to a checkpoint of this kind.
-        overwrite: whether the folder may hold something already. durable: fsync also for a new folder.
-        inputs: what the files are made of; who may not read one of these may not read the output.
-    """
+    """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not."""
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
     holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target))

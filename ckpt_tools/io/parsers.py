@@ -43,16 +43,7 @@ def load_json(
     constant: Callable[[str], Any] | None = None,
     whole: Callable[[str], Any] | None = None,
 ) -> Any:
-    """What a JSON text from a file says.
-
-    Args:
-        text: the text, or its bytes in UTF-8.
-        pairs, constant, whole: as `json.loads` takes them for objects, NaN and whole numbers.
-
-    Raises:
-        ValueError: no UTF-8, no JSON, nested too deep, or a number of thousands of digits.
-        LimitError: it would make more than a file of its size may.
-    """
+    """What a JSON text from a file says."""
     text = text if isinstance(text, str) else text.decode("utf-8")
     what = "The JSON in the file describes more than a checkpoint of its size can hold."
     budget = limits.budget(len(text))
@@ -68,12 +59,7 @@ def load_json(
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says.
-
-    Raises:
-        ValueError: no TOML, nested too deep, or a key of many parts.
-        LimitError: it would make more than a file of its size may.
-    """
+    """What a TOML text says."""
     import tomllib
 
     outside = _FRACTION.sub("", _TOML_STRING.sub("", text))

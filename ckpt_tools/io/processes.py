@@ -27,15 +27,7 @@ _leaving = False  # whether it was told to end
 def in_processes(
     function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int, *, batch: int = 1
 ) -> Iterator[_Result]:
-    """What `function` gives for each item, in order; worked out by `jobs` fresh processes.
-
-    Args:
-        function: can be pickled, as can items and results; it must not raise.
-        items: one after another. jobs: processes. batch: how many items a process takes at once.
-
-    Raises:
-        LimitError: a process was killed, by the system for want of memory as a rule. UsageError: none could begin.
-    """
+    """What `function` gives for each item, in order; worked out by `jobs` fresh processes."""
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import active_children, get_context

@@ -26,11 +26,7 @@ class Ranks:
     world: int = 1
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` in every process and return what each made, by rank; when one fails, all fail with its error.
-
-        Raises:
-            CkptError: of the first rank that failed; or that another process has gone.
-        """
+        """Do `work` in every process and return what each made, by rank; when one fails, all fail with its error."""
         if self.world == 1:
             return [work()]
         made: tuple[Any, CkptError | None]
@@ -45,11 +41,7 @@ class Ranks:
         return [value for value, _ in results]
 
     def make_same(self, make: Callable[[], T], digest: Callable[[T], object]) -> T:
-        """Make a thing in every process; refuse when its digest is not the same in all.
-
-        Raises:
-            CkptError: as for `agree`. ChangedFileError: the processes worked on different inputs.
-        """
+        """Make a thing in every process; refuse when its digest is not the same in all."""
         made: list[T] = []
 
         def work() -> object:

@@ -21,13 +21,7 @@ Opener: TypeAlias = Callable[[str], Source]
 
 
 class Files(Source):
-    """The files of one checkpoint, as one source: closed, checked and measured together. Nothing is read from it itself.
-
-    Args:
-        path: what the user named: the folder, or the index. folder: where the files are.
-        opener: name -> source; without it local files of the folder, of which at most OPEN_FILES are open at a time.
-        names: lists the files; without it the local folder.
-    """
+    """The files of one checkpoint, as one source: closed, checked and measured together. Nothing is read from it itself."""
 
     def __init__(
         self, path: Path, folder: Path, opener: Opener | None = None, names: Callable[[], list[str]] | None = None
@@ -40,11 +34,7 @@ class Files(Source):
         self._fd, self._identity = -1, object()
 
     def names(self) -> list[str]:
-        """The names of the files in the folder.
-
-        Raises:
-            NotACheckpointError: the folder cannot be read.
-        """
+        """The names of the files in the folder."""
         if self._names is not None:
             return self._names()
         try:
@@ -53,11 +43,7 @@ class Files(Source):
             raise NotACheckpointError(f"{self.folder} cannot be read.", why=f"{error.strerror or error}.") from None
 
     def open(self, name: str) -> Source:
-        """The source of a file in the folder, the same one each time.
-
-        Raises:
-            DamagedFileError: a name that leads out of the folder. NotACheckpointError: there is no such file.
-        """
+        """The source of a file in the folder, the same one each time."""
         if name not in self.members:
             if not is_plain_name(name):
                 raise DamagedFileError(
@@ -162,16 +148,12 @@ class Window(Source):
 
 
 class Spooled(Source):
-    """Bytes made of another source, in a temporary file without a name, which goes when nothing refers to it any more.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """Bytes made of another source, in a temporary file without a name, which goes when nothing refers to it any more."""
 
     def __init__(self, origin: Source, blocks: Iterable[bytes | memoryview]) -> None:
         import tempfile  # few commands need these
 
-        from ckpt_tools.io.in_place.journal import write_all
+        from ckpt_tools.io.journal import write_all
 
         self.origin, self.path, self.size, self._identity = origin, origin.path, 0, object()
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
@@ -216,11 +198,7 @@ class Reader(RawIOBase):
 
 
 class HandedSource(Source):
-    """An open file as a source, from where it stands, which is where it stands again at the end.
-
-    Raises:
-        UsageError: it has no positions, or is open as text. NotACheckpointError: it stands at its end, or is closed.
-    """
+    """An open file as a source, from where it stands, which is where it stands again at the end."""
 
     def __init__(self, path: Handed) -> None:
         self.path, self._file, self._fd = cast("Path", path), path.file, -1

@@ -40,11 +40,7 @@ def prefix_for(name: str) -> str:
 
 
 def create(path: Path) -> int:
-    """Make a temporary and lock it; its descriptor. Its mode is what a plain `open` gives.
-
-    Raises:
-        OSError: the folder takes no new file.
-    """
+    """Make a temporary and lock it; its descriptor. Its mode is what a plain `open` gives."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
         try:
@@ -59,11 +55,7 @@ def create(path: Path) -> int:
 
 @contextlib.contextmanager
 def scratch(target: Path) -> Iterator[Path]:
-    """An empty file beside a target, removed at the end of the block; when this process is killed, by the next run.
-
-    Raises:
-        OSError: the folder takes no new file.
-    """
+    """An empty file beside a target, removed at the end of the block; when this process is killed, by the next run."""
     path, fd = name(target.parent, prefix_of(target)), -1
     try:
         fd = create(path)
@@ -77,11 +69,7 @@ def scratch(target: Path) -> Iterator[Path]:
 
 
 def create_folder(path: Path) -> int:
-    """Make a temporary folder and lock it; its descriptor, -1 where folders cannot be opened.
-
-    Raises:
-        OSError: the folder around it takes no new one.
-    """
+    """Make a temporary folder and lock it; its descriptor, -1 where folders cannot be opened."""
     while True:
         path.mkdir()
         if os.name == "nt":

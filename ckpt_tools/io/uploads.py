@@ -17,11 +17,9 @@ from typing import Any, cast
 
 from ckpt_tools.errors import CkptError, OutputError, OutputExistsError, OutputIsFolderError
 from ckpt_tools.io import temporaries
+from ckpt_tools.io.address import SECONDS, Address, ForeignError, bounded
 from ckpt_tools.io.output import Output, exists_error
-from ckpt_tools.io.remote.address import Address
-from ckpt_tools.io.remote.calls import SECONDS, ForeignError, bounded
-from ckpt_tools.io.remote.file_systems import file_system
-from ckpt_tools.io.remote.source import MOST
+from ckpt_tools.io.remote import MOST, file_system
 
 # Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
 _WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}
@@ -33,14 +31,7 @@ _HOUR = 3600  # how long a rename may take where it is a second copy
 
 @contextlib.contextmanager
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
-    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well.
-
-    Where a rename is cheap they go to another name first; on S3, Google's storage and Hugging Face's hub, where an object
-    appears when its upload is completed and a rename is a second copy, to the object itself. A failed upload leaves no object.
-
-    Raises:
-        OutputExistsError: there is something, and `overwrite` is false. OutputError, RemoteError: it cannot be written.
-    """
+    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
     fs, name = check_upload(url, overwrite=overwrite)
     if _whole_on_commit(url):
         with _streaming(url, fs, name) as output:
@@ -152,12 +143,7 @@ def _remove(fs: Any, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStaging:
-    """Where the files of a remote folder go until the block of `uploading_folder` ends. Known to all processes of a job.
-
-    Attributes:
-        target: the folder's address. inner: the name of the temporary folder inside it, "" where the folder is new.
-        last: the name of the index. hidden: the name that it has in a new folder until all is there.
-    """
+    """Where the files of a remote folder go until the block of `uploading_folder` ends. Known to all processes of a job."""
 
     target: Path
     inner: str
@@ -192,16 +178,7 @@ class RemoteStaging:
 
 @contextlib.contextmanager
 def uploading_folder(url: str, *, last: str, stale: re.Pattern[str], overwrite: bool) -> Iterator[RemoteStaging]:
-    """A remote folder whose index appears when the block ends well, and of which nothing is left when it does not.
-
-    In a new folder the files are written under their own names, the index under another, which is renamed last: without an
-    index nothing takes them for a checkpoint. In a folder that holds something they are written into a temporary folder inside
-    it; then the old index goes, the new files are renamed into their places, the index last, and those files of the old
-    checkpoint go that the new one does not have. Arguments as for `staging.replacing_folder`.
-
-    Raises:
-        OutputExistsError: it holds something, and `overwrite` is false. OutputError, RemoteError: it cannot be written.
-    """
+    """A remote folder whose index appears when the block ends well, and of which nothing is left when it does not."""
     url = url.rstrip("/")
     before = check_folder(url, overwrite=overwrite)
     fs, folder = file_system(url)

@@ -5,10 +5,13 @@ The stages, each in a file of its own: `by_name` (rules, exact, wrappers, prefix
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
 from ckpt_tools.matching.by_name import (
     apply_rules,
     match_affixes,
@@ -17,17 +20,16 @@ from ckpt_tools.matching.by_name import (
     match_whole_wrapper,
     match_wrappers,
 )
-from ckpt_tools.matching.by_position import match_position
-from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.params import Framework, Param
+from ckpt_tools.matching.pairing import NOT_TRANSPOSED, Pairing
 from ckpt_tools.matching.records import (
     Ambiguous,
+    Framework,
     Match,
     Matching,
     Mismatch,
     Offer,
+    Param,
 )
-from ckpt_tools.matching.transposed import NOT_TRANSPOSED
 from ckpt_tools.tree.graphs import Graph
 
 __all__ = ["Ambiguous", "Framework", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
@@ -71,8 +73,8 @@ def match(
     apply_rules(pairing, rename)
     if framework is None:
         return _staged(pairing, stages, pairs).result()
-    from ckpt_tools.matching.frameworks.back import as_in_file
-    from ckpt_tools.matching.frameworks.reading import as_in_torch
+    from ckpt_tools.matching.frameworks import as_in_torch
+    from ckpt_tools.matching.frameworks_back import as_in_file
 
     reading = as_in_torch(source, pairing.known, framework)
     turned = Pairing(reading.params, target, allow_reshape=allow_reshape)
@@ -92,7 +94,7 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
     elif stages != "exact+wrappers":
         match_affixes(pairing)
     if pairing.graphs is not None:
-        from ckpt_tools.matching.evidence.stage import doubt_contradicted
+        from ckpt_tools.matching.stage import doubt_contradicted
 
         doubt_contradicted(pairing)
     if stages in ("structure", "values") and pairing.sources_left() and pairing.targets_left():
@@ -112,10 +114,134 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
 def _start(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> None:
     """What comes before any name: the user's word, and equal numbers."""
     if pairs:
-        from ckpt_tools.matching.left_over.answers import apply_answers
-
         apply_answers(pairing, pairs)
     if stages == "values":
-        from ckpt_tools.matching.sides.values import match_values
+        from ckpt_tools.matching.values import match_values
 
         match_values(pairing)
+
+
+CONFIDENCE = 0.5  # equal shapes say little where many tensors have the same
+
+
+def match_position(pairing: Pairing) -> None:
+    """Pair what names have left, in order."""
+    olds, news = pairing.sources_left(), pairing.targets_left()
+    rows = list(enumerate(zip_longest(olds, news)))
+    body = len(rows) - _head_size(olds, news)
+    for number, (old, new) in rows[:body]:
+        if old is None or new is None or not pairing.fits(old.name, new.name):
+            raise MatchError(
+                f"By position, tensor {number + 1} of {len(rows)} disagrees.",
+                why=f"The checkpoint has {_text(old)}, the target {_text(new)}.",
+                fix="`match='structure'` looks for partners in any order.",
+            )
+    for _, (old, new) in rows:
+        pairing.pair(old.name, new.name, "position", CONFIDENCE)
+
+
+def _head_size(olds: list[Param], news: list[Param]) -> int:
+    """How many tensors the last module has, where it is the same but for its outputs: the first size of all of its tensors."""
+    count = _last_module(olds)
+    if not count or count != _last_module(news) or len(olds) != len(news) or count == len(olds):
+        return 0
+    rows = [(old.shape, new.shape) for old, new in zip(olds[-count:], news[-count:], strict=True)]
+    outputs = {(old[:1], new[:1]) for old, new in rows}
+    return count if len(outputs) == 1 and all(old and new and old[1:] == new[1:] for old, new in rows) else 0
+
+
+def _last_module(params: list[Param]) -> int:
+    """How many tensors at the end are of one module."""
+    paths = [param.name.rpartition(".")[0] for param in params]
+    count = 0
+    while count < len(paths) and paths[-1 - count] == paths[-1]:
+        count += 1
+    return count
+
+
+def _text(param: Param | None) -> str:
+    return "none left" if param is None else f"{param.name!r} {list(param.shape)}"
+
+
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}|\*")
+_FIX = "For example: `pair='layers.{i}.wq=blocks.{i}.q'`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One pair as it was given: what it matches on the checkpoint's side, and the target's name with places to fill."""
+
+    text: str
+    old: re.Pattern[str]
+    new: str
+
+    @classmethod
+    def read(cls, given: str | tuple[str, str]) -> _Answer:
+        """Read `OLD=NEW`."""
+        old, equals, new = given.partition("=") if isinstance(given, str) else (given[0], "=", given[1])
+        if not (old and equals and new):
+            raise UsageError(f"`pair={given!r}` is not OLD=NEW.", fix=_FIX)
+        sides = [[found[1] or "*" for found in _PLACE.finditer(side)] for side in (old, new)]
+        if set(sides[0]) != set(sides[1]) or sides[0].count("*") != sides[1].count("*"):
+            raise UsageError(f"`pair={given!r}`: its two sides have different placeholders.", fix=_FIX)
+        return cls(f"{old}={new}", re.compile(_expression(old)), new)
+
+    def partner_of(self, name: str) -> Iterator[str]:
+        """The target's names for one of the checkpoint: by the whole name, then by that of its module."""
+        for own, leaf in _with_leaves(name):
+            if (found := self.old.fullmatch(own)) is not None:
+                named = set(self.old.groupindex.values())
+                stars = iter([text for number, text in enumerate(found.groups(), 1) if number not in named])
+                yield _filled(self.new, found.groupdict(), stars) + leaf
+
+
+def _filled(new: str, numbers: Mapping[str, str], stars: Iterator[str]) -> str:
+    return _PLACE.sub(lambda place: numbers[place[1]] if place[1] else next(stars), new)
+
+
+def _with_leaves(name: str) -> Iterator[tuple[str, str]]:
+    """A name and each of its modules, with what follows."""
+    at = len(name)
+    while at > 0:
+        yield name[:at], name[at:]
+        at = name.rfind(".", 0, at)
+
+
+def _expression(text: str) -> str:
+    """The regular expression of one side: `{i}` is a whole number, the same everywhere; `*` is any text."""
+    parts, at, seen = [], 0, set()
+    for found in _PLACE.finditer(text):
+        parts.append(re.escape(text[at : found.start()]))
+        at = found.end()
+        if found[1] is None:
+            parts.append("(.*)")
+        elif found[1] in seen:
+            parts.append(f"(?P={found[1]})")
+        else:
+            seen.add(found[1])
+            parts.append(f"(?P<{found[1]}>[0-9]+)")
+    return "".join([*parts, re.escape(text[at:])])
+
+
+def apply_answers(pairing: Pairing, given: Iterable[str | tuple[str, str]]) -> None:
+    """Pair what the user named, before everything else."""
+    for answer in map(_Answer.read, given):
+        rows = list(_pairs(answer, pairing))
+        if not rows:
+            raise NothingMatchedError(
+                f"`pair={answer.text!r}` pairs nothing: no tensor of the checkpoint and of the target have these names.",
+                fix="ckpt match --all lists the names of both.",
+            )
+        for old, new in rows:
+            if old in pairing.used or pairing.is_settled(new) or new in pairing.offered:
+                raise UsageError(f"`pair={answer.text!r}` names {old!r} or {new!r}, which another `pair` has.")
+            pairing.pair(old, new, "pair")
+
+
+def _pairs(answer: _Answer, pairing: Pairing) -> list[tuple[str, str]]:
+    found = []
+    for old in pairing.source:
+        new = next((name for name in answer.partner_of(old) if name in pairing.target), None)
+        if new is not None:
+            found.append((old, new))
+    return found

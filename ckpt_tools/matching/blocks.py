@@ -39,12 +39,7 @@ def whole_paths(units: Sequence[Unit]) -> set[Path]:
 
 
 def blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int], whole: set[Path]) -> dict[Key, list[Block]]:
-    """The blocks of two units and more below a module path of this depth, by key; not the whole itself.
-
-    The key is the kinds of units in the block, of those that are `counted`, with how often each is there.
-
-    Of paths that hold the same units (`vit` and `vit.encoder`) the longest stands for all.
-    """
+    """The blocks of two units and more below a module path of this depth, by key; not the whole itself."""
     below: dict[Path, list[Unit]] = defaultdict(list)
     for unit in units:
         for length in range(depth + 1, len(unit.path) + 1):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ckpt_tools.edit.renaming import parse_rename
 from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.matching.lexicon import words
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Reason
-from ckpt_tools.matching.sides.prefixes import exchanged, prefixes
 from ckpt_tools.tree.names import (
     LEADING_WRAPPERS,
     MODULE,
@@ -27,11 +28,7 @@ _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its 
 
 
 def apply_rules(pairing: Pairing, rules: Sequence[str | tuple[str, str]]) -> None:
-    """Rename the checkpoint's tensors by the user's rules; a rule that changes nothing is refused.
-
-    Raises:
-        NothingMatchedError: a rule that changes no name. CollisionError: two tensors would get one name.
-    """
+    """Rename the checkpoint's tensors by the user's rules; a rule that changes nothing is refused."""
     for rule in rules:
         pattern, replacement = parse_rename(rule)
         renamed = {old: pattern.sub(replacement, name) for old, name in pairing.known.items()}
@@ -51,11 +48,7 @@ def match_exact(pairing: Pairing) -> None:
 
 
 def match_whole_wrapper(pairing: Pairing) -> None:
-    """Names under a `module.` that is in front of all of one side, where more names are equal without it than with it.
-
-    A model with a `module` of its own under DataParallel has `module.weight` (its `weight`) and `module.module.weight` (its
-    `module.weight`): equal names would be other tensors' there.
-    """
+    """Names under a `module.` that is in front of all of one side, where more names are equal without it than with it."""
     sources = {param.name: strip_inner(pairing.known[param.name]) for param in pairing.sources_left()}
     targets = {param.name: strip_inner(param.name) for param in pairing.targets_left()}
     best = as_they_are = _meet(sources, targets)
@@ -91,10 +84,7 @@ def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, s
 
 
 def match_wrappers(pairing: Pairing) -> None:
-    """Names that are equal without wrappers: at the front and known ones anywhere first, then `module.` anywhere.
-
-    A `module` in the middle of a name may be its author's own, so it counts only where the other side has no such name.
-    """
+    """Names that are equal without wrappers: at the front and known ones anywhere first, then `module.` anywhere."""
     for key in (unwrap, without_module):
         _match_by_key(pairing, key, "wrapper")
 
@@ -110,11 +100,7 @@ def match_parametrized(pairing: Pairing) -> None:
 
 
 def without_module(name: str) -> str:
-    """A name without any wrapper at any depth, `module` included.
-
-    >>> without_module("module.encoder.module._orig_mod.norm.weight")
-    'encoder.norm.weight'
-    """
+    """A name without any wrapper at any depth, `module` included."""
     *modules, leaf = strip_inner(name).split(".")
     return ".".join([part for part in modules if f"{part}." != MODULE] + [leaf])
 
@@ -202,13 +188,78 @@ def _by_rest(names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tu
 
 
 def _suffixes(name: str) -> Iterator[tuple[str, str]]:
-    """The name whole, and without its last part, cut at a dot or an underscore.
-
-    >>> list(_suffixes("fc.weight_orig"))
-    [('', 'fc.weight_orig'), ('_orig', 'fc.weight'), ('.weight_orig', 'fc')]
-    """
+    """The name whole, and without its last part, cut at a dot or an underscore."""
     yield "", name
     for mark in ("_", "."):
         at = name.rfind(mark)
         if at > 0:
             yield name[at:], name[:at]
+
+
+Rows: TypeAlias = Iterable[tuple[str, str]]  # a tensor's own name, and the name that is compared
+Exchange: TypeAlias = tuple[str, str]
+_DIGITS = re.compile(r"[0-9]+")
+MAX_PREFIX_PARTS = 4
+_MOST_WAYS = 4  # in which a rest may be met, to count; all that ends in `weight` with all else that does would be too many
+_MOST_EXCHANGES = 8
+_FEWEST_MODULES = 2
+_APART = (
+    {"encoder", "decoder"}, {"text", "vision", "visual", "image", "audio", "language"}, {"student", "teacher"},
+    {"query", "key", "q", "k"}, {"generator", "discriminator"}, {"online", "target"}, {"left", "right"},
+)  # fmt: skip
+_BESIDES = frozenset({"aux", "auxiliary", "auxlogits"})
+
+
+def prefixes(name: str) -> Iterator[tuple[str, str]]:
+    """The name whole, and without its first parts."""
+    yield "", name
+    at = 0
+    for _ in range(MAX_PREFIX_PARTS):
+        at = name.find(".", at) + 1
+        if not at:
+            return
+        yield name[:at], name[at:]
+
+
+def exchanged(sources: Rows, targets: Rows) -> dict[Exchange, list[tuple[str, str]]]:
+    """Two prefixes, neither of them empty -> the pairs of own names that are one when one stands for the other."""
+    olds, news = ({name: own for own, name in rows} for rows in (sources, targets))
+    found: dict[Exchange, list[tuple[str, str]]] = {}
+    for before, after in _likely(olds, news):
+        pairs = [
+            (own, news[after + name[len(before) :]])
+            for name, own in olds.items()
+            if name.startswith(before) and after + name[len(before) :] in news
+        ]
+        modules = {new.rpartition(".")[0] for _, new in pairs}
+        if len(modules) >= _FEWEST_MODULES and 2 * len(pairs) > min(len(olds), len(news)):
+            found[before, after] = pairs
+    return found
+
+
+def _likely(olds: Iterable[str], news: Iterable[str]) -> list[Exchange]:
+    """The exchanges that most names speak for."""
+    left, right = _prefixes_by_rest(olds), _prefixes_by_rest(news)
+    votes: Counter[Exchange] = Counter()
+    for rest in sorted(left.keys() & right.keys()):
+        if len(left[rest]) * len(right[rest]) <= _MOST_WAYS:
+            votes.update((before, after) for before in left[rest] for after in right[rest] if _may_be_one(before, after))
+    return [exchange for exchange, _ in sorted(votes.items(), key=lambda row: (-row[1], row[0]))[:_MOST_EXCHANGES]]
+
+
+def _prefixes_by_rest(names: Iterable[str]) -> Mapping[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        for prefix, rest in prefixes(name):
+            if prefix:
+                found[rest].append(prefix)
+    return found
+
+
+def _may_be_one(before: str, after: str) -> bool:
+    """Whether two prefixes do not say that they are two things: `layer1.` and `layer2.`, `text.` and `vision.`."""
+    mine, theirs = ({word for part in prefix.split(".") for word in words(part)} for prefix in (before, after))
+    counts = [_DIGITS.findall(prefix) for prefix in (before, after)]
+    if before == after or (all(counts) and counts[0] != counts[1]) or bool(mine & _BESIDES) != bool(theirs & _BESIDES):
+        return False
+    return all(not (mine & group and theirs & group) or mine & group == theirs & group for group in _APART)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from ckpt_tools.matching.fused import Cuts, split_fused
+from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Offer, Reason
 from ckpt_tools.matching.resolve import UnitPair, meaning
-from ckpt_tools.matching.sides.order import in_order_of_names
 from ckpt_tools.matching.structure import align
 from ckpt_tools.matching.units import Unit, units_of, untied
 
@@ -29,13 +29,13 @@ def match_structure(pairing: Pairing) -> None:
     _turn(right, pairing.oriented[1].transposed)
     cuts: tuple[Cuts, Cuts] = ({}, {})
     if pairing.graphs is not None:
-        from ckpt_tools.matching.evidence.stage import evidence_of
+        from ckpt_tools.matching.stage import evidence_of
 
         if (evidence := evidence_of(pairing)) is not None:
             cuts = evidence.cuts
     alignment = align(split_fused(left, right, cuts[0]), split_fused(right, left, cuts[1]))
     if pairing.graphs is not None:
-        from ckpt_tools.matching.evidence.stage import settle
+        from ckpt_tools.matching.stage import settle
 
         settle(pairing, alignment)
     fused: dict[int, list[UnitPair]] = defaultdict(list)

@@ -33,10 +33,7 @@ Cuts: TypeAlias = Mapping[Path, Sequence[tuple[str, int]]]  # what a layer is se
 
 
 def split_fused(units: Sequence[Unit], others: Sequence[Unit], cuts: Cuts | None = None) -> list[Unit]:
-    """The units with each fused one that the other side has split exchanged for its parts; numbered again in order.
-
-    Names say what is fused; else `cuts` do, by what the model does with its rows.
-    """
+    """The units with each fused one that the other side has split exchanged for its parts; numbered again in order."""
     counts, theirs = (Counter(unit.signature for unit in side) for side in (units, others))
     sizes = _part_shapes(others)
     lone = {(unit.path[:-1], part): unit for unit in units if [*unit.roles] == ["bias"] for part in named_parts(unit)}

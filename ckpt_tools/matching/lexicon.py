@@ -77,11 +77,7 @@ QKV = frozenset(("attention part", part) for part in ("query", "key", "value"))
 
 @lru_cache(maxsize=65536)
 def words(component: str) -> tuple[str, ...]:
-    """The words of a name's part, lower case, without numbers.
-
-    >>> words("out_layerNorm2")
-    ('out', 'layer', 'norm')
-    """
+    """The words of a name's part, lower case, without numbers."""
     return tuple(word.lower() for word in _WORD.findall(_VERSION.sub("", component)))
 
 

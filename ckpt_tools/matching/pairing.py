@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Any
 
 from ckpt_tools.matching.lexicon import concepts
-from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import (
     Ambiguous,
     Match,
     Matching,
     Mismatch,
     Offer,
+    Param,
     Reason,
     Shape,
     Step,
 )
-from ckpt_tools.matching.transposed import orientation
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.parametrized import part_of
 
@@ -42,10 +41,7 @@ def in_unknown_order(before: Shape, after: Shape) -> bool:
 
 
 def flattened(shape: Shape) -> Shape:
-    """A shape without its sizes of 1; of a convolution over a whole map, [out, channels, height, width], that of the linear
-    layer behind a flatten: [out, channels * height * width]. Small kernels are left as they are, and so are few channels (as
-    many as rows of the kernel, or fewer): a patch embedding may have its numbers in another order.
-    """
+    """A shape without its sizes of 1; a convolution over a whole map as the linear layer that it is."""
     is_map = len(shape) == 4 and min(shape[2:]) >= _SMALLEST_MAP and shape[1] > max(shape[2:])
     return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
 
@@ -57,12 +53,7 @@ def _role(name: str) -> str:
 
 
 class Pairing:
-    """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of.
-
-    `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
-    `offered` and `spent` are the names of offers, the target's and the checkpoint's. `ruled` are the names that a rule has
-    changed, `graphs` what both models compute, where that is known, `evidence` what was worked out of them.
-    """
+    """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of."""
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
         self.source = {param.name: param for param in source}
@@ -151,10 +142,7 @@ class Pairing:
         self.doubts[new] = Ambiguous(new, tuple(islice(candidates, MOST_CANDIDATES)), why)
 
     def doubt_where_not(self, other: Pairing) -> None:
-        """Doubt what another matching of the same two sides pairs otherwise.
-
-        Names that agree by chance (`features.24` in networks that count differently) are seen so.
-        """
+        """Doubt what another matching of the same two sides pairs otherwise."""
         for new, match in list(self.matches.items()):
             if match.reason in ("pair", "values"):
                 continue
@@ -196,3 +184,33 @@ class Pairing:
             old = twin.name if twin is not None and twin.shape == param.shape else row.old
             self.matches[param.name] = replace(row, old=old, new=param.name, reason="tied")
             self.used[old] = param.name
+
+
+@dataclass(frozen=True, slots=True)
+class Orientation:
+    """The names of the weights of one side that are kept as [in, out], and of those for which that cannot be told."""
+
+    transposed: frozenset[str]
+    unknown: frozenset[str]
+
+
+NOT_TRANSPOSED = Orientation(frozenset(), frozenset())
+
+
+def orientation(params: Iterable[Param]) -> Orientation:
+    """Look at every matrix that has a bias beside it."""
+    shapes = {param.name: param.shape for param in params}
+    linear, transposed, square = set(), set(), set()
+    for name, shape in shapes.items():
+        bias = shapes.get(f"{name[: -len('weight')]}bias") if name.endswith(".weight") else None
+        if len(shape) != 2 or bias is None or len(bias) != 1:
+            continue
+        if shape == (bias[0], bias[0]):
+            square.add(name)
+        elif shape[1] == bias[0]:
+            transposed.add(name)
+        elif shape[0] == bias[0]:
+            linear.add(name)
+    if transposed and not linear:
+        return Orientation(frozenset(transposed | square), frozenset())
+    return Orientation(frozenset(transposed), frozenset(square if transposed else ()))

@@ -132,3 +132,20 @@ class Matching:
 
 def _without(names: Iterable[str], taken: set[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in taken)
+
+
+Framework: TypeAlias = Literal["flax", "keras"]  # whose layers the tensors may be of, beside torch's
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tensor of a model: a parameter or a buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    tie: object = None
+    module: str | None = None
+    kind: str = "tensor"
+    sample: tuple[float, ...] | None = None
+    digest: bytes | None = None

@@ -36,10 +36,7 @@ Counted: TypeAlias = tuple[frozenset[Family], frozenset[Family]]
 
 @dataclass(frozen=True, slots=True)
 class ItemPair:
-    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on.
-
-    `open` are kinds of units in a block that one side has more of elsewhere: which of them the block holds is not proved.
-    """
+    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on."""
 
     old: Item
     new: Item
@@ -61,11 +58,7 @@ class UnitPair:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides.
-
-    `families` are the numbered siblings of both sides, `whole` the paths that may be blocks, `counted` the families that this
-    context itself rests on, `level` its depth.
-    """
+    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides."""
 
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
@@ -103,14 +96,7 @@ def conflicts(one: Feature, other: Feature) -> int:
 
 
 def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[ItemPair]:
-    """Pairs among items of one kind: those that are certain. The others stay undecided.
-
-    1. One on each side: partners, unless their names contradict each other.
-    2. Names: groups of items whose names mean the same, when each prefers the other to all else.
-    3. Order: within a group, where both sides number or name the places in the order of registration.
-
-    Items whose names mean more different things than those of any model stay undecided.
-    """
+    """Pairs among items of one kind: those that are certain. The others stay undecided."""
     depth_old, depth_new = context.depths
     if not olds or not news:
         return []
@@ -135,12 +121,7 @@ _OLD, _NEW = 0, 1  # the two sides
 
 
 class _Groups:
-    """Items of both sides in groups of equal features, and how well the groups go together.
-
-    Attributes:
-        sides: of each side, feature -> the items that have it. equal: whether both have as many items.
-        scores: (old feature, new feature) -> how well they go together.
-    """
+    """Items of both sides in groups of equal features, and how well the groups go together."""
 
     def __init__(self, olds: Sequence[Item], news: Sequence[Item], context: Context) -> None:
         self.equal = len(olds) == len(news)

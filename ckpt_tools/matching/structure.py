@@ -7,27 +7,32 @@ inside only. What has one shape is told apart by `resolve`. Whatever stays undec
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import TypeAlias
 
-from ckpt_tools.matching.anchors import Anchors
 from ckpt_tools.matching.blocks import (
     Block,
+    Family,
     Key,
     blocks_of,
     families_of,
     whole_paths,
 )
-from ckpt_tools.matching.lexicon import end_of
+from ckpt_tools.matching.lexicon import end_of, numbers, stem
 from ckpt_tools.matching.resolve import (
     Context,
+    Counted,
     ItemPair,
     UnitPair,
+    comes_before,
+    meaning,
     resolve,
 )
-from ckpt_tools.matching.units import Signature, Unit
-from ckpt_tools.matching.verify import doubtful
+from ckpt_tools.matching.units import Path, Signature, Unit
 
 _MOST_ROUNDS, _MOST_UNITS = 100, 2_000_000
 
@@ -107,11 +112,7 @@ def take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
 
 
 def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[ItemPair]:
-    """Blocks that are partners, the largest first; their units are taken out of the two lists.
-
-    Each round looks at all units for blocks of one kind. A network of thousands of kinds of blocks is not looked at for ever:
-    what is left then is compared unit by unit.
-    """
+    """Blocks that are partners, the largest first; their units are taken out of the two lists."""
     found: list[ItemPair] = []
     effort = max(_MOST_UNITS, _MOST_ROUNDS * (len(left) + len(right)))
     while effort > 0 and (pairs := _next_blocks(left, right, context)):
@@ -151,11 +152,7 @@ def _is_anchored(key: Key, blocks: int, totals: list[Counter[int]]) -> bool:
 
 
 def _places(blocks: list[Block], units: list[Unit], even: set[int]) -> Counter[tuple[int, str]]:
-    """How many units of the blocks' kinds, of those that both sides have as many of, lie before, between and behind them.
-
-    A block of the right kinds may still hold another unit of a kind than its partner does; that one then lies elsewhere. A
-    network with a norm in front of its blocks and one with a norm behind them have the same tensors, and are not the same.
-    """
+    """How many units of the blocks' kinds, of those that both sides have as many of, lie before, between and behind them."""
     kinds = {unit.kind for block in blocks for unit in block.units} & even
     inside = {id(unit) for block in blocks for unit in block.units}
     first, last = min(block.index for block in blocks), max(block.index for block in blocks)
@@ -186,3 +183,141 @@ def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment
         rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
         if all(rest):
             alignment.undecided.append((rest[0], rest[1]))
+
+
+def followed(units: Sequence[Unit]) -> dict[int, Unit]:
+    """Batch norms (by id) -> the layer registered right before, when its outputs are as many; for kinds where all have one."""
+    found: dict[int, Unit] = {}
+    broken: set[int] = set()
+    families = families_of(units)
+    norms = ((before, unit) for before, unit in pairwise([None, *units]) if unit is not None and "variance" in unit.roles)
+    for before, unit in norms:
+        if before is not None and _follows(before, unit, families):
+            found[id(unit)] = before
+        else:
+            broken.add(unit.kind)
+    return {id(unit): found[id(unit)] for unit in units if id(unit) in found and unit.kind not in broken}
+
+
+def _follows(layer: Unit, norm: Unit, families: dict[Family, bool]) -> bool:
+    weight = layer.shapes.get("weight", ())
+    said = ("kind", "norm") in meaning(norm.path) or comes_before(layer.path, norm.path, 0, families)
+    return said and len(weight) > 1 and norm.shapes["variance"] == weight[:1]
+
+
+class Anchors:
+    """The layers before the batch norms of both sides, and what is known about those layers."""
+
+    def __init__(self, olds: Sequence[Unit], news: Sequence[Unit]) -> None:
+        self.before = followed(olds), followed(news)
+        self.pairs: dict[int, UnitPair] = {}
+
+    def add(self, pair: UnitPair) -> None:
+        """Two units are partners."""
+        self.pairs[id(pair.old)] = pair
+
+    def agree(self, old: Unit, new: Unit) -> bool | None:
+        """Whether the layers before two batch norms are partners; None where that is not known."""
+        one, other = self.before[0].get(id(old)), self.before[1].get(id(new))
+        if one is None or other is None or id(one) not in self.pairs:
+            return None
+        return self.pairs[id(one)].new is other
+
+    def agreeing(self, olds: Sequence[Unit], news: Sequence[Unit]) -> Iterator[tuple[Unit, Unit]]:
+        """All pairs of batch norms that are known to follow partners."""
+        behind: dict[int, list[Unit]] = defaultdict(list)
+        for new in news:
+            if (layer := self.before[1].get(id(new))) is not None:
+                behind[id(layer)].append(new)
+        for old in olds:
+            layer = self.before[0].get(id(old))
+            if layer is not None and id(layer) in self.pairs:
+                yield from ((old, new) for new in behind.get(id(self.pairs[id(layer)].new), ()))
+
+    def rests_on(self, old: Unit) -> frozenset[Counted]:
+        """The counted families that the pair of the layer before rests on."""
+        return self.pairs[id(self.before[0][id(old)])].counted
+
+
+Count: TypeAlias = tuple[int, ...]
+
+
+def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Unit]) -> list[UnitPair]:
+    """The pairs that do not stand: they rest on a counting order that others contradict, or on nothing but a shape."""
+    broken = _broken(pairs)
+    found = [pair for pair in pairs if not broken.isdisjoint(pair.counted)]
+    if len(pairs) == len(olds) == len(news):  # with nothing left over on either side, a shape that is there once is enough
+        return found
+    known = _longest_in_order(pairs) | set(map(id, found))
+    return found + [pair for pair in pairs if id(pair) not in known and _stands_alone(pair)]
+
+
+# --- counting
+
+
+def _broken(pairs: Sequence[UnitPair]) -> set[Counted]:
+    """What was counted that holds two numbered families whose members do not come in one order on both sides."""
+    wanted = {counted for pair in pairs for counted in pair.counted}
+    crossed = _crossed(_numbers_seen(pairs, wanted)) if wanted else {}
+    return {each for each in wanted if any(not each[1].isdisjoint(crossed.get(family, ())) for family in each[0])}
+
+
+# The numbers under which members of two families, one on each side, are partners.
+_Seen: TypeAlias = dict[tuple[Family, Family], set[tuple[Count, Count]]]
+
+
+def _numbers_seen(pairs: Sequence[UnitPair], wanted: Iterable[Counted]) -> _Seen:
+    """The numbers of partners in every two families that were counted beside each other."""
+    beside: dict[Family, list[frozenset[Family]]] = defaultdict(list)
+    for families, others in wanted:
+        for family in families:
+            beside[family].append(others)
+    seen: _Seen = defaultdict(set)
+    for pair in pairs:
+        for (family, count), (other, other_count) in product(_members(pair.old.path), _members(pair.new.path)):
+            if any(other in others for others in beside.get(family, ())):
+                seen[family, other].add((count, other_count))
+    return seen
+
+
+def _crossed(seen: _Seen) -> dict[Family, set[Family]]:
+    """Family -> the families of the other side whose members come in another order."""
+    crossed: dict[Family, set[Family]] = defaultdict(set)
+    for (family, other), counts in seen.items():
+        if any(later[1] < earlier[1] for earlier, later in pairwise(sorted(counts))):
+            crossed[family].add(other)
+    return crossed
+
+
+def _members(path: Path) -> Iterator[tuple[Family, Count]]:
+    """The numbered families that a path goes through, with its number in each."""
+    for length, part in enumerate(path):
+        if count := numbers(part):
+            yield (path[:length], stem(part)), count
+
+
+# --- support
+
+
+def _stands_alone(pair: UnitPair) -> bool:
+    """Whether a pair rests on nothing but a shape that is there once: not in a block, and no word or concept is shared."""
+    if pair.how != "unique" or pair.depth:
+        return False
+    return not (meaning(pair.old.path) & meaning(pair.new.path) or set(pair.old.path) & set(pair.new.path))
+
+
+def _longest_in_order(pairs: Iterable[UnitPair]) -> set[int]:
+    """The ids of the longest run of pairs that both sides register in the same order."""
+    ordered = sorted(pairs, key=lambda pair: pair.new.index)
+    tails: list[int] = []
+    ends: list[int] = []
+    before: list[int] = []
+    for number, pair in enumerate(ordered):
+        at = bisect_left(tails, pair.old.index)
+        tails[at : at + 1], ends[at : at + 1] = [pair.old.index], [number]
+        before.append(ends[at - 1] if at else -1)
+    found, number = set(), ends[-1] if ends else -1
+    while number >= 0:
+        found.add(id(ordered[number]))
+        number = before[number]
+    return found

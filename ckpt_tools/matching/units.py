@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_tools.matching.pairing import flattened
-from ckpt_tools.matching.params import Param
-from ckpt_tools.matching.records import Shape
+from ckpt_tools.matching.records import Param, Shape
 from ckpt_tools.tree.names import unwrap
 
 Path: TypeAlias = tuple[str, ...]
@@ -29,15 +28,7 @@ _MAX_PARTS = 64  # of a name; what is deeper counts as one part
 
 @dataclass(slots=True)
 class Unit:
-    """A leaf module of one side.
-
-    Attributes:
-        index: its place in the order of registration. path: the parts of its name, wrappers left out.
-        roles: role -> the tensor's name. shapes: role -> shape. signature: what it is compared by.
-        counter: the name of its `num_batches_tracked`, which is matched along with it.
-        fused: the unit that it is a part of, where that is split for the matching, and which part.
-        kind: a number that units of the same signature share on both sides; -1 where the other side has none.
-    """
+    """A leaf module of one side."""
 
     index: int
     path: Path

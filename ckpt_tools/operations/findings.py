@@ -18,10 +18,9 @@ from ckpt_tools.operations.safety import Safety
 from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
-from ckpt_tools.tree.names import MODULE, unwrapping, wrapped_part
+from ckpt_tools.tree.names import HOLDERS, MODULE, of_all, unwrapping, wrapped_part
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Object, Storage
 from ckpt_tools.tree.parametrized import parametrized, told
-from ckpt_tools.tree.prefixes import HOLDERS, of_all
 from ckpt_tools.tree.visit import walk
 
 _DEAD_FROM = 1 << 20
@@ -31,13 +30,7 @@ _FOLD, _TO_CPU, _COMPACT, _PLAIN = "--fold", "--map-location cpu", "--compact", 
 
 @frozen
 class Facts:
-    """What findings are told from.
-
-    Attributes:
-        checkpoint: open. state_dicts, totals: the rows of a `Description`.
-        safety: what loading it without weights_only would run. loads: how it is loaded.
-        part: whose part of a model it is; None for a whole one. adapter: what `Description` says of an adapter.
-    """
+    """What findings are told from."""
 
     checkpoint: Checkpoint
     state_dicts: list[dict[str, Any]]

@@ -21,7 +21,7 @@ from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
-from ckpt_tools.io.in_place import marks
+from ckpt_tools.io import marks
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
@@ -52,13 +52,7 @@ _SKIPPED = frozenset((".git",))  # which may hold every file a second time
 
 @dataclass(slots=True)
 class FolderContent:
-    """What is below a folder.
-
-    Attributes:
-        checkpoints: files, and folders that are one checkpoint, in the order of their paths.
-        others: the other files, likewise, but for the journals of edits in place; and links to folders elsewhere.
-        unlisted: folders that cannot be listed.
-    """
+    """What is below a folder."""
 
     checkpoints: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
@@ -66,10 +60,7 @@ class FolderContent:
 
 
 def find_checkpoints(top: Path) -> FolderContent:
-    """Every checkpoint below a folder, the folder itself among them where it is one, and every other file.
-
-    A file that a link in the folder leads to counts once, under the name of the link (Hugging Face's cache).
-    """
+    """Every checkpoint below a folder, the folder itself among them where it is one, and every other file."""
     found, linked = FolderContent(), set()
     for folder, folders, names in os.walk(top, onerror=lambda error: found.unlisted.append(Path(error.filename))):
         links = (Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name)))
@@ -214,10 +205,7 @@ def _is_torch_zip(path: Path) -> bool:
 
 
 def alone(checkpoint: Checkpoint) -> Finding | None:
-    """What a file says by its name that is one of several, and how all of them are named; None for any other.
-
-    Files whose content says it have findings of their own (`partition`, `several-archives`), with `whole_folder`'s command.
-    """
+    """What a file says by its name that is one of several, and how all of them are named; None for any other."""
     path, said = checkpoint.path, shard_name(checkpoint.path.name)
     if checkpoint.container not in _FILES or isinstance(path, Handed) or type(checkpoint.decoded.source) is Files:
         return None

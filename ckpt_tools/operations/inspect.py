@@ -50,7 +50,7 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.visit import reachable, walk
 
-if TYPE_CHECKING:  # few files have parts of tensors
+if TYPE_CHECKING:
     from ckpt_tools.formats.parts.rank_parts import Part, PartReader
 
 MAX_VALUES = 1000
@@ -175,7 +175,7 @@ def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return {"schemes": gguf.schemes(checkpoint.decoded), "problems": []}
     if not any(map(names_quantised, checkpoint.state_dicts)):
         return None
-    from ckpt_tools.edit.quantised.summary import summary
+    from ckpt_tools.edit.quantised.finding import summary
 
     return summary(checkpoint)
 
@@ -355,11 +355,7 @@ def value_text(node: Node) -> Any:
 
 
 def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one.
-
-    Raises:
-        LimitError: many more places than a file of this size has objects for: one object under millions of names.
-    """
+    """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one."""
     if checkpoint.container in ("torch-zip", "torch-legacy") and not checkpoint.refused_globals:
         return []  # what their pickles do not name they do not hold
     found: list[dict[str, Any]] = []

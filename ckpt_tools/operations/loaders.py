@@ -58,14 +58,7 @@ _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people
 
 @frozen
 class Loads:
-    """How a checkpoint is loaded.
-
-    Attributes:
-        call: the function that gives its tensors.
-        refused: the globals that `torch.load(weights_only=True)` refuses.
-        reasons: why else it does not give what the file holds; empty where globals are refused.
-        misnamed: what the name of the file promises and its content does not keep; "" where they agree.
-    """
+    """How a checkpoint is loaded."""
 
     call: str
     refused: list[str]
@@ -131,10 +124,7 @@ def _call(checkpoint: Checkpoint) -> str:
 
 
 def misnaming(checkpoint: Checkpoint) -> str:
-    """What loaders that go by the name of this file will say; "" where name and content agree.
-
-    torch 2.13 hands every name that ends in `.safetensors` to safetensors; torch 2.4 goes by content alone.
-    """
+    """What loaders that go by the name of this file will say; "" where name and content agree."""
     container, suffix = checkpoint.container, checkpoint.path.suffix
     if container in ("dcp", "sharded", *PART_CONTAINERS) or checkpoint.packed is not None:
         return ""

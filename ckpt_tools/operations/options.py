@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import LeftOverOptions, PartnerOptions, TargetOptions
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.convert.options import (
     DryRunOption,
     NameOptions,
@@ -18,10 +19,7 @@ from ckpt_tools.operations.convert.options import (
 )
 from ckpt_tools.tree.arguments import Renames, read_path, read_weights
 from ckpt_tools.tree.options import as_in, choice, dtype_choice, flag, texts, value, whole
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.writer import Progress
-    from ckpt_tools.tree.output_names import Format
+from ckpt_tools.tree.output_names import Format
 
 Integers: TypeAlias = Literal["first", "max"]
 

@@ -143,11 +143,7 @@ def of_pickles(found: Pickles) -> Safety:
 
 
 def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = None) -> Safety:
-    """Look a file through; of a folder every file that is open, but for those that are known: what their pickles name is data.
-
-    Raises:
-        CkptError: it cannot be read.
-    """
+    """Look a file through; of a folder every file that is open, but for those that are known:"""
     from ckpt_tools.formats.pickles import Pickles, find_pickles  # few files need it
     from ckpt_tools.pickling.calls import Pickle
 

@@ -129,11 +129,7 @@ def _why_passed_over(folder: str | os.PathLike[str]) -> str:
 
 
 def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathLike[str]]:
-    """The files that are meant: addresses and files as they are, of a folder all that is below it, by name.
-
-    Raises:
-        NotACheckpointError: there is no such file or folder, or nothing in it.
-    """
+    """The files that are meant: addresses and files as they are, of a folder all that is below it, by name."""
     for path in paths:
         given = isinstance(path, Handed) or is_address(path)
         if given or not os.path.isdir(path):

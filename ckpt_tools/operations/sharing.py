@@ -17,11 +17,7 @@ _Elements = tuple[object, ...]
 
 @dataclass(slots=True)
 class Sharing:
-    """Groups of names: within one state dict as they are, across several as dotted paths.
-
-    Attributes:
-        tied: tensors that are the same elements. shared: tensors on one storage that are not all the same elements.
-    """
+    """Groups of names: within one state dict as they are, across several as dotted paths."""
 
     tied: list[list[str]] = field(default_factory=list)
     shared: list[list[str]] = field(default_factory=list)

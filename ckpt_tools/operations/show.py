@@ -14,6 +14,7 @@ from ckpt_tools.errors import NothingMatchedError, UsageError, ValuesError
 from ckpt_tools.formats.open import Checkpoint, Tensor
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
 from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
 from ckpt_tools.tree.arguments import natural
@@ -24,8 +25,6 @@ from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
-
-    from ckpt_tools.io.writer import Progress
 
 ALL = 1000  # so many values are shown without leaving any out
 _MOST = 1_000_000  # so many fit a report
@@ -174,11 +173,7 @@ _WHY_NOT = {
 
 
 def _entry(tensor: Tensor) -> Entry:
-    """The tensor as a view on bytes.
-
-    Raises:
-        ValuesError: it is not one, or its bytes are not numbers.
-    """
+    """The tensor as a view on bytes."""
     name, node = dotted(tensor.where), tensor.node
     if type(node) is not Entry:
         kind = tensor.unusual.kind if tensor.unusual is not None else ""

@@ -37,14 +37,7 @@ _MOST = 1 << 50
 
 
 class ArrayMachine(Machine):
-    """A reading that passes over arrays of joblib's, as joblib does.
-
-    Args:
-        arrays: whether it does; else their bytes are opcodes.
-
-    Attributes:
-        has_arrays: whether there was one.
-    """
+    """A reading that passes over arrays of joblib's, as joblib does."""
 
     def __init__(self, *args: Any, arrays: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,11 +46,7 @@ class ArrayMachine(Machine):
         self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node], int]] = []
 
     def pass_array(self, target: Node) -> None:
-        """Put the array in the place of a wrapper that has just been given its state, or go on in the pickle that it is.
-
-        Raises:
-            PickleError: where the array ends cannot be told, it is cut off, or it is in another file.
-        """
+        """Put the array in the place of a wrapper that has just been given its state, or go on in the pickle that it is."""
         name = _class_of(target) if self.arrays and not self.outer and type(target) is Object else ""
         if name in _BESIDE:
             self.has_arrays = True
@@ -84,11 +73,7 @@ class ArrayMachine(Machine):
             made.steps.append(Build((_VERSION, given["shape"], given["dtype"], given.get("order") == "F", data)))
 
     def end_pickle(self) -> None:
-        """Go on in the pickle around this one.
-
-        Raises:
-            Stop: there is none.
-        """
+        """Go on in the pickle around this one."""
         if not self.outer:
             OPCODES[b"."[0]](self)
         made = self.stack.pop()
@@ -121,11 +106,7 @@ def _class_of(node: Object) -> str:
 
 
 def _array_bytes(given: Mapping[str, Node], machine: Machine) -> int | None:
-    """How many bytes of the stream an array takes; None where it is a pickle of its own, as arrays of objects are.
-
-    Raises:
-        PickleError: that cannot be told, or it is cut off.
-    """
+    """How many bytes of the stream an array takes; None where it is a pickle of its own, as arrays of objects are."""
     size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
     if size is None or count is None:
         raise machine.error("is followed by an array of joblib's whose length cannot be told")
@@ -160,11 +141,7 @@ def _given(node: Object) -> dict[str, Node]:
 
 
 def _itemsize(dtype: Node) -> int | None:
-    """How many bytes an element takes; -1 where it is or holds an object, None where that cannot be told.
-
-    Whether it holds objects a dtype goes by the flags in its state alone. (Source: numpy/_core/src/multiarray/descriptor.c,
-    `arraydescr_setstate`.)
-    """
+    """How many bytes an element takes; -1 where it is or holds an object, None where that cannot be told."""
     if type(dtype) is not Object or dtype.call != "reduce" or dtype.function != _DTYPE or len(dtype.steps) > 1:
         return None
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None

@@ -280,8 +280,7 @@ def is_harmful(name: Global) -> bool:
 
 
 def _leads_to_harm(name: Global) -> bool:
-    """Whether a name leads into a module that another one has imported, `torch`, `serialization.os.system`, or to the names
-    of a module or the insides of a class: `__dict__`, `__globals__`."""
+    """Whether a name leads into a module that another one has imported, or to the insides of a class."""
     *path, last = name.name.split(".", _MOST_DOTS)
     if (
         last in _MODULES_BY_NAME
@@ -310,8 +309,7 @@ def _runs_when_imported(module: str) -> bool:
 
 
 def is_function_of_python(name: Global) -> bool:
-    """Whether this is a function of the standard library, by its first letter, that may do more than compute: what holds one
-    may call it, when a state is set or when it is thrown away."""
+    """Whether this is a function of the standard library, by its first letter, that may do more than compute:"""
     is_free = name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES
     if is_free or not is_standard(name) or computes(name):
         return False

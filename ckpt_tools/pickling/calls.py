@@ -101,18 +101,7 @@ class Call:
 
 @dataclass(slots=True)
 class Pickle:
-    """One pickle of a file, and what it would run.
-
-    Attributes:
-        start, end: where it stands in its part. where: the member of an archive that it is in, or "".
-        calls: those that are dangerous, in the order in which they would run.
-        names: every global. nested: bytes that it has loaded in turn. unusual: uses that weights_only refuses.
-        error: why it could not be read to its end. cut: whether it goes on beyond the end of what there is.
-        unread: why what stands behind the raw bytes that follow it cannot be found.
-        two_ways: whether loaders read it in more than one way.
-        makes: whether it has called anything or made an instance, dangerous or not.
-        has_arrays: whether an array of joblib's stands in it, which other loaders read as opcodes.
-    """
+    """One pickle of a file, and what it would run."""
 
     start: int
     end: int = 0
@@ -135,12 +124,7 @@ class Pickle:
 
 
 class Lister(ArrayMachine):
-    """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does.
-
-    Args:
-        data: the stream. offset: where in it the pickle starts.
-        arrays: whether it passes over arrays of joblib's, as joblib does; to any other loader their bytes are opcodes.
-    """
+    """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
 
     def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
         self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
@@ -165,12 +149,7 @@ class Lister(ArrayMachine):
             self.give_back()
 
     def settle(self) -> None:
-        """Python goes on with a pickle that changes a list after a call has read it, and so does this.
-
-        Raises:
-            PickleError: something goes on behind its frame, of which C's unpickler drops the part in the frame, and may take
-                another name than this; or the frame goes on behind the pickle, and the next one may begin in it or behind it.
-        """
+        """Python goes on with a pickle that changes a list after a call has read it, and so does this."""
         if self.two_ways:
             raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
 
@@ -238,11 +217,7 @@ def _cost_of_hash(key: Node) -> int:
 
 
 def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
-    """Something in the place of a storage, or the class of a model, which torch gives as it is.
-
-    ("module", class, file, source) in torch-legacy, (class, file, source) in torch-tar. No method: a machine that referred to
-    itself would outlive its reading.
-    """
+    """Something in the place of a storage, or the class of a model, which torch gives as it is."""
     kind = pid[0] if type(pid) is tuple and pid else None
     if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
         return pid[1]
@@ -571,14 +546,7 @@ for _code, _handler in (
 
 
 def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
-    """The pickles of a part, one behind another from its start, and behind the raw bytes between them.
-
-    The first one comes whether it can be read or not, another one that breaks only where it names something.
-
-    Args:
-        part: where they are. between: what raw bytes there are; storages, where it is torch-legacy, unless told otherwise.
-        arrays: whether arrays of joblib's are passed over (`Lister`).
-    """
+    """The pickles of a part, one behind another from its start, and behind the raw bytes between them."""
     between = between or LegacyStorages()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True

@@ -37,14 +37,7 @@ UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "
 
 
 def validate(root: Node) -> list[str]:
-    """Check the tree and merge keys that are set twice (the last value wins, as in Python).
-
-    Returns:
-        The keys that were set twice, as text.
-
-    Raises:
-        LimitError: nested too deep. PickleError: a key that Python cannot hash.
-    """
+    """Check the tree and merge keys that are set twice (the last value wins, as in Python)."""
     keys = _Keys()
     seen: set[int] = set()
     met: set[int] = set()
@@ -106,15 +99,7 @@ def _validate_object(node: Object, keys: _Keys) -> list[Node]:
 
 
 class _Keys:
-    """The keys of all dicts of one tree, as stand-ins that are equal when Python holds the keys equal.
-
-    They hash in linear time without collisions: numbers of 32 bits and more become bytes or text, since Python's own hash of
-    such a number lets a file choose thousands of keys that collide. A tuple is looked at once, however many keys it is or is
-    part of.
-
-    Attributes:
-        repeated: the keys that were set twice, the first thousand.
-    """
+    """The keys of all dicts of one tree, as stand-ins that are equal when Python holds the keys equal."""
 
     def __init__(self) -> None:
         self.repeated: list[str] = []
@@ -124,11 +109,7 @@ class _Keys:
         self.states: dict[int, Node] = {}  # by id
 
     def check_state(self, state: Node, cls: Node) -> None:
-        """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`).
-
-        Args:
-            cls: the class of the tensor, which may take a state in its own way; None for torch's Parameter.
-        """
+        """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             if type(part) is Object and part.name != "collections.Counter" and (cls is None or cls in ALLOWED):
                 raise TensorError("The state of a tensor is an object: what that sets is not known.")
@@ -198,11 +179,7 @@ class _Keys:
         return ("id", id(key)) if type(key) in (Object, Entry) else key
 
     def _value(self, key: Object) -> Hashable:
-        """The stand-in of what a call makes, where Python compares that by value.
-
-        Raises:
-            PickleError: what it makes is not known, and may be equal to another key.
-        """
+        """The stand-in of what a call makes, where Python compares that by value."""
         args = _spread(key.args) if type(key.args) is tuple else ()
         if key.call == "reduce" and not key.steps:
             if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes := _of_one(args))):
@@ -281,10 +258,7 @@ def _check_attributes(attributes: Dict) -> None:
 
 
 def _check_counter(node: Object) -> None:
-    """Refuse a Counter that is made of anything but a dict of plain values: what it holds, and no arguments, or their order.
-
-    Nor is one given a state by any pickle of Python's: those would be attributes, and look like what it holds.
-    """
+    """Refuse a Counter that is made of anything but a dict of plain values: what it holds, and no arguments, or their order."""
     if any(type(step) is Build for step in node.steps):
         raise PickleError("A Counter is given a state.")
     given = node.args if type(node.args) is tuple else (node.args,)

@@ -57,10 +57,7 @@ _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
 def tensors(machine: State) -> None:
-    """Do what is left of a tensor after its rebuild function was recalled, and all of the keys and tensors behind it.
-
-    Stops before the first bytes that are not of that shape.
-    """
+    """Do what is left of a tensor after its rebuild function was recalled, and all of the keys and tensors behind it."""
     data, stack, limit = machine.data, machine.stack, machine.limit
     if len(machine.memo) <= _BYTE:
         return

@@ -44,14 +44,7 @@ _CLASSES = frozenset((*TENSOR_CLASSES, *_OF_VALUES, _PARAMETER, VARIABLE))
 
 
 def modernise(root: Node, names: Iterable[Global]) -> Node:
-    """The tree with such objects as entries; anything of another shape stays an object.
-
-    Args:
-        root: the tree. names: the globals that its pickle names; without one of these classes nothing is looked at.
-
-    Raises:
-        TensorError: a tensor that does not fit its storage.
-    """
+    """The tree with such objects as entries; anything of another shape stays an object."""
     if _CLASSES.isdisjoint(names) or not any(
         type(node) is Object and _is_old(node) for node in visit.reachable(root, dicts=False)
     ):

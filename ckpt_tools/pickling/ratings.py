@@ -188,8 +188,7 @@ def _of_rebuild(given: tuple[Node, ...]) -> Rating:
 
 
 def _is_member(given: Node) -> bool:
-    """Whether getattr has a plain name of a class of the user's (how Python 3.11 pickles members of enumerations), or of
-    an instance of one (how it pickles bound methods: the hooks of modules)."""
+    """Whether getattr asks for a plain name of a class of the user's, or of an instance of one."""
     if type(given) is not tuple or len(given) != 2 or type(given[1]) is not str:
         return False
     owner, name = given[0], given[1]
@@ -400,10 +399,7 @@ def is_shared(target: Node) -> bool:
 
 
 def is_armed(target: Node, is_item: bool = False) -> bool:
-    """Whether a state was set that holds a function. Items come before states: what comes next may call it.
-
-    Items are attributes too where a class says so: a function among them may be called by whatever is not another item.
-    """
+    """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
     if type(target) is Object:
         states = _states_given(target) + tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
         is_full = len(target.steps) > _MOST_STEPS
@@ -454,8 +450,7 @@ def _states_of(node: Node) -> tuple[Node, ...]:
 
 
 def hands_over(given: Node, in_lists: bool = False, counts_states: bool = True) -> bool:
-    """Whether arguments are instances that hold a function, which may be found there by its name and called, or functions;
-    or such that have a state."""
+    """Whether arguments are functions, instances that hold one, or such that have a state."""
     stack = list(given) if type(given) is tuple else [given]
     looked = 0
     while stack:
@@ -523,10 +518,7 @@ def _freely(count: int) -> None:
 
 
 def calls_when_hashed(key: Node, spend: Callable[[int], None] = _freely) -> bool:
-    """Whether a key is an instance that holds a function, or a tuple with one: `__hash__` and `__eq__` may call it.
-
-    The hash of a function or a method calls nothing. `spend` is told how many parts are looked at.
-    """
+    """Whether a key is an instance that holds a function, or a tuple with one: `__hash__` and `__eq__` may call it."""
     instances, tuples, looked = [], [key], 0
     while tuples:
         node = tuples.pop()

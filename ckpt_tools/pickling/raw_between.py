@@ -23,20 +23,12 @@ Pid = tuple[Node, ...]
 
 
 class Between(Protocol):
-    """Passes over what is not a pickle.
-
-    Attributes:
-        window: how many bytes are read at once of a long part: what is passed over need not be.
-    """
+    """Passes over what is not a pickle."""
 
     window: int
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be.
-
-        Raises:
-            PickleError, TensorError: the bytes end before, or a storage is of a kind that is not known.
-        """
+        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be."""
 
 
 class LegacyStorages:
@@ -115,11 +107,7 @@ def _pass_storage(pickles: Pickles, kind: Node) -> None:
 
 
 def _skip(pickles: Pickles, length: int) -> None:
-    """Pass over raw bytes.
-
-    Raises:
-        PickleError: there are not so many.
-    """
+    """Pass over raw bytes."""
     if not 0 <= length <= pickles.left:
         raise PickleError(f"{length} bytes are missing at offset {pickles.position}.")
     pickles.skip(length)

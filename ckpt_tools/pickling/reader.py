@@ -12,26 +12,18 @@ from typing import Any, NoReturn
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PickleError
-from ckpt_tools.pickling.opcodes import containers, flow, objects, values
+from ckpt_tools.pickling import containers, flow, objects, values
 from ckpt_tools.pickling.state import Handler, State, Stop
 from ckpt_tools.tree.nodes import Node
 
 
 class Machine(State):
-    """One reading of one pickle stream: runs its opcodes.
-
-    Attributes:
-        opcodes: what each byte does; `calls.Lister` has a table of its own.
-    """
+    """One reading of one pickle stream: runs its opcodes."""
 
     opcodes: Sequence[Callable[[Any], None]]  # set where the table is
 
     def load(self) -> Node:
-        """Run to STOP and return the object.
-
-        Raises:
-            PickleError: malformed, with the offset. LimitError: the node budget or the depth is used up.
-        """
+        """Run to STOP and return the object."""
         if self.shared.room(limits.PICKLES) < 0:
             raise limits.PICKLES.error(
                 "The file's pickles come to far more bytes than the file has, or are read again and again."

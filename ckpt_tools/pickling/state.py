@@ -30,25 +30,7 @@ _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at onc
 
 
 class State:
-    """Where one reading of one pickle stream stands: its stack, memo and budget, and what opcodes do to them.
-
-    Args:
-        data: the stream.
-        makers: what a call of a known global makes: args tuple -> node. A maker that returns None leaves an Object.
-        persistent_load: turns a persistent id into a node.
-        offset: where in `data` the stream starts.
-        fast: whether tensors in the usual shape may take the fused path (`pickling.fused`).
-
-    Attributes:
-        globals: every global that the stream names, in order, also those whose result is popped.
-        unusual: opcodes and uses that torch's weights_only unpickler refuses.
-        position: after `load`, where the stream ended. frame: where the last frame ends. limit: the same while it is open, or
-            the end of `data`.
-        places: where in `data` the long byte strings lie: id -> (start, the bytes, kept so that the id stays their own).
-        cut: after an error, whether more bytes behind `data` might have helped; needed: how long it must be at least.
-        two_ways: whether loaders read it in more than one way.
-        two_names: a global that torch's weights_only takes for another one than Python does.
-    """
+    """Where one reading of one pickle stream stands: its stack, memo and budget, and what opcodes do to them."""
 
     def __init__(
         self,
@@ -213,20 +195,14 @@ class State:
         self.budget += self.shared.cost_of_global // part
 
     def _cost_of_bytes(self, made: bytes) -> int:
-        """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES.
-
-        Bytes beyond those that the pickle has had so far are made of a text that was given again.
-        """
+        """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES."""
         self.encoded += len(made)
         again = max(0, self.encoded - (self.position - self.start))
         self.encoded -= again
         return again // BYTES_PER_NODE
 
     def name_global(self, module: str, name: str) -> None:
-        """Push the inert record of a global.
-
-        torch's weights_only maps names of Python 2 in every protocol, and does not ask where a module's name ends.
-        """
+        """Push the inert record of a global."""
         taken = Global(*python3_name(module, name))
         found = taken if self.protocol < 3 else Global(module, name)
         if _BY_TEXT.get(str(taken), found) != found:
@@ -287,11 +263,7 @@ class State:
             self.note_given(state)
 
     def settle(self) -> None:
-        """At the end, leave out of states what came later.
-
-        Raises:
-            PickleError: what a call was given has changed since; a global has two readings.
-        """
+        """At the end, leave out of states what came later."""
         if self.two_names is not None:
             raise PickleError(
                 f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",

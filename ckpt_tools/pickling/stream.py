@@ -64,12 +64,7 @@ Part: TypeAlias = FilePart | BytesPart
 
 
 class Pickles:
-    """A reader that goes through a part from its start: pickles, numbers, and bytes that are passed over unread.
-
-    Attributes:
-        position: where it is. anchor: where the bytes that a machine sees begin.
-        cut: after an error of `load`, whether the pickle goes on beyond the end.
-    """
+    """A reader that goes through a part from its start: pickles, numbers, and bytes that are passed over unread."""
 
     def __init__(self, part: Part, window: int = WINDOW) -> None:
         self.part, self.window = part, window
@@ -83,14 +78,7 @@ class Pickles:
         return self.part.end - self.position
 
     def load(self, make: Callable[[bytes, int], Machine]) -> tuple[Machine, Node]:
-        """The pickle that begins here. A pickle that is longer than what was read of it is read again from its start.
-
-        Args:
-            make: a new machine for (bytes, offset of the pickle in them), called once for each try.
-
-        Raises:
-            PickleError, LimitError: as `Machine.load`, and for a pickle longer than any real one.
-        """
+        """The pickle that begins here. A pickle that is longer than what was read of it is read again from its start."""
         if not self._ready:
             self._fill(self.window)
         budget = limits.budget(self.left)
@@ -117,11 +105,7 @@ class Pickles:
                 return machine, root
 
     def take(self, length: int) -> bytes:
-        """The next bytes.
-
-        Raises:
-            PickleError: the part ends before.
-        """
+        """The next bytes."""
         if length > self.left:
             raise PickleError(f"{length} bytes are missing at offset {self.position}.")
         inside = self.position - self.anchor
@@ -149,12 +133,7 @@ class Pickles:
 
 @dataclass(slots=True)
 class SmallPickles:
-    """Pickles that describe others, and refer to nothing. torch runs them like any other, so what they name is told too.
-
-    Attributes:
-        pickles: where they are. what: what they are a part of.
-        globals, unusual: as `Machine` has them, of all that were read, also of one that could not be.
-    """
+    """Pickles that describe others, and refer to nothing. torch runs them like any other, so what they name is told too."""
 
     pickles: Pickles
     what: str
@@ -162,11 +141,7 @@ class SmallPickles:
     unusual: dict[str, None] = field(default_factory=dict)
 
     def load(self) -> Node:
-        """The next one.
-
-        Raises:
-            PickleError, LimitError: as `Pickles.load`.
-        """
+        """The next one."""
         machines = []
 
         def make(data: bytes, offset: int) -> Machine:

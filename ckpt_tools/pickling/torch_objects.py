@@ -46,15 +46,7 @@ _TOO_MANY = 1 << 59  # elements
 
 
 class Storages:
-    """Turns the persistent ids of a torch pickle into storages, one for each key.
-
-    Args:
-        locate: (key, size in bytes) -> where the bytes are, None when they are nowhere; raises when their size differs.
-        prefix: what the keys get in front, where several archives become one checkpoint.
-
-    Attributes:
-        kinds: the classes of storages by name. on_meta: whether some may be on the meta device, and have no bytes.
-    """
+    """Turns the persistent ids of a torch pickle into storages, one for each key."""
 
     kinds: Mapping[str, DType] = BY_STORAGE
     on_meta = False
@@ -417,11 +409,7 @@ MAKERS: dict[Global, Maker] = {
 
 @frozen
 class UnusualTensor:
-    """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell.
-
-    `kind` is "sparse", "quantized", "nested", "meta", "subclass", "device", or, of one rank's part of a tensor, "dtensor" or
-    "sharded"; `dtype`, `shape` and `stride` are None where only the values tell.
-    """
+    """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell."""
 
     kind: str
     dtype: DType | None = None
@@ -517,11 +505,7 @@ class SparseParts:
 
 
 def sparse_parts(args: Any) -> SparseParts:
-    """The parts of `_rebuild_sparse_tensor(layout, parts)`, or of the older function for csr.
-
-    Raises:
-        TensorError, TypeError, ValueError, AttributeError: there are others.
-    """
+    """The parts of `_rebuild_sparse_tensor(layout, parts)`, or of the older function for csr."""
     layout, parts = args
     name = layout.args[0].removeprefix("torch.")
     count = 1 if name == "sparse_coo" else 2

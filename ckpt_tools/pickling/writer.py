@@ -14,9 +14,22 @@ from itertools import chain, groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
-from ckpt_tools.pickling.opcodes.encoding import ENCODERS, TUPLES, U32, int_tuple, integer, integers, text_of
 from ckpt_tools.pickling.state import ORDERED_DICT
-from ckpt_tools.pickling.survey import FEW, ROW, Survey, are_short, are_short_bytes, leaves
+from ckpt_tools.pickling.survey import (
+    ENCODERS,
+    FEW,
+    ROW,
+    TUPLES,
+    U32,
+    Survey,
+    are_short,
+    are_short_bytes,
+    int_tuple,
+    integer,
+    integers,
+    leaves,
+    text_of,
+)
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
@@ -46,15 +59,7 @@ _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
 def write_pickle(root: Node, survey: Survey | None = None, *, keys: Mapping[int, str] | None = None) -> bytes:
-    """The pickle of a tree. Protocol 2; 4 only where a name needs it (a nested class, a module that 2 would rename).
-
-    Args:
-        root: the tree. survey: of that tree, where it has been made already.
-        keys: storage keys by the storages' ids, for torch-legacy, whose persistent ids have a sixth part.
-
-    Raises:
-        ContainerLimitError: an entry with a dtype that torch lacks. PickleError: an object that is made from itself.
-    """
+    """The pickle of a tree. Protocol 2; 4 only where a name needs it (a nested class, a module that 2 would rename)."""
     survey = Survey(root) if survey is None else survey
     try:
         return _Writer(survey.shared, survey.protocol, keys=keys).write(root)
@@ -90,14 +95,7 @@ _Todo: TypeAlias = Node | _Done | _Values
 
 
 class _Writer:
-    """One writing.
-
-    Args:
-        shared: the ids of what goes through the memo.
-        protocol: 2 or 4.
-        rounds: how often a tuple or call may be open at once.
-        keys: storage keys by id, for torch-legacy.
-    """
+    """One writing."""
 
     def __init__(self, shared: set[int], protocol: int, rounds: int = 1, *, keys: Mapping[int, str] | None = None) -> None:
         self.keys = keys

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ckpt_tools.edit.lora.planning import Merged
 from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
+from ckpt_tools.operations.convert.report import Converted, RenamedNames
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, rows_of, show_rows
 from ckpt_tools.render.text import (
@@ -19,9 +21,7 @@ from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
-    from ckpt_tools.operations.convert.report import Converted, RenamedNames
 
 _SPEED_FROM = 100 << 20
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.frozen import frozen
-from ckpt_tools.render.inspected.groups import Rows, grouped, lines_of
-from ckpt_tools.render.inspected.lines import Line, by_depth, line_of
-from ckpt_tools.render.inspected.optimizers import Where, optimizer_text
+from ckpt_tools.operations.inspect import Description
+from ckpt_tools.render.inspected import Line, by_depth, folded, line_of
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of, wrapped
 from ckpt_tools.render.text import (
@@ -32,7 +33,6 @@ from ckpt_tools.tree.globs import Globs, meant_by
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tools.operations.inspect import Description
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40
@@ -203,3 +203,116 @@ def _rest(description: Description, limit: int | None) -> list[Row]:
         "metadata": [f"{key} = {shortened(str(text), 120)}" for key, text in description.metadata.items()],
     }
     return [row for label, lines in kinds.items() for row in rows_of(label, lines, limit, "--all")]
+
+
+Rows = list[dict[str, Any]]
+_INDENT = "  "
+_FEW = 3  # lines that are not worth a reference to others that are alike
+
+
+@dataclass(slots=True)
+class Groups:
+    """The tensors of a checkpoint by what they belong to, each in the order in which they come."""
+
+    state_dicts: dict[Where, Rows] = field(default_factory=dict)
+    others: Rows = field(default_factory=list)
+    optimizers: dict[Where, Rows] = field(default_factory=dict)
+
+
+def grouped(rows: Rows) -> Groups:
+    """Tensors by what they belong to."""
+    groups = Groups()
+    for row in rows:
+        if row["name"] is not None:
+            groups.state_dicts.setdefault(tuple(row["where"][:-1]), []).append(row)
+        elif (where := optimizer_of(row)) is not None:
+            groups.optimizers.setdefault(where, []).append(row)
+        else:
+            groups.others.append(row)
+    return groups
+
+
+def lines_of(groups: Groups, *, optimizers: bool) -> list[Line]:
+    """The lines of the table: a heading for what all names of a group begin with, and the names behind it."""
+    lines: list[Line] = []
+    alike: dict[tuple[Any, ...], str] = {}
+    for rows in groups.state_dicts.values():
+        own = list(map(line_of, rows))
+        names = [line.name for line in own]
+        prefix = shared_prefix(names)
+        own = _headed(prefix, folded(own))
+        if len(groups.state_dicts) > 1:
+            what = tuple(_told(name.removeprefix(prefix), row) for name, row in zip(names, rows, strict=True))
+            if (before := alike.setdefault(what, prefix)) is not prefix and len(own) > _FEW:
+                own = [_reference(prefix, before, rows)]
+        lines += own
+    lines += folded(list(map(line_of, groups.others)))
+    for rows in groups.optimizers.values() if optimizers else ():
+        lines += folded(list(map(line_of, rows)))
+    return lines
+
+
+def _told(name: str, row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a table tells of a tensor but its size."""
+    return name, tuple(row["shape"] or ()), row["dtype"], row["device"]
+
+
+def shared_prefix(names: Sequence[str]) -> str:
+    """What all dotted names begin with, up to a dot."""
+    first, last = min(names), max(names)  # what these two share, all in between them share
+    same = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[: first.rfind(".", 0, same) + 1]
+
+
+def _headed(prefix: str, lines: list[Line]) -> list[Line]:
+    """The lines below their prefix, which stands once; a single line has its whole name."""
+    if not prefix or len(lines) < 2:
+        return lines
+    for line in lines:
+        line.name = _INDENT + line.name.removeprefix(prefix)
+    return [Line(prefix, [], "", "", 0, count=0), *lines]
+
+
+def _reference(prefix: str, before: str, rows: Rows) -> Line:
+    """One line for a state dict whose tensors are named and shaped as those of an earlier one."""
+    first = line_of(rows[0])
+    dtype, device = (
+        value if all(getattr(line_of(row), key) == value for row in rows) else "mixed"
+        for key, value in (("dtype", first.dtype), ("device", first.device))
+    )
+    name = f"{prefix}* ({counted(len(rows), 'tensor')}, named and shaped as {before}*)"
+    return Line(name, ["-"], dtype, device, sum(row["bytes"] for row in rows), len(rows))
+
+
+Where: TypeAlias = tuple[str | int, ...]
+
+# Whose words the states have: of what torch.optim and its relatives save for a parameter, `step` left out.
+_LIKE = {
+    frozenset(("exp_avg", "exp_avg_sq")): "like Adam",
+    frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): "like Adam with amsgrad",
+    frozenset(("momentum_buffer",)): "like SGD with momentum",
+    frozenset(("square_avg",)): "like RMSprop",
+    frozenset(("sum",)): "like Adagrad",
+    frozenset(("square_avg", "acc_delta")): "like Adadelta",
+}
+_WORDS = frozenset(word for words in _LIKE for word in words) | {"step"}
+
+
+def optimizer_of(row: dict[str, Any]) -> Where | None:
+    """Where the optimizer is whose state a tensor is: `optimizer` of `optimizer.state.3.exp_avg`; None for any other tensor."""
+    where: Sequence[str | int] = row["where"]
+    if row["name"] is not None or "state" not in where[:-2]:
+        return None
+    place = where.index("state")
+    parameter = where[place + 1]
+    numbered = type(parameter) is int or str(parameter).isdecimal()
+    return tuple(where[:place]) if numbered or where[-1] in _WORDS else None
+
+
+def optimizer_text(where: Where, rows: Sequence[dict[str, Any]]) -> str:
+    """One line for all states: like whose they are, how many, by which words, and what they take."""
+    words = list(dict.fromkeys(str(row["where"][-1]) for row in rows))
+    like = _LIKE.get(frozenset(words) - {"step"})
+    told = f"{like}, " if like else ""
+    size = size_text(sum(row["bytes"] for row in rows))
+    return f"{path_text(where)}: {told}{counted(len(rows), 'state')} ({listed(words, 6)}), {size}; --all opens it"

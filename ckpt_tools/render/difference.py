@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.operations.compare.report import (
+    Change,
+    Difference,
+    Only,
+    TensorChange,
+    ValueChange,
+)
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
 from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import natural, printable, shape_text, shortened
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.compare.report import (
-        Change,
-        Difference,
-        Only,
-        TensorChange,
-        ValueChange,
-    )
 
 DiffSort = Literal["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]
 _SHOWN, _SHOWN_TENSORS = 10, 40

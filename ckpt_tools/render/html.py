@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import UsageError, missing
@@ -23,7 +23,9 @@ from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import output_target, replacing
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.inspect import inspect
+from ckpt_tools.operations.compare.report import Change, Difference, Only
+from ckpt_tools.operations.compare.stats import Stats, TensorStats
+from ckpt_tools.operations.inspect import Description, inspect
 from ckpt_tools.render.text import (
     container_text,
     counted,
@@ -38,11 +40,6 @@ from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import brief, listed, notebook, printable, shape_text
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.compare.report import Change, Difference, Only
-    from ckpt_tools.operations.compare.stats import Stats, TensorStats
-    from ckpt_tools.operations.inspect import Description
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object
 _MOST_TEXT = 300
@@ -116,15 +113,7 @@ def report(
 
 
 def page(description: Description, stats: Stats | None = None, difference: Difference | None = None) -> str:
-    """The whole page.
-
-    Args:
-        description: what `inspect` tells. stats: what `stats` tells of the same file, for numbers and histograms.
-        difference: what `diff` tells about it and another file.
-
-    Raises:
-        MissingPackageError: jinja2 is not installed.
-    """
+    """The whole page."""
     try:
         from jinja2 import Environment
         from markupsafe import Markup

@@ -12,8 +12,8 @@ from shlex import quote
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.fit.partners.graphs import Seen
-from ckpt_tools.matching.left_over.advice import Advice
+from ckpt_tools.fit.graphs import Seen
+from ckpt_tools.matching.advice import Advice
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched

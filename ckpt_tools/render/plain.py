@@ -62,13 +62,7 @@ def is_simple(text: str) -> bool:
 
 
 def laid_out(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str | None:
-    """Cells in columns with two blanks between, some set to the right; None where rich must see to it.
-
-    >>> print(laid_out([["tensor", "bytes"], ["conv1\\n  .weight", "4 B"]], right={1}))
-    tensor     bytes
-    conv1        4 B
-      .weight
-    """
+    """Cells in columns with two blanks between, some set to the right; None where rich must see to it."""
     cells = [[cell.split("\n") for cell in row] for row in rows]
     columns = [[line for cell in column for line in cell] for column in zip(*cells, strict=True)]
     widths = [max(map(len, lines)) for lines in columns]

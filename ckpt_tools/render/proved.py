@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
 from ckpt_tools.operations.scan import Scanned
-from ckpt_tools.operations.signing.run import NotSigned, Signed, Verified
+from ckpt_tools.operations.signing import NotSigned, Signed, Verified
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import listed, printable

@@ -77,11 +77,7 @@ def plain_table() -> Table:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented.
-
-    >>> wrapped("features.0.{weight, bias}", 16)
-    'features.0.\\n  {weight, bias}'
-    """
+    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented."""
     if len(text) <= width:
         return text
     lines, line = [], ""
@@ -100,15 +96,7 @@ def name_table(
     heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Page, *, right: Collection[str] = (),
     whole: Collection[str] = (), optional: Sequence[str] = (), styles: Sequence[str] = (),
 ) -> Table | str:  # fmt: skip
-    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
-
-    Where the terminal is narrow, columns in `optional` that say the same in every row are left out in that order, and names
-    are broken behind their dots.
-
-    Args:
-        heading: over the names, which are printable already. columns: heading -> texts.
-        right: columns set to the right. whole: columns whose lines are not broken. styles: of the rows.
-    """
+    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest."""
     columns = dict(columns)
     for name in optional:
         if (

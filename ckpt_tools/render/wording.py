@@ -15,13 +15,7 @@ _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 def as_options(text: str) -> str:
-    """A message in which every argument between backticks is the option of the same name.
-
-    >>> as_options("`dtype_only` needs `dtype='bf16'`; leave out `drop=['a b', 'c']`.")
-    "--dtype-only needs --dtype bf16; leave out --drop 'a b' --drop c."
-    >>> as_options("Raise the limit: `limits.raised(records=17)`")
-    'Raise the limit: --limit records=17'
-    """
+    """A message in which every argument between backticks is the option of the same name."""
     return _ARGUMENT.sub(_option, _RAISED.sub(r"--limit \1=\2", text))
 
 

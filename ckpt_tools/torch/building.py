@@ -44,11 +44,7 @@ class Builder:
         self.pending: list[Dict | List | Entry] = []
 
     def build(self, root: Node) -> Any:
-        """The data of a tree.
-
-        Raises:
-            ObjectsError: an object that is not made. TensorError: something that Python or torch refuses to make.
-        """
+        """The data of a tree."""
         try:
             return self._build(root)
         except _REFUSALS as error:

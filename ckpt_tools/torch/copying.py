@@ -24,12 +24,7 @@ _Read = tuple[Source, int, memoryview]
 
 
 def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-    """Copy each entry into a tensor of its shape.
-
-    Where the tensor's memory is the file's bytes in their order (on the CPU, contiguous, of the same dtype), the file is read
-    into it, by as many threads as torch itself works with. Else it goes through a buffer of a few megabytes: to another
-    device, dtype or memory format.
-    """
+    """Copy each entry into a tensor of its shape."""
     reads: list[_Read] = []
     for entry, tensor in copies:
         if not entry.numel:

@@ -16,11 +16,7 @@ from ckpt_tools.torch.loading import choose, loadable
 
 
 def load_edited(path: str | os.PathLike[str], options: ConvertOptions) -> dict[str, torch.Tensor]:
-    """The only state dict of what `convert` with these options would write, as live tensors.
-
-    Raises:
-        NothingMatchedError: there is none, or several. CkptError: see `convert`.
-    """
+    """The only state dict of what `convert` with these options would write, as live tensors."""
     edits = Edits(options)
     with ExitStack() as stack, open_input(path, options) as checkpoint:
         checkpoint.root = edits.apply(checkpoint, Converted(str(path), ""), stack).root

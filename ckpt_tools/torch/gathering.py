@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ckpt_tools.errors import PartError, TensorError, UsageError
-
-if TYPE_CHECKING:  # most models have no distributed tensors
-    from ckpt_tools.formats.parts.rank_parts import Placement, Sizes
+from ckpt_tools.formats.parts.rank_parts import Placement, Sizes
 
 
 def is_dtensor(value: object) -> bool:
@@ -26,11 +24,7 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def has_parts(data: Any) -> bool:
-    """Whether there are tensors in a mapping of which this process holds a part.
-
-    Raises:
-        PartError: a ShardedTensor, which torch itself gathers under another state dict type.
-    """
+    """Whether there are tensors in a mapping of which this process holds a part."""
     found = False
     for value in leaves(data):
         found = found or is_dtensor(value)
@@ -55,11 +49,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def write_gathered(data: Mapping[str, Any], path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Gather the parts of all processes, and let the first of those that name this path write it. Every process calls this.
-
-    Raises:
-        UsageError: processes name one path and hold different tensors. CkptError: of the process that failed, in all.
-    """
+    """Gather the parts of all processes, and let the first of those that name this path write it. Every process calls this."""
     import torch.distributed as dist
 
     from ckpt_tools.io.ranks import Ranks
@@ -110,11 +100,7 @@ class _Gathering:
 
 
 def own_box(tensor: Any) -> tuple[Sizes, Sizes] | None:
-    """Where this rank's part of a DTensor lies in the whole, and its sizes; None for a rank that is not in its mesh.
-
-    Raises:
-        TensorError: the tensor is cut in a way that is not read, or holds sums.
-    """
+    """Where this rank's part of a DTensor lies in the whole, and its sizes; None for a rank that is not in its mesh."""
     from ckpt_tools.formats.parts.rank_parts import box_at
 
     coordinate = tensor.device_mesh.get_coordinate()

@@ -65,12 +65,7 @@ def load_with_hooks(
     model: torch.nn.Module, path: File, *, select: str | None, assign: bool, allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
 ) -> LoadReport:  # fmt: skip
-    """Have the model's own `load_state_dict` load a file's tensors, under the model's names.
-
-    Raises:
-        MatchError: what it does not take, or what is left over and not allowed. TargetError: a hook raised.
-        UsageError: a model whose tensors have no memory, or are in parts.
-    """
+    """Have the model's own `load_state_dict` load a file's tensors, under the model's names."""
     inner = inside_wrappers(model)
     before = inner.state_dict()
     _check_memory(before, assign=assign)
@@ -101,10 +96,7 @@ def _check_memory(state_dict: Mapping[str, Any], *, assign: bool) -> None:
 
 
 def _in_names_of(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file's tensors under the names of a model: the wrappers of the one go, the wrappers of the other come.
-
-    A name that the model does not have, for a hook to deal with, goes with the module that it lies in.
-    """
+    """A file's tensors under the names of a model: the wrappers of the one go, the wrappers of the other come."""
     own = model.state_dict().keys()
     if len(own & state_dict.keys()) * 2 > len(own):
         return state_dict  # as they are

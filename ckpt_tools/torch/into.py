@@ -125,11 +125,7 @@ def _carry_out(plan: LoadPlan) -> None:
 
 
 def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
-    """Give modules their extra state; when one of them refuses, all have what they had.
-
-    Raises:
-        TargetError: a module's own `set_extra_state` or `get_extra_state` raised.
-    """
+    """Give modules their extra state; when one of them refuses, all have what they had."""
     before: list[tuple[torch.nn.Module, Any]] = []
     for module, state in states:
         try:

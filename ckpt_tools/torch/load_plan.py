@@ -34,7 +34,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
-from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.options import LoadOptions
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.loading import loadable
@@ -57,12 +57,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is to happen to a model, all of it checked.
-
-    Attributes:
-        copies: tensors that get values, in order. extra_state: what modules are given beside tensors.
-        assign: whether new tensors with the file's dtypes take the place of the model's. report: the fate of every name.
-    """
+    """What is to happen to a model, all of it checked."""
 
     copies: tuple[Copy, ...]
     extra_state: tuple[tuple[torch.nn.Module, Any], ...]
@@ -92,11 +87,7 @@ class Planner:
         self.report.notes += [text for _, text in told_fold(folded)]
 
     def plan(self) -> LoadPlan:
-        """The fate of every name.
-
-        Raises:
-            MatchError, ConvertError, TargetError: something is left over without a choice, or cannot be copied.
-        """
+        """The fate of every name."""
         slots = self.slots.tensors
         params = tuple(
             Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()

@@ -102,11 +102,7 @@ def _cast_target(dtype: torch.dtype | str) -> DType:
 
 
 def loadable(node: Dict, path: AnyPath) -> Dict:
-    """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`.
-
-    Raises:
-        ObjectsError: tensors that cannot be made without their class.
-    """
+    """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`."""
     kept: list[Pair] = [pair for pair in node.named.items() if is_tensor(pair[1]) or pair[0].endswith("_extra_state")]
     made = Dict(kept, ordered=node.ordered)
     made.attributes = node.attributes

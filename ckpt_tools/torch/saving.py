@@ -106,11 +106,7 @@ def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
 
 
 class _Stream(io.RawIOBase):
-    """Writes to an output, with our errors. After one it takes everything and writes nothing.
-
-    Attributes:
-        failed: what went wrong.
-    """
+    """Writes to an output, with our errors. After one it takes everything and writes nothing."""
 
     def __init__(self, output: Output) -> None:
         self.output = output

@@ -18,14 +18,7 @@ Owner = tuple[torch.nn.Module, str]
 
 @dataclass(slots=True)
 class Slot:
-    """One tensor of a model under one of its names.
-
-    Attributes:
-        name: its name in the model's state dict.
-        tensor: the parameter or buffer itself.
-        owners: the modules that hold this very tensor, each with its own name for it; more than one where it is tied.
-        module: the module that the name leads to.
-    """
+    """One tensor of a model under one of its names."""
 
     name: str
     tensor: torch.Tensor
@@ -53,13 +46,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Slots:
-    """All that a model's state dict has a place for.
-
-    Attributes:
-        tensors: name -> slot, in the order of the state dict.
-        extra_state: name -> the module that takes it through `set_extra_state`.
-        meta_buffers: names of buffers on the meta device that no state dict holds; whoever made the model must fill them.
-    """
+    """All that a model's state dict has a place for."""
 
     tensors: dict[str, Slot] = field(default_factory=dict)
     extra_state: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -67,12 +54,7 @@ class Slots:
 
 
 def find_slots(model: torch.nn.Module) -> Slots:
-    """The slots of a model, wrapped or not.
-
-    Raises:
-        TargetError: something in its state dict that is not a plain tensor of its modules: packed weights of a quantised layer,
-            a ShardedTensor, a lazy parameter that has no shape yet. All of them are named.
-    """
+    """The slots of a model, wrapped or not."""
     state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
     holders = _holders(modules)

@@ -5,6 +5,7 @@ It imports torch for `state_dict` alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,17 +13,14 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
 from ckpt_tools.tree.arguments import Location, Renames, natural
 from ckpt_tools.tree.options import as_keywords_of_method
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
-
-    from ckpt_tools.operations.convert.report import Converted
 
 # The order in which `convert` does it; those of a row come together.
 _ORDER = (
@@ -67,11 +65,7 @@ class Steps:
         """Nothing stays open between two calls."""
 
     def _step(self, step: str, **options: Any) -> Self:
-        """One step more.
-
-        Raises:
-            UsageError: it is said twice, or after one that is carried out later; or its options are not what they can be.
-        """
+        """One step more."""
         if step in self.said and step not in _SEVERAL:
             raise UsageError(f"`{step}` is said twice.")
         if later := [one for one in self.said if _PLACES[one] > _PLACES[step]]:

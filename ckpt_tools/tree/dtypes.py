@@ -17,17 +17,7 @@ Family = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
 @unique
 class DType:
-    """One element type.
-
-    Attributes:
-        name: torch's name without `torch.`; for a safetensors type that torch lacks, its own name in lower case.
-        bits: bits that one element takes in a file (torch pads its sub-byte ints to 8).
-        family: what kind of number it is.
-        storage: the torch storage class that carries it, or None where torch uses an UntypedStorage.
-        safetensors: its code in a safetensors header, or None.
-        packed: how many safetensors elements one torch element holds (2 for float4_e2m1fn_x2).
-        in_torch: whether torch has it.
-    """
+    """One element type."""
 
     name: str
     bits: int
@@ -122,9 +112,5 @@ _WORDS = {name: name for name in CAST_TARGETS.values()} | CAST_TARGETS | {
 
 
 def cast_target(word: str) -> str | None:
-    """torch's name of the type that a word means; None for what floats are not cast to.
-
-    >>> cast_target("torch.half"), cast_target("BF16"), cast_target("int8")
-    ('float16', 'bfloat16', None)
-    """
+    """torch's name of the type that a word means; None for what floats are not cast to."""
     return _WORDS.get(word.lower().removeprefix("torch."))

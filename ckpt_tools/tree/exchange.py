@@ -37,15 +37,7 @@ _MAX_ATTACHED = 50  # tensors in the attributes of tensors, in tuples
 
 
 def replace(root: Node, swap: Swap, *, values: frozenset[type] = frozenset()) -> Node:
-    """Exchange records everywhere, keys and arguments included.
-
-    `swap` gets each Entry, Object, Storage, Global and ByteString once, and returns it or another node, whose parts are
-    exchanged in turn. DROP leaves it out of its dict or list; in a tuple, or as the root, None takes its place. Containers are
-    edited in place, so that shared references and cycles stay.
-
-    Args:
-        values: types of plain values that `swap` gets too.
-    """
+    """Exchange records everywhere, keys and arguments included."""
     return _Exchange(swap, values).run(root)
 
 

@@ -57,11 +57,7 @@ _NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which 
 
 
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
-    """The line for a shell that mends a file: `ckpt COMMAND FILE FILE.fixed OPTIONS`.
-
-    Args:
-        suffix: the extension of the output where it is not the input's; never one of a format that is not written here.
-    """
+    """The line for a shell that mends a file: `ckpt COMMAND FILE FILE.fixed OPTIONS`."""
     if path.startswith("<"):  # an open file, standard input: whatever it is called where it is saved
         path = "FILE.pth"
     if path.startswith("-"):  # else it would be options

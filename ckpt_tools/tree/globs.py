@@ -11,11 +11,7 @@ from ckpt_tools.text import did_you_mean
 
 
 class Globs:
-    """Globs in their order.
-
-    Attributes:
-        unused: those that have matched nothing yet, in order.
-    """
+    """Globs in their order."""
 
     def __init__(self, globs: Iterable[str]) -> None:
         self._patterns = {glob: re.compile(translate(glob)) for glob in globs}
@@ -39,11 +35,7 @@ _LOOKED_AT = 2000  # names; a hint is no reason to wait
 
 
 def behind_prefix(glob: str, names: Iterable[str]) -> list[str]:
-    """The glob as it would match, where names have a prefix that it leaves out: `module.fc.*` for `fc.*`; the first three.
-
-    >>> behind_prefix("fc.*", ["module.fc.weight", "module.fc.bias", "module.conv.weight"])
-    ['module.fc.*']
-    """
+    """The glob as it would match, where names have a prefix that it leaves out: `module.fc.*` for `fc.*`; the first three."""
     pattern = re.compile(translate(glob))
     found: dict[str, None] = {}
     for name in islice(names, _LOOKED_AT):
@@ -56,11 +48,7 @@ def behind_prefix(glob: str, names: Iterable[str]) -> list[str]:
 
 
 def meant_by(glob: str, names: Sequence[str], why: str = "") -> str:
-    """`Did you mean 'module.fc.*'?` for a glob that matches nothing, and `why` it does not; or names that are near; or nothing.
-
-    >>> meant_by("fc.*", ["module.fc.weight"], "`drop` uses the names in IN.")
-    "Did you mean 'module.fc.*'? `drop` uses the names in IN."
-    """
+    """`Did you mean 'module.fc.*'?` for a glob that matches nothing, or names that are near, or nothing."""
     if found := behind_prefix(glob, names):
         return f"Did you mean {', '.join(map(repr, found))}? {why}".rstrip()
     return did_you_mean(glob, names)

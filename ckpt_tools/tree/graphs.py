@@ -31,11 +31,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Graph:
-    """A computation, in an order in which every value is made before it is used.
-
-    Attributes:
-        weights: the name of a parameter or buffer -> its value. inputs, outputs: the model's. operations: what it does.
-    """
+    """A computation, in an order in which every value is made before it is used."""
 
     weights: dict[str, Value] = field(default_factory=dict)
     inputs: list[Value] = field(default_factory=list)
@@ -71,14 +67,7 @@ class Input:
 
 
 def parse(spec: str) -> Input:
-    """An input as text.
-
-    >>> parse("input_ids=1x16:30522")
-    Input(name='input_ids', shape=(1, 16), below=30522)
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """An input as text."""
     found = _SPEC.fullmatch(spec)
     if found is None or found["below"] == "0":
         fix = "1x3x224x224 for normal numbers, 1x16:30522 for integers below 30522, input_ids=1x16:30522 by name."

@@ -35,10 +35,7 @@ _TRANSPARENT = "_checkpoint_wrapped_module"
 
 
 def attributes(node: Node) -> Dict | None:
-    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots.
-
-    Two modules of torch's are pickled as calls of what makes them instead: those that torch.compile and torch.fx gave.
-    """
+    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots."""
     if type(node) is not Object:
         return None
     state = node.state
@@ -71,11 +68,7 @@ def is_module(node: Node) -> TypeGuard[Object]:
 
 
 def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
-    """Every module with the prefix of its names ("", "conv1.") and its attributes, in the order of `state_dict()`.
-
-    Raises:
-        LimitError: modules that hold one another, or millions of names.
-    """
+    """Every module with the prefix of its names ("", "conv1.") and its attributes, in the order of `state_dict()`."""
     todo: list[tuple[str, int, Node]] = [("", 0, module)]
     spare = limits.SUBMODULES.value
     while todo:

@@ -8,11 +8,13 @@ GradSampleModule as `_module`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CollisionError
+from ckpt_tools.frozen import frozen
 
 MODULE = "module."
 # Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
@@ -29,10 +31,7 @@ _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
 
 def wrapped_part(names: Sequence[str]) -> str | None:
-    """The part of a model that DataParallel seems to have wrapped alone: "features" of features.module.0.weight.
-
-    All below the part is below its `module.`, and that holds modules of its own: a model may have a sub-module of that name.
-    """
+    """The part of a model that DataParallel seems to have wrapped alone: "features" of features.module.0.weight."""
     parts: dict[str, list[str]] = {}
     for name in names if any(f".{MODULE}" in name for name in names) else ():
         part, _, rest = name.partition(".")
@@ -44,11 +43,7 @@ def wrapped_part(names: Sequence[str]) -> str | None:
 
 
 def unwrapping(part: str) -> str:
-    r"""The rule for `rename` that takes the wrapper of one part out.
-
-    >>> unwrapping("features")
-    '^features\\.module\\.=features.'
-    """
+    r"""The rule for `rename` that takes the wrapper of one part out."""
     return rf"^{re.escape(part)}\.module\.={part}."
 
 
@@ -58,22 +53,14 @@ def strip_prefix(name: str, prefix: str) -> str:
 
 
 def strip_module(name: str) -> str:
-    """Remove leading `module.`, repeated ones too.
-
-    >>> strip_module("module.module.conv1.weight"), strip_module("norm.module.weight")
-    ('conv1.weight', 'norm.module.weight')
-    """
+    """Remove leading `module.`, repeated ones too."""
     while len(name) > len(MODULE) and name.startswith(MODULE):
         name = name[len(MODULE) :]
     return name
 
 
 def uneven(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names of which one starts with more `module.` than the other: what is left of the longer may be the user's own.
-
-    >>> uneven(["module.conv.weight", "module.module.weight", "epoch"])
-    ('module.conv.weight', 'module.module.weight')
-    """
+    """Two names of which one starts with more `module.` than the other: what is left of the longer may be the user's own."""
     inside = [name for name in names if name.startswith(MODULE)]
     if not any(name.startswith(MODULE * 2) for name in inside):
         return None
@@ -83,11 +70,7 @@ def uneven(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def strip_inner(name: str) -> str:
-    """Remove the wrappers that no user gives an attribute (all but `module.`), at any depth.
-
-    >>> strip_inner("_orig_mod.layer1._fsdp_wrapped_module.weight")
-    'layer1.weight'
-    """
+    """Remove the wrappers that no user gives an attribute (all but `module.`), at any depth."""
     if "._" not in name and not name.startswith("_"):  # as most names; each of these wrappers begins with an underscore
         return name
     *modules, leaf = name.split(".")
@@ -106,21 +89,13 @@ def unwrap(name: str) -> str:
 
 
 def leading_wrappers(name: str) -> tuple[str, ...]:
-    """The run of wrapper prefixes in front of `name`, in order.
-
-    >>> leading_wrappers("_orig_mod.module.conv1.weight")
-    ('_orig_mod.', 'module.')
-    """
+    """The run of wrapper prefixes in front of `name`, in order."""
     lead = _ALL_LEAD.match(name)
     return tuple(_WRAPPER.findall(lead.group())) if lead else ()
 
 
 def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
-    """The wrappers around a model with these names, each once, in order of appearance.
-
-    `module.` and `_module.` count when every dotted name starts with them: in front of a part of them it is a sub-module that
-    its author called so. (`n_averaged`, beside the wrapped names of an AveragedModel, has no dot.)
-    """
+    """The wrappers around a model with these names, each once, in order of appearance."""
     found: dict[str, None] = {}
     leads: dict[str, tuple[str, ...]] = {"": ()}
     dotted: set[str] = set()  # leads of names with a dot
@@ -154,15 +129,7 @@ def check_unique(renamed: Mapping[str, str]) -> None:
 
 
 def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
-    """Where each module path (a key of a state dict's `_metadata`) goes when tensors are renamed.
-
-    A path moves with the tensors below it: `module.conv1` goes to `conv1` when `module.conv1.weight` goes to
-    `conv1.weight`. A path without tensors (a ReLU) moves with its nearest ancestor that has some. A path whose own module
-    is gone (the wrapper's) is left out. Where two paths meet, the deeper one, the wrapped model's, keeps the place.
-
-    Raises:
-        LimitError: a name in more parts than any model has modules in modules.
-    """
+    """Where each module path (a key of a state dict's `_metadata`) goes when tensors are renamed."""
     moves: dict[str, set[str | None]] = {}
     for old, new in renamed.items():
         limits.NAME_PARTS.check(old.count("."), f"A tensor's name has {old.count('.')} dots.")
@@ -186,10 +153,7 @@ def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, 
 def move_metadata(
     renamed: Mapping[str, str], rows: list[tuple[str, Row]], new_root: Callable[[], Row]
 ) -> list[tuple[str, Row]]:
-    """The rows of `_metadata` under their new module paths.
-
-    Where a prefix was added, the wrapper is a module too: it gets the row `new_root()` (torch gives a Module version 1).
-    """
+    """The rows of `_metadata` under their new module paths."""
     targets = module_paths(renamed, [path for path, _ in rows])
     moved = [(targets[path], row) for path, row in rows if path in targets]
     if "" not in targets.values() and any(path == "" for path, _ in rows):
@@ -198,10 +162,7 @@ def move_metadata(
 
 
 def _moved(new: str, rest: str) -> str | None:
-    """The module path in front of `rest` in its new name; None when the modules within `rest` are no longer there.
-
-    The last part, the tensor's own name in its module, may change.
-    """
+    """The module path in front of `rest` in its new name; None when the modules within `rest` are no longer there."""
     inner, within = new.rpartition(".")[0], rest.rpartition(".")[0]
     if not within:
         return inner
@@ -220,3 +181,49 @@ def _target(path: str, moves: Mapping[str, set[str | None]]) -> str | None:
         return "" if targets and not path else None
     (target,) = targets
     return f"{target}.{tail}" if target and tail else str(target) + tail
+
+
+# What people call the attribute.
+HOLDERS = frozenset((
+    "model", "_model", "net", "_net", "network", "_network", "backbone", "base_model", "student", "teacher", "policy", "core",
+))  # fmt: skip
+
+
+@frozen
+class Prefix:
+    """What names have in front of others."""
+
+    text: str
+    longer: list[str]
+    shorter: list[str]
+
+
+def between(names: Sequence[str], wanted: Sequence[str]) -> Prefix | None:
+    """The prefix under which `names` has most of `wanted`; None where it has fewer than half of them under any."""
+    there, shorts = frozenset(names), frozenset(wanted)
+    dots = min(max((name.count(".") for name in shorts), default=0), limits.NAME_PARTS.value)
+    counts = Counter(name.removesuffix(short) for name in there for short in _ends(name, dots) if short in shorts)
+    best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix), prefix), default=None)
+    if best is None or counts[best] * 2 < len(shorts):
+        return None
+    found = [short for short in wanted if best + short in there]
+    return Prefix(best, [best + short for short in found], found)
+
+
+def _ends(name: str, dots: int) -> Iterator[str]:
+    """What a name has behind each of its dots, as far as there are so many dots in it at most."""
+    at = name.rfind(".")
+    while at >= 0 and dots >= 0:
+        yield name[at + 1 :]
+        at, dots = name.rfind(".", 0, at), dots - 1
+
+
+def of_all(names: Sequence[str], holders: Collection[str] | None = HOLDERS) -> Prefix | None:
+    """The first part that all names have, where it is what people call such an attribute (any with None)."""
+    part = names[0].partition(".")[0] if names else ""
+    prefix = f"{part}."
+    if len(names) < 2 or (holders is not None and part not in holders):
+        return None
+    if not all(name.startswith(prefix) and len(name) > len(prefix) for name in names):
+        return None
+    return Prefix(prefix, list(names), [name.removeprefix(prefix) for name in names])

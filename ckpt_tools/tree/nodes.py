@@ -12,14 +12,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.frozen import frozen, unique
+from ckpt_tools.io.content import Content
 from ckpt_tools.tree.dtypes import DType
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.content import Content
 
 Where: TypeAlias = tuple["str | int", ...]
 Pair: TypeAlias = "tuple[Node, Node]"
@@ -28,15 +26,7 @@ Pair: TypeAlias = "tuple[Node, Node]"
 @final
 @unique
 class Storage:
-    """One run of bytes that entries view. Entries that are the same elements of it are tied.
-
-    Attributes:
-        key: its name in the container, unique there.
-        dtype: the element type it was saved with; None for an untyped one (a run of bytes).
-        nbytes: its size in bytes.
-        device: its device tag, None where the container has none.
-        content: where the bytes are.
-    """
+    """One run of bytes that entries view. Entries that are the same elements of it are tied."""
 
     key: str
     dtype: DType | None
@@ -53,14 +43,7 @@ class Storage:
 @final
 @unique
 class Extras:
-    """What a few tensors carry beyond their data.
-
-    Attributes:
-        hooks: the backward hooks node, where it is not the usual empty OrderedDict.
-        metadata: a Dict with the `conj` and `neg` bits of `_rebuild_tensor_v2`, or None.
-        python_type: the class of a tensor subclass (`_rebuild_from_type_v2`), or None.
-        state: Python attributes set on the tensor or parameter, or None.
-    """
+    """What a few tensors carry beyond their data."""
 
     hooks: Node = None
     metadata: Node = None
@@ -117,10 +100,7 @@ _NO_BITS: Set[str] = frozenset()
 
 @final
 class Global:
-    """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped.
-
-    Every object refers to one, and whoever looks at an object looks that up: text and hash are made once.
-    """
+    """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped."""
 
     __match_args__ = ("module", "name")
     __slots__ = ("_hash", "_text", "module", "name")
@@ -222,16 +202,7 @@ Call: TypeAlias = Literal["reduce", "new", "new_ex", "none"]
 
 @final
 class Object:
-    """A Python object that is not plain data, as an inert record of how a pickle would build it.
-
-    Attributes:
-        call: "reduce" for `function(*args)`, "new" for `class.__new__(class, *args)`, "new_ex" with keyword arguments,
-            "none" where the steps happen to the function or class itself.
-        function: what would be called; nearly always a Global.
-        args: the tuple node of arguments.
-        kwargs: keyword arguments of "new_ex", else None.
-        steps: what happened to it next, in order.
-    """
+    """A Python object that is not plain data, as an inert record of how a pickle would build it."""
 
     __slots__ = ("args", "call", "function", "kwargs", "steps")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import wraps
 from inspect import Parameter, Signature, get_annotations, signature
+from os import PathLike
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,14 +26,10 @@ from typing import (
     overload,
 )
 
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.text import check_keywords
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Reader
-
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from ckpt_tools.io.member_paths import File
 
 P = ParamSpec("P")
 Record = TypeVar("Record", bound="Options")
@@ -44,20 +41,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Option:
-    """One option.
-
-    Attributes:
-        default: its value where it is not given. read: makes a value of what a caller gives, or raises UsageError.
-        help: the sentence. in_code: what else callers of the library are told, types above all.
-        metavar: what stands for the value in --help. choices: all values, where they can be counted.
-        kind: "flag", "text", "texts" (given several times), "whole"; "code" is not on the command line.
-        most: the bound of a whole number. completes: "names" or "places".
-        alias: another name on the command line, as it is typed.
-        moves: whether tensors do not stay where they lie in the input.
-        bare: the value where the command line gives none behind the option.
-        common: whether a short --help has it, among the ten that are used most.
-        heading: of the part of --help in which it stands; its record's.
-    """
+    """One option."""
 
     heading = ""
 
@@ -144,12 +128,7 @@ def as_in(record: type[Options], name: str, help: str = "") -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Options:
-    """The base of records of options; a record may be put together from others.
-
-    Attributes:
-        heading: of the part of --help in which its own options stand.
-        options: every option by its name: those of the bases, in the order in which the class lists them, then its own.
-    """
+    """The base of records of options; a record may be put together from others."""
 
     heading: ClassVar[str] = "Options"
     options: ClassVar[dict[str, Option]] = {}
@@ -196,6 +175,7 @@ class Options:
 
 
 # --- functions that take the options of a record as keywords
+
 
 if TYPE_CHECKING:
     StrPath = str | PathLike[str]
@@ -246,10 +226,7 @@ class _Keywords(Protocol[P, Record_co]):
 
 
 def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:
-    """A function whose last argument, `options`, is a record takes the record's options as keywords instead.
-
-    Its signature shows them; its docstring says each where it says `options`.
-    """
+    """A function whose last argument, `options`, is a record takes the record's options as keywords instead."""
     kind: Any = record
 
     def decorate(function: Any) -> Any:

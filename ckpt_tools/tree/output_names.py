@@ -34,11 +34,7 @@ _SHORT_FOR_SAFETENSORS = (".st", ".sft", ".safe")
 
 
 def extension(path: str | os.PathLike[str]) -> str:
-    """The extension of a path or an address, in small letters; of a copy that of the original.
-
-    >>> extension("best.pth.TAR"), extension("s3://bucket/model"), extension("m.safetensors.bak"), extension(".safetensors")
-    ('.tar', '', '.safetensors', '.safetensors')
-    """
+    """The extension of a path or an address, in small letters; of a copy that of the original."""
     name = PurePath(path.called if isinstance(path, Handed) else os.fspath(path)).name.lower()
     for suffix in _OF_COPIES:
         name = name.removesuffix(suffix)
@@ -46,11 +42,7 @@ def extension(path: str | os.PathLike[str]) -> str:
 
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
-    """The container of an output: as said, else `.safetensors` by its extension, a torch-zip by any that means nothing else.
-
-    Raises:
-        UsageError: no such format; or the extension is another format's, or near one that is meant.
-    """
+    """The container of an output: as said, else `.safetensors` by its extension, a torch-zip by any that means nothing else."""
     check_format(format)
     if format != "dcp" and os.fspath(target).endswith(("/", os.sep)):
         raise UsageError(
@@ -94,11 +86,7 @@ def check_format(format: str | None) -> None:
 
 
 def check_one_file(source: str | os.PathLike[str], target: str | os.PathLike[str], format: Format | None) -> None:
-    """Make sure that a folder becomes one file only where that was said: by the name, or by the format.
-
-    Raises:
-        UsageError: IN is a folder or an index of shards, and OUT has a name that a folder could have.
-    """
+    """Make sure that a folder becomes one file only where that was said: by the name, or by the format."""
     if format is None and not names_file(target) and _may_be_folder(source):
         raise UsageError(
             f"Is {target} to be a file or a folder? {source} is a folder.",
@@ -115,11 +103,7 @@ def _may_be_folder(source: str | os.PathLike[str]) -> bool:
 
 
 def check_document_name(path: str | os.PathLike[str], what: str, own: str) -> None:
-    """Make sure that a page, plan or digest is not called a checkpoint.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Make sure that a page, plan or digest is not called a checkpoint."""
     if extension(path) in (_SAFETENSORS, _GGUF, *_TORCH):
         raise UsageError(f"{path} is a checkpoint's name; this writes {what}.", fix=f"For example: {PurePath(path).stem}{own}")
 

@@ -27,12 +27,7 @@ _QUANTISED = (
 
 @frozen
 class Parametrized:
-    """One weight in parts.
-
-    Attributes:
-        name: that of the weight. kind: what is done to it; the empty text where it is not one that is known.
-        parts: what each part is ("g", "v", "orig", "mask", "u", "base") -> its name.
-    """
+    """One weight in parts."""
 
     name: str
     kind: str
@@ -40,11 +35,7 @@ class Parametrized:
 
 
 def part_of(name: str) -> tuple[str, str] | None:
-    """The weight that a tensor is a part of, and which; by its name, so it may be the whole of something else.
-
-    >>> part_of("conv.weight_g"), part_of("conv.parametrizations.weight.original1")
-    (('conv.weight', 'g'), ('conv.weight', 'v'))
-    """
+    """The weight that a tensor is a part of, and which; by its name, so it may be the whole of something else."""
     if "parametrizations." in name and (found := _BELOW.fullmatch(name)):
         return found[1] + found[2], _ROLES.get(found[3], found[3])
     if name.endswith(("_g", "_v", "_orig", "_mask", "_u")) and (found := _BESIDE.fullmatch(name)):

@@ -39,10 +39,7 @@ def children(node: Node) -> Iterator[tuple[str | int, Node]]:
 
 
 def component(key: Node) -> str | int:
-    """A dict key as a path component: text and small ints as they are, anything else as short text.
-
-    Larger ints would let a file choose thousands of paths with one hash value, and every table of paths become slow.
-    """
+    """A dict key as a path component: text and small ints as they are, anything else as short text."""
     if type(key) is str or (type(key) is int and key.bit_length() < 32):
         return key
     if type(key) is int:
@@ -80,23 +77,7 @@ def walk(
     root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True, values: frozenset[type] = frozenset(),
     entries: bool = True, bare: bool = True,
 ) -> Iterator[tuple[Where, Node]]:  # fmt: skip
-    """Every node with its path, depth first in order, the root included.
-
-    A container that is reached again by another path is walked again, as `torch.load` would show it twice, but never
-    inside itself, and not once the walk has become four times as long as the tree is large: the time stays linear.
-
-    Args:
-        root: where to start.
-        stop: do not go below nodes for which this is true.
-        plain: whether plain values (None, numbers, text, bytes) are wanted too. Without, a container that holds nothing
-            else may be left out as well. values: the types of plain values that are wanted nevertheless.
-        entries: whether entries are wanted; without, and with `plain=False`, only containers, objects and their like come.
-        bare: whether globals are wanted, and objects that hold nothing but them and plain values; without, and with
-            `plain=False`, of such objects only torch's own are, since some are tensors.
-
-    Raises:
-        LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
-    """
+    """Every node with its path, depth first in order, the root included."""
     yield (), root
     visits = _Visits(stop, plain=plain, values=values, entries=entries, bare=bare)
     path: list[str | int] = []
@@ -213,16 +194,7 @@ _ITEMS, _ATTRIBUTES = attrgetter("items"), attrgetter("attributes")
 def chunks(
     items: Sequence[Node], values: frozenset[type], met: set[int], *, dicts: bool = False
 ) -> Iterator[tuple[Sequence[Node], frozenset[type]]]:
-    """A row in pieces, each with the types of those of its items that need no look.
-
-    They are `values`, and where all dicts, lists and tuples of a piece hold such values only, or such in turn some levels down,
-    their types too. A row of small containers takes a fifth of the time that asking each of them takes.
-
-    Args:
-        items: the row. values: types of plain values.
-        met: the ids of wide containers that one traversal has looked into so; into one that comes again it does not.
-        dicts: whether dicts that hold values need no look either; those with attributes always do.
-    """
+    """A row in pieces, each with the types of those of its items that need no look."""
     if len(items) <= _NARROW or values.issuperset(map(type, items)):
         yield items, values
         return
@@ -248,11 +220,7 @@ def _are_barren(items: Sequence[Node], values: frozenset[type], met: set[int], *
 
 
 def contents(nodes: Sequence[Any], most: int, met: set[int], *, dicts: bool = True) -> list[Sequence[Node]] | None:
-    """What the dicts, lists and tuples among nodes hold, of dicts each pair, in no order.
-
-    None where that is very much, or more than `most` and not all met for the first time; where dicts have attributes, or
-    without `dicts` where they have items.
-    """
+    """What the dicts, lists and tuples among nodes hold, of dicts each pair, in no order."""
     rows: list[Sequence[Node]] = [node for node in nodes if type(node) is tuple]
     rows += [node.items for node in nodes if type(node) is List]
     found = [node for node in nodes if type(node) is Dict]
@@ -276,11 +244,7 @@ def _are_new(nodes: Sequence[Node], met: set[int]) -> bool:
 
 
 def worth_a_look(items: Sequence[Node], met: set[int], *, dicts: bool = False) -> list[Node]:
-    """The items of a row without plain values, empty dicts, and short lists and tuples of such.
-
-    Args:
-        items: the row. met: as `chunks` has it. dicts: whether dicts that hold plain values may be left out too.
-    """
+    """The items of a row without plain values, empty dicts, and short lists and tuples of such."""
     if len(items) <= _NARROW:
         return [item for item in items if type(item) not in PLAIN and not (type(item) in ROWS and _is_barren(item, PLAIN))]
     found: list[Node] = []
@@ -361,11 +325,7 @@ def _items(node: Node) -> Sequence[Node]:
 
 
 def reachable(root: Node, *, dicts: bool = True, bare: bool = True) -> Iterator[Node]:
-    """Every container and record once, by identity, keys, functions and `__dict__` attributes included; in no promised order.
-
-    Plain values are left out, and so may be lists and tuples of nothing else, and empty dicts; without `dicts` also dicts that
-    hold nothing else; without `bare` also what `walk` leaves out so.
-    """
+    """Every container and record once, by identity, keys, functions and attributes included."""
     seen: set[int] = set()
     met: set[int] = set()
     stack: list[Node] = [root]

@@ -37,12 +37,7 @@ class Chunk:
 
 
 def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) -> Content:
-    """The tensor's bytes, row-major. Chunks that are whole rows stay ranges of their files; others are put together in
-    blocks of a few megabytes while they are written.
-
-    Raises:
-        TensorError: the chunks do not cover the tensor exactly once. LimitError: more boxes than any real tensor has.
-    """
+    """The tensor's bytes, row-major."""
     parts = sorted((chunk for chunk in chunks if prod(chunk.sizes)), key=lambda chunk: chunk.offsets)
     for chunk in parts:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(

@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 
 class ValueCount:
-    """Counts over the elements of a tensor, taken in pieces that may end anywhere: a piece may cut an element in two.
-
-    Attributes:
-        nan, inf, huge: values that are NaN, infinite, or finite with a magnitude over 1e18.
-        nonzero: whether any value is something else than zero.
-        largest: the largest magnitude of the finite values; total, squares: their sum and the sum of their squares. These
-            three are worked out with `moments` only.
-    """
+    """Counts over the elements of a tensor, taken in pieces that may end anywhere: a piece may cut an element in two."""
 
     HUGE = 1e18
 

@@ -27,12 +27,7 @@ _ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What a difference is split into.
-
-    Attributes:
-        up: [out, rank], down: [rank, in], in the dtype that was asked for; their product is the difference.
-        size: the difference's Frobenius norm. error: that of what the product leaves.
-    """
+    """What a difference is split into."""
 
     up: Literal
     down: Literal
@@ -41,32 +36,17 @@ class Factors:
 
 
 def difference_norm(base: Matrix, tuned: Matrix) -> float:
-    """The Frobenius norm of a difference.
-
-    Raises:
-        ConvertError: NaN or infinite values in it.
-    """
+    """The Frobenius norm of a difference."""
     return math.sqrt(sum(float(block.square().sum()) for _, block in _differences(base, tuned)))
 
 
 def difference(base: Matrix, tuned: Matrix) -> Literal:
-    """A small difference itself, as float32.
-
-    Raises:
-        ConvertError: NaN or infinite values in it.
-    """
+    """A small difference itself, as float32."""
     return Literal(b"".join(bytes(as_bytes(block.float())) for _, block in _differences(base, tuned)))
 
 
 def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: bool) -> Factors:
-    """The factors of `tuned - base`, which have one shape; the rank is at most the smaller side.
-
-    Args:
-        turned: whether they are [in, out] and not [out, in].
-
-    Raises:
-        ConvertError: NaN or infinite values in the difference, or factors that the dtype cannot hold.
-    """
+    """The factors of `tuned - base`, which have one shape; the rank is at most the smaller side."""
     import torch
 
     with one_thread():

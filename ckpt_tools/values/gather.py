@@ -24,11 +24,7 @@ _LONG_RUN = 512  # bytes; runs as long as this are read one by one, shorter ones
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a run of bytes: for every dimension its size and how many elements lie between neighbours.
-
-    Attributes:
-        offset: of the first element. sizes, steps: a dimension each.
-    """
+    """Elements of a run of bytes: for every dimension its size and how many elements lie between neighbours."""
 
     offset: int
     sizes: Sizes

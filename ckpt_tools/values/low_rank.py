@@ -44,15 +44,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What one adapter adds to one weight: scale * up @ down.
-
-    Attributes:
-        down: [rank, in], up: [out, rank]. mid: of a convolution in three steps, [rank, rank, ...] between the two.
-        scale: what the product is multiplied with. turned: whether the weight is [in, out], as an embedding's.
-        narrow: whether the product is rounded to the weight's dtype before the sum even where the factors are wider.
-        by_down: whether the product has the dtype of `down`, of which it else has `up`'s.
-        magnitude: DoRA's, of which there is one for every output.
-    """
+    """What one adapter adds to one weight: scale * up @ down."""
 
     down: Matrix
     up: Matrix
@@ -73,11 +65,7 @@ class Addend:
 
 
 def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
-    """The bytes of a weight after the deltas, one after the other, each sum rounded to the weight's dtype.
-
-    Raises, while the bytes are worked out:
-        ConvertError: a factor with NaN or infinite values; a sum that is no longer finite where the weight was.
-    """
+    """The bytes of a weight after the deltas, one after the other, each sum rounded to the weight's dtype."""
 
     def work() -> Iterator[memoryview]:
         layers = [_Layer(delta, base) for delta in deltas]
@@ -97,11 +85,7 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
 
 
 def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
-    """The bytes of a bias after what several adapters add to it.
-
-    Raises, while the bytes are worked out:
-        ConvertError: as `merged`.
-    """
+    """The bytes of a bias after what several adapters add to it."""
 
     def work() -> Iterator[memoryview]:
         vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
@@ -116,11 +100,7 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
 
 
 def recast(matrix: Matrix, target: DType) -> Content:
-    """A tensor in another float dtype.
-
-    Raises, while the bytes are worked out:
-        ConvertError: a finite value that the dtype cannot hold.
-    """
+    """A tensor in another float dtype."""
     if matrix.dtype is target:
         return matrix.content
 

@@ -18,17 +18,7 @@ BINS = 16
 
 @dataclass(slots=True)
 class Moments:
-    """Count, mean, spread and extremes of values that come in blocks.
-
-    Blocks are merged as in Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983), so that a mean far
-    from zero costs no digits. NaN and infinite values are counted, and left out of everything else. Of complex values the
-    modulus is measured.
-
-    Attributes:
-        elements: values seen. finite: those that are neither NaN nor infinite. mean: of the finite ones.
-        squares: sum of squared distances from the mean. low, high: the extremes of the finite ones.
-        zeros, nans, infs: counts.
-    """
+    """Count, mean, spread and extremes of values that come in blocks."""
 
     elements: int = 0
     finite: int = 0
@@ -108,16 +98,7 @@ def histogram(blocks: Iterable[torch.Tensor], moments: Moments, bins: int = BINS
 
 @dataclass(slots=True)
 class Gap:
-    """How far two tensors of one shape are apart, from values that come in pairs of blocks.
-
-    NaN against NaN and an infinity against the same one are equal. Where exactly one is not finite, or they are different
-    infinities, the place counts as changed and in `nonfinite`; differences and the cosine are about places finite in both.
-
-    Attributes:
-        elements, changed: values compared, and those that are not equal (0.0 equals -0.0).
-        nonfinite: changed places where a value is NaN or infinite.
-        max_abs: the largest |a - b|. max_rel: the largest |a - b| / max(|a|, |b|), at most 2.
-    """
+    """How far two tensors of one shape are apart, from values that come in pairs of blocks."""
 
     elements: int = 0
     changed: int = 0
@@ -195,11 +176,7 @@ class Gap:
 
 @dataclass(slots=True)
 class Spread:
-    """How far several tensors of one shape are from their mean: the root mean square of their distances, by the mean's length.
-
-    Attributes:
-        sources: how many they are. apart: the sum of their squared distances. squares: of the mean.
-    """
+    """How far several tensors of one shape are from their mean:"""
 
     sources: int
     apart: float = 0.0

@@ -41,13 +41,7 @@ _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
 
 @dataclass(slots=True)
 class CastCount:
-    """Counted while a cast is written.
-
-    Attributes:
-        overflowed: finite values that became infinite. underflowed: others than zero that became zero.
-        saturated: values that became the largest of their dtype: of fp8 these are not infinite.
-        nan: numbers of quantised weights that are NaN.
-    """
+    """Counted while a cast is written."""
 
     overflowed: int = 0
     underflowed: int = 0
@@ -56,12 +50,7 @@ class CastCount:
 
 
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
-    """The content cast from one float dtype to another, a chunk at a time.
-
-    Args:
-        content: elements of `source`, little-endian.
-        count: where values that do not survive are counted while the bytes are worked out.
-    """
+    """The content cast from one float dtype to another, a chunk at a time."""
 
     def work() -> Iterator[memoryview]:
         import torch
@@ -84,10 +73,7 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
 
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
-    """Write values into a tensor of another float dtype, and count those that do not survive it.
-
-    What is beyond the largest number of fp8 becomes that number: torch would make NaN of it, or an infinity.
-    """
+    """Write values into a tensor of another float dtype, and count those that do not survive it."""
     import torch
 
     before, after = torch.finfo(old.dtype), torch.finfo(new.dtype)
@@ -141,11 +127,7 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for a dtype.
-
-    Raises:
-        ValuesError: this PyTorch is older than the dtype.
-    """
+    """torch's own object for a dtype."""
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -226,10 +208,7 @@ def _parts(content: Joined, start: int, length: int) -> Iterator[Content]:
 
 
 def row_major(entry: Entry) -> Content:
-    """The bytes of an entry, row-major: a range of its storage where it is contiguous, else gathered.
-
-    A gather holds the part of the storage that the entry spans in memory.
-    """
+    """The bytes of an entry, row-major: a range of its storage where it is contiguous, else gathered."""
     item, nbytes = entry.dtype.itemsize, entry.nbytes
     if not nbytes or (entry.is_contiguous and not entry.lazy_bits):
         return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
@@ -289,10 +268,7 @@ def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def view_of(entry: Entry) -> tuple[int, str]:
-    """What two entries have in common that are one and the same view.
-
-    Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
-    """
+    """What two entries have in common that are one and the same view."""
     return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(entry.lazy_bits)))
 
 
@@ -315,11 +291,7 @@ _INTS = frozenset(("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32
 
 
 def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterator[torch.Tensor]:
-    """The values of a content as float64 (complex128 for complex ones), `ELEMENTS` at a time.
-
-    Integers above 2**53 are rounded, as float64 does, unless they are to stay integers. Two float4 in a byte: the low half
-    comes first, as in torch.
-    """
+    """The values of a content as float64 (complex128 for complex ones), `ELEMENTS` at a time."""
     for block in equal_chunks(content, ELEMENTS * dtype.itemsize // dtype.packed):
         yield (_numbers if as_floats else exact)(bytearray(block), dtype)
 
@@ -365,12 +337,7 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
 def weighted_mean(
     parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None, count: CastCount | None = None
 ) -> Computed:
-    """The mean of contents, worked out in float64 (complex128) and rounded once, to `target`; of equal values that value.
-
-    Args:
-        parts: contents of equally many elements, each with its dtype and weight.
-        spread: takes in how far they are from their mean, while that is worked out. count: as of `cast`.
-    """
+    """The mean of contents, worked out in float64 (complex128) and rounded once, to `target`; of equal values that value."""
     largest = math.fsum(abs(weight) for *_, weight in parts)
     weights = [math.ldexp(weight, -math.frexp(largest)[1]) for *_, weight in parts]  # their sum cannot overflow
     whole, exact = math.fsum(weights), target.name in ("float64", "complex128")  # what is rounded needs no last bit
@@ -414,11 +381,7 @@ def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None)
 
 
 def widest(dtypes: Sequence[DType]) -> DType:
-    """The smallest dtype of their family that has the range and the digits of each (as torch.promote_types where that can).
-
-    Raises:
-        ValueError: none has (uint64 with a signed one).
-    """
+    """The smallest dtype of their family that has the range and the digits of each (as torch.promote_types where that can)."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
 

@@ -19,11 +19,7 @@ _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's
 
 
 def folded(weight: Parametrized, parts: Mapping[str, Entry]) -> Computed:
-    """The bytes of the weight, as torch has it in `eval()`.
-
-    Raises:
-        ConvertError: parts that are not floats; while the bytes are worked out, a spectral norm whose rows cannot be told.
-    """
+    """The bytes of the weight, as torch has it in `eval()`."""
     first = parts["v" if weight.kind == "weight norm" else "orig"]
     if first.dtype.family != "float" or not all(has_numbers(entry.dtype) for entry in parts.values()):
         raise ConvertError(f"{weight.name!r} is in parts of {first.dtype.name}; floats are folded.")

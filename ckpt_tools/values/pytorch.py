@@ -10,14 +10,7 @@ from ckpt_tools.errors import CkptError, MissingPackageError, missing
 
 
 def need_torch(why: str) -> None:
-    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out.
-
-    Args:
-        why: what it is needed for, a sentence.
-
-    Raises:
-        MissingPackageError: PyTorch is not installed.
-    """
+    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out."""
     if not _is_installed():
         raise missing("PyTorch", "torch", why)
 
@@ -35,11 +28,7 @@ def _is_installed() -> bool:
 
 @contextmanager
 def torch_told() -> Iterator[None]:
-    """An import of torch that fails in the block, whatever it raises, is an error of ours.
-
-    Raises:
-        MissingPackageError: in place of what the import raised.
-    """
+    """An import of torch that fails in the block, whatever it raises, is an error of ours."""
     try:
         yield
     except CkptError:

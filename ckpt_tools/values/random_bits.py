@@ -24,10 +24,7 @@ LARGEST_NORMAL = 8.3  # the quantile of 2**-53, the smallest number drawn, is -8
 
 
 def uniform(seed: int, name: str, start: int, count: int) -> torch.Tensor:
-    """Numbers `start` to `start + count` of a name's stream, uniform in (0, 1), as float64.
-
-    Each is an odd multiple of 2**-53, so that 0 and 1 never come and 1 - u is exact.
-    """
+    """Numbers `start` to `start + count` of a name's stream, uniform in (0, 1), as float64."""
     import torch
 
     first, last = start // BLOCK, (start + count - 1) // BLOCK
@@ -118,12 +115,7 @@ def _log(x: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonal(seed: int, name: str, rows: int, columns: int) -> torch.Tensor:
-    """A matrix with orthonormal rows, or columns where it has more rows than columns, as float64.
-
-    The Q of a QR decomposition of normal numbers whose R has a positive diagonal (Saxe et al. 2014, as
-    `torch.nn.init.orthogonal_`), by Gram-Schmidt taken twice, which is orthogonal to rounding. LAPACK would be faster and would
-    give other last digits on another processor.
-    """
+    """A matrix with orthonormal rows, or columns where it has more rows than columns, as float64."""
     import torch
 
     count, length = sorted((rows, columns))

@@ -16,14 +16,7 @@ from ckpt_tools.tree.graphs import Graph, Input, Operation, Value
 
 
 def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[], Any] | None) -> Graph:
-    """What a model computes of such inputs.
-
-    Its own numbers are not read, and nothing in it changes. A model that asks for values cannot run without them; `build`
-    makes it on the CPU.
-
-    Raises:
-        Exception: whatever the model raises.
-    """
+    """What a model computes of such inputs."""
     try:
         return _run(model, inputs, "meta")
     except Exception:

@@ -16,11 +16,7 @@ from ckpt_tools.values.numeric import part, row_major
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:
-    """Whether two entries of one dtype and shape hold the same bytes, row-major.
-
-    Strided entries of one layout are compared as they lie first: only where what lies between their elements differs are
-    they gathered.
-    """
+    """Whether two entries of one dtype and shape hold the same bytes, row-major."""
     if (left.stride, left.lazy_bits) == (right.stride, right.lazy_bits) and same_content(_span(left), _span(right)):
         return True
     if left.is_contiguous and right.is_contiguous and not left.lazy_bits and not right.lazy_bits:

@@ -22,11 +22,7 @@ _PART = re.compile(r"(-?\d{1,19})|(-?\d{1,19})?\s*:\s*(-?\d{1,19})?\s*(?::\s*(-?
 
 
 def read_index(text: str, shape: Sequence[int]) -> list[Axis]:
-    """What an index such as `0:3, :5` names in each dimension: a number, or a range.
-
-    Raises:
-        UsageError: it is not an index, or not one of a tensor of this shape.
-    """
+    """What an index such as `0:3, :5` names in each dimension: a number, or a range."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if parts.count("...") > 1:
         raise _refused(text, "it has `...` twice")
@@ -68,10 +64,7 @@ def narrowed(entry: Entry, axes: Sequence[Axis]) -> Entry:
 
 
 def values(entry: Entry) -> torch.Tensor:
-    """The numbers of a view, exactly: floats as float64, complex ones as complex128, the others in their own dtype.
-
-    Two float4 in one element become two numbers along the last dimension. Only what the view needs is read.
-    """
+    """The numbers of a view, exactly: floats as float64, complex ones as complex128, the others in their own dtype."""
     import torch
 
     width = max(entry.dtype.itemsize, 1)

@@ -16,9 +16,9 @@ from unittest import mock
 
 import ckpt_tools
 from ckpt_tools import CkptError
-from ckpt_tools.io.in_place.marks import MARK, journal_path
-from ckpt_tools.io.in_place.rollback import Record, Region, unpack
+from ckpt_tools.io.marks import MARK, journal_path
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.rollback import Record, Region, unpack
 from ckpt_tools.operations.repair.run import roll_back
 from tests.fuzz import raw
 from tests.fuzz.guard import FindingError

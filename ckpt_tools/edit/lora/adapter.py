@@ -31,14 +31,7 @@ _SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What an adapter does to one module.
-
-    Attributes:
-        module: its path, as the adapter has it. component, flat: see `names.Part`.
-        down, up: the factors. scale: what their product is multiplied with.
-        embedding: whether the module is an embedding. magnitude: DoRA's. bias: what is added to its bias, times the scale.
-        mid: the factor between the two. inner: see `names.Part`. base: the weight before the change, where the adapter has it.
-    """
+    """What an adapter does to one module."""
 
     module: str
     component: str
@@ -60,14 +53,7 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter's tensors, sorted.
-
-    Attributes:
-        path: its file. config: what its configuration says; None where it has none.
-        version: of the PEFT that wrote it; (0, 0) where nothing says it.
-        tensors: all that its file holds, by name.
-        changes: what it does to modules. saved: tensors that it holds whole, by the base's names for them.
-    """
+    """An adapter's tensors, sorted."""
 
     path: Path
     config: Config | None
@@ -79,25 +65,14 @@ class Adapter:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Adapter]:
-    """An adapter, open while its tensors are read; that it has not changed is checked at the end.
-
-    Args:
-        path: its folder, or the file of its tensors; adapter_config.json is looked for beside that.
-
-    Raises:
-        ConvertError: no LoRA, or one that cannot be merged. CkptError: see `open_checkpoint`.
-    """
+    """An adapter, open while its tensors are read; that it has not changed is checked at the end."""
     with open_checkpoint(file_of(path)) as checkpoint:
         yield read_adapter(checkpoint)
         checkpoint.decoded.source.check_unchanged()
 
 
 def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The file of an adapter's tensors, which may be named by its folder.
-
-    Raises:
-        FolderError: there is none in the folder.
-    """
+    """The file of an adapter's tensors, which may be named by its folder."""
     if is_address(path):
         return path if Path(path).suffix else _remote_file(os.fspath(path).rstrip("/"))
     if not os.path.isdir(path):
@@ -123,11 +98,7 @@ def _no_adapter(path: str | os.PathLike[str]) -> FolderError:
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
-    """Sort the tensors of an open adapter.
-
-    Raises:
-        ConvertError: see `opened`.
-    """
+    """Sort the tensors of an open adapter."""
     path = str(checkpoint.path)
     tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}
@@ -219,11 +190,7 @@ def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
 
 
 def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, object], path: str) -> Config:
-    """What is said of a module. Without a configuration `alpha` says the scale, and without that it is 1, as in diffusers.
-
-    Raises:
-        ConvertError: PEFT's names, and nothing says the scale.
-    """
+    """What is said of a module. Without a configuration `alpha` says the scale, and without that it is 1, as in diffusers."""
     config = configs.get("") or configs.get(part.component)
     if config is not None and config.alpha is not None:
         return config
@@ -237,11 +204,7 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, o
 
 
 def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, path: str) -> Change:
-    """The change of one module, its parts checked against each other.
-
-    Raises:
-        ConvertError: a factor that is missing, or shapes that do not go together.
-    """
+    """The change of one module, its parts checked against each other."""
     embedding = "embedding_down" in roles or "embedding_up" in roles
     down, up = (roles.get("embedding_down"), roles.get("embedding_up")) if embedding else (roles.get("down"), roles.get("up"))
     if down is None or up is None:
@@ -297,11 +260,7 @@ def _scale(part: Part, roles: Mapping[Role, tuple[str, Entry]], config: Config, 
 
 
 def _scalar(entry: Entry, name: str) -> float:
-    """The value of a tensor of one number, read without torch.
-
-    Raises:
-        ConvertError: more than one number, or one that is not finite.
-    """
+    """The value of a tensor of one number, read without torch."""
     value = _number(read(row_major(entry)), entry.dtype) if entry.numel == 1 else None
     if value is None or not abs(value) < float("inf"):
         raise ConvertError(f"{name!r} is not one finite number, which alpha is.")

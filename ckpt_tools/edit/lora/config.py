@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError, RemoteMissingError
 from ckpt_tools.formats.open import open_source
+from ckpt_tools.io.address import Address
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.io.remote.address import Address
 
 CONFIG = "adapter_config.json"
 # Initialisations that take something out of the base, which the file of the base does not tell
@@ -41,19 +41,7 @@ _WIDE_CLASS = re.compile(r"(?s)\[.*(?:[^\x00-\x7f]|\\[uUN])|\(\?[a-zA-Z-]*i.*\["
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What an adapter's configuration says.
-
-    Attributes:
-        rank, alpha: of modules that no pattern names; `rank` is None where nothing says it.
-        rslora: whether the scale is alpha / sqrt(rank) and not alpha / rank. dora, biases: whether each of its modules has
-            magnitudes, and a change of its bias; None where nothing says it.
-        alpha_pattern, rank_pattern: exceptions, by regular expressions on the end of a module's path.
-        fan_in_fan_out: whether square weights are stored as [in, out].
-        modules_to_save: modules that are in the adapter whole. base: what the adapter was trained on, in its words.
-        version: of the PEFT that wrote it. mica: whether it is MiCA, of which PEFT rounds the product before the sum.
-        parameters: those of all experts of a layer that it changes, by the ends of their names.
-        ties: whether what it does to an embedding it does to the head that is tied to that.
-    """
+    """What an adapter's configuration says."""
 
     rank: int | None = None
     alpha: float | None = None
@@ -82,11 +70,7 @@ class Config:
 
 
 def read_config(beside: Path) -> dict[str, Any] | None:
-    """The adapter_config.json beside a file, which may be an address; None where there is none.
-
-    Raises:
-        NotACheckpointError, RemoteError: it cannot be read, or is no JSON object.
-    """
+    """The adapter_config.json beside a file, which may be an address; None where there is none."""
     path = beside.beside(CONFIG) if isinstance(beside, Address) else beside.parent / CONFIG
     try:
         source = open_source(path)
@@ -104,11 +88,7 @@ def read_config(beside: Path) -> dict[str, Any] | None:
 
 
 def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, among: int = 1) -> Config:
-    """The configuration of an adapter that can be merged; `among` says of how many in one file.
-
-    Raises:
-        ConvertError: another kind of adapter, a LoRA that has no merged form, or values that mean nothing.
-    """
+    """The configuration of an adapter that can be merged; `among` says of how many in one file."""
     kind = said.get("peft_type")
     if kind != "LORA":
         raise ConvertError(
@@ -131,11 +111,7 @@ def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, am
 
 
 def parse(said: Mapping[str, Any], path: str) -> Config:
-    """The values of a configuration.
-
-    Raises:
-        ConvertError: one that is not of its kind.
-    """
+    """The values of a configuration."""
     rank = said.get("r")
     if rank is not None and not _is_number(rank, whole=True):
         raise ConvertError(f"{path}: r in {CONFIG} is not a whole number above 0.")
@@ -203,10 +179,7 @@ def _check_cost(config: Config, modules: list[str], path: str, most: float) -> N
 
 
 def _steps(key: str, longest: int) -> float:
-    """How many steps a match may take at most: each repeat may end anywhere, each alternative may be tried with each other.
-
-    A repeated group and a reference back are told to take for ever: in one another they do.
-    """
+    """How many steps a match may take at most: each repeat may end anywhere, each alternative may be tried with each other."""
     if len(key) > _LONGEST or _WIDE_CLASS.search(key):
         return math.inf
     bare = _ESCAPED.sub("x", key)

@@ -26,13 +26,7 @@ class Changed:
 
 @dataclass(slots=True)
 class Extraction:
-    """What becomes of the tensors of a tuned model.
-
-    Attributes:
-        factored: module -> its weight. biases: module -> its bias, for every factored one, where any of them changed.
-        saved: module -> its tensors, which the adapter holds whole. left: those that an adapter has no place for.
-        unchanged: how many tensors are equal.
-    """
+    """What becomes of the tensors of a tuned model."""
 
     factored: dict[str, Changed] = field(default_factory=dict)
     biases: dict[str, Changed] = field(default_factory=dict)
@@ -42,11 +36,7 @@ class Extraction:
 
 
 def sort(base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None) -> Extraction:
-    """Sort the tensors of two models of the same names.
-
-    A weight of two dimensions, or of a convolution without groups, becomes factors. Of other tensors the module is held whole
-    where no module is inside it; what is not in such a module, or not matched by `only`, is left.
-    """
+    """Sort the tensors of two models of the same names."""
     found = Extraction()
     changed = _changed(base, tuned, found)
     by_module = _Modules(base, tuned)
@@ -69,11 +59,7 @@ def sort(base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None
 
 
 def _changed(base: Mapping[str, Node], tuned: Mapping[str, Node], found: Extraction) -> dict[str, Changed]:
-    """The tensors that differ; of tied ones the first name, since a merge adds to all what it adds to one.
-
-    Raises:
-        ConvertError: tensors that are tied in the base, and differ in the tuned model.
-    """
+    """The tensors that differ; of tied ones the first name, since a merge adds to all what it adds to one."""
     changed: dict[str, Changed] = {}
     seen: dict[object, tuple[str, Entry]] = {}
     for name, one in base.items():

@@ -19,14 +19,7 @@ from ckpt_tools.values.same_bytes import same_content
 
 
 class Merging:
-    """The adapters that are merged into one state dict: planned one by one, then applied together.
-
-    What is tied stays one tensor, and gets what the adapters add to any of its names, as a parameter that two modules share
-    does in PEFT.
-
-    Args:
-        root: the tree that the state dict is in. node: the state dict. path: the base, for messages.
-    """
+    """The adapters that are merged into one state dict: planned one by one, then applied together."""
 
     def __init__(self, root: Node, node: Dict, path: str) -> None:
         self.root, self.node = root, node
@@ -48,11 +41,7 @@ class Merging:
         return replaced + self.equal_bases
 
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
-        """Note down what an adapter changes.
-
-        Raises:
-            ConvertError: see `Planning.run`.
-        """
+        """Note down what an adapter changes."""
         return Planning(self.base, self, adapter, given, weight).run()
 
     def change(self, name: str, given: str, delta: Delta) -> None:
@@ -94,11 +83,7 @@ class Merging:
         return key
 
     def apply(self) -> Node:
-        """Put what was planned into the tree; returns its root.
-
-        Raises:
-            ConvertError: a tensor that shares memory with one that is to be changed.
-        """
+        """Put what was planned into the tree; returns its root."""
         need_torch("`lora` adds an adapter to the weights with it.")
         if (name := next((name for name in self.own if name in self.changed), None)) is not None:
             raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")

@@ -41,15 +41,7 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of an adapter.
-
-    Attributes:
-        module: the path of the module that it changes; of a tensor that stands for itself, its own name.
-        role: what it is of that module's change; None for a tensor that stands for itself.
-        component: the part of a pipeline that the module is in (`unet`, `lora_te1`); the empty text where there is one only.
-        flat: whether `module` has underscores where the base has dots.
-        peft: whether the name begins as PEFT's. inner: whether it is of a module inside of one that is changed itself.
-    """
+    """One tensor of an adapter."""
 
     module: str
     role: Role | None
@@ -60,13 +52,7 @@ class Part:
 
 
 def read_name(name: str) -> Part:
-    """What the name of a tensor in an adapter says.
-
-    >>> read_name("base_model.model.layers.0.q_proj.lora_A.weight")
-    Part(module='layers.0.q_proj', role='down', component='', flat=False, peft=True, inner=False)
-    >>> read_name("lora_te_text_model_encoder.alpha")
-    Part(module='text_model_encoder', role='alpha', component='lora_te', flat=True, peft=False, inner=False)
-    """
+    """What the name of a tensor in an adapter says."""
     for role, rule in _ROLES:
         if found := _at_end(rule, name):
             old = found.group().startswith("_lora")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change
-from ckpt_tools.edit.lora.partners import Found, Modules, Way
 from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.text import listed, some
+from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix
 from ckpt_tools.values.numeric import row_major, view_of
@@ -51,12 +51,7 @@ class Merged:
 
 
 class Base:
-    """The state dict that adapters are merged into: its tensors by name, its modules by path.
-
-    Attributes:
-        path: what it is called in messages. names: module path -> the name of its weight.
-        quantised: the modules whose weight is quantised, with the tensor that says so.
-    """
+    """The state dict that adapters are merged into: its tensors by name, its modules by path."""
 
     def __init__(self, tensors: Mapping[str, Node], path: str) -> None:
         self.tensors, self.path = tensors, path
@@ -86,11 +81,7 @@ class Base:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def entry(self, name: str) -> Entry:
-        """A tensor that can be added to.
-
-        Raises:
-            ConvertError: it is quantised, integer, sparse.
-        """
+        """A tensor that can be added to."""
         node = self.tensors[name]
         if type(node) is Entry and node.dtype.name in _DTYPES:
             return node
@@ -133,11 +124,7 @@ class Planning:
         self.turned = Turned(adapter, base.tensors)
 
     def run(self) -> Merged:
-        """Find the partners of all tensors.
-
-        Raises:
-            ConvertError: a tensor of the adapter without a partner, or with several; shapes that do not fit; a quantised base.
-        """
+        """Find the partners of all tensors."""
         groups: dict[tuple[str, bool], list[Change]] = {}
         for change in self.adapter.changes:
             groups.setdefault((change.component, change.flat), []).append(change)
@@ -177,11 +164,7 @@ class Planning:
         return found.way
 
     def add(self, change: Change, module: str) -> None:
-        """The change of one module.
-
-        PEFT up to 0.21 adds what `out_proj` of a MultiheadAttention gets twice, in training as in merging
-        (huggingface/peft#3774): the adapter has learned with that.
-        """
+        """The change of one module."""
         name = self.base.names[module]
         entry, report = change.base or self.base.entry(name), self.report
         if fits(change, entry) is None:
@@ -317,3 +300,84 @@ def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found)
         f"{given} changes {len(changes)} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
         why="Left out, they would be lost.", fix=fix,
     )  # fmt: skip
+
+
+Fits = Callable[[str, str], bool]
+_MOST_WAYS = 1000  # prefixes that are tried; a model has one
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What leads from an adapter's paths to those of a base: a prefix less, a prefix more."""
+
+    strip: str = ""
+    add: str = ""
+
+    def __call__(self, path: str) -> str | None:
+        """The path in the base; None where the adapter's does not begin so."""
+        return self.add + path[len(self.strip) :] if path.startswith(self.strip) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found."""
+
+    partners: Mapping[str, str] = field(default_factory=dict)
+    way: Way | None = None
+    missing: Sequence[str] = ()
+    several: Sequence[Way] = ()
+
+
+class Modules:
+    """The modules of a base, by their paths without wrappers; for an adapter with underscores for dots also by such."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.paths: dict[str, list[str]] = {}
+        for path in paths:
+            self.paths.setdefault(unwrap(f"{path}.")[:-1], []).append(path)
+        self.flat: dict[str, list[str]] = {}
+        for path, own in self.paths.items():
+            self.flat.setdefault(path.replace(".", "_"), []).extend(own)
+
+    def find(self, wanted: Sequence[str], *, flat: bool, fits: Fits) -> Found:
+        """The partners of all paths by one way; exactly the same paths before any other way."""
+        known = self.flat if flat else self.paths
+        if not wanted:
+            return Found(way=Way())
+        separator = "_" if flat else "."
+        ways = [Way(), *_ways(wanted[0], known, separator)][:_MOST_WAYS]
+        whole = [way for way in ways if all(way(path) in known for path in wanted)]
+        good = [way for way in whole if all(any(fits(path, base) for base in known[way(path) or ""]) for path in wanted)]
+        if not whole:
+            best = max(ways, key=lambda way: sum(way(path) in known for path in wanted))
+            return Found(missing=[path for path in wanted if best(path) not in known])
+        chosen = good or whole
+        if len(chosen) > 1 and chosen[0] != Way():
+            return Found(several=chosen)
+        way = chosen[0]
+        partners = {path: known[way(path) or ""] for path in wanted}
+        if doubled := next((bases for bases in partners.values() if len(bases) > 1), None):
+            return Found(several=[Way("", base) for base in doubled])
+        return Found({path: bases[0] for path, bases in partners.items()}, way)
+
+
+def _ways(path: str, known: Iterable[str], separator: str) -> list[Way]:
+    """The ways from one path to all that end as it does: the longer the common end the earlier."""
+    parts = path.split(separator)
+    found: dict[Way, int] = {}
+    for base in known:
+        common = _common_end(parts, base.split(separator))
+        if common and (separator == "." or common == len(parts)):  # of a part with underscores only the whole is meant
+            end = len(separator.join(parts[-common:]))
+            found[Way(path[: len(path) - end], base[: len(base) - end])] = common
+    found.pop(Way(), None)
+    return sorted(found, key=lambda way: -found[way])
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    count = 0
+    for left, right in zip(reversed(one), reversed(other), strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

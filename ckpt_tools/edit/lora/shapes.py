@@ -49,11 +49,7 @@ def turned_by_biases(tensors: Mapping[str, Node]) -> dict[str, set[bool]]:
 
 
 class Turned:
-    """Which weights are stored as [in, out], as transformers' Conv1D has them: the shape says it, but of square ones.
-
-    Those are as others whose last name is the same (GPT-2 has two `c_proj`), by the factors or by the bias in the base. Else
-    PEFT's `fan_in_fan_out` decides, where nothing contradicts it: it is that of the last module that PEFT looked at.
-    """
+    """Which weights are stored as [in, out], as transformers' Conv1D has them: the shape says it, but of square ones."""
 
     def __init__(self, adapter: Adapter, tensors: Mapping[str, Node]) -> None:
         self.path, self.said = adapter.path, adapter.config is not None and adapter.config.fan_in_fan_out
@@ -69,11 +65,7 @@ class Turned:
                 self.own.add(fit)
 
     def is_turned(self, change: Change, entry: Entry) -> bool:
-        """Whether this one is.
-
-        Raises:
-            ConvertError: a square one, and what is known contradicts itself.
-        """
+        """Whether this one is."""
         if change.embedding or len(entry.shape) != 2 or is_oblong(entry.shape):
             return bool(fits(change, entry))
         same = self.known.get(last_name(change.module), set())

@@ -18,13 +18,7 @@ _KINDS = {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA", 
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What an adapter is; None for a checkpoint that is not one.
-
-    Returns:
-        `kind`, `names` (whose), `modules`, `targets` (last name: modules), `ranks` (rank: modules), `alpha`, `rslora`,
-        `elements` that it changes, `delta_bytes` that the changes would take in the dtype of the factors, `saved` (tensors
-        that it holds whole), `base` (what it was trained on), `problem` (why it cannot be merged).
-    """
+    """What an adapter is; None for a checkpoint that is not one."""
     if len(checkpoint.state_dicts) != 1:
         return None
     tensors = tensors_by_name(checkpoint.state_dicts[0].node)

@@ -25,18 +25,7 @@ _COST_OF_PART = 8  # each is made plain, compared and hashed
 
 
 def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
-    """Make the keys of dicts and the elements of sets plain, in place.
-
-    A frozenset becomes a tuple. What has no hashable plain form, or one that is a key already, becomes the name of its
-    class, with a number where that is taken: its value is not lost with it.
-
-    Args:
-        root: the tree.
-        plain: what an object becomes. simple: the types of keys that stay as they are.
-
-    Returns:
-        The objects, each with what it became.
-    """
+    """Make the keys of dicts and the elements of sets plain, in place."""
     keys = _Keys(plain, simple)
     for node in list(visit.reachable(root)):
         if type(node) is Dict:

@@ -91,11 +91,7 @@ def in_state_dicts(root: Node) -> Iterator[Tensor]:
 
 
 def outside_state(root: Node) -> set[int]:
-    """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew.
-
-    They are buffers with persistent=False, and what pruning and the older weight and spectral norms compute from parameters
-    (torch/nn/utils: `weight` from `weight_orig`, or from `weight_g` and `weight_v`).
-    """
+    """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew."""
     found: set[int] = set()
     for module in filter(is_module, reachable(root, dicts=False, bare=False)):
         state = attributes(module)
@@ -139,11 +135,7 @@ _NOT_IN_PLAIN = "They lie in objects whose plain form, the state dict of a modul
 
 
 def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:
-    """Make sure that --drop names every tensor that would be lost, or what it lies in.
-
-    Raises:
-        ObjectsError: some are not named.
-    """
+    """Make sure that --drop names every tensor that would be lost, or what it lies in."""
     globs = Globs(drop)
     unnamed = []
     for where in lost:
@@ -171,11 +163,7 @@ def _lost_error(path: Path, lost: Sequence[Where], why: str) -> ObjectsError:
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
-    """Make sure that load code gets every tensor of a state dict, or of the module that gave it.
-
-    Raises:
-        ObjectsError: it would not.
-    """
+    """Make sure that load code gets every tensor of a state dict, or of the module that gave it."""
     parts = model_parts(state_dict)
     inner = [(key, value) for key, value in parts if not is_tensor(value) and not is_extra(key) and type(value) is not Dict]
     lost: list[Where] = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]

@@ -57,11 +57,7 @@ class Fate:
 
 
 def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tuple[Where, str]]:
-    """Every object and global below `root` that is not known plain data, with its path and its global's name.
-
-    Args:
-        root: the tree. places: where its records are, if that is known.
-    """
+    """Every object and global below `root` that is not known plain data, with its path and its global's name."""
     nodes = [(node, name) for node in visit.reachable(root, dicts=False) if (name := _unknown_name(node)) is not None]
     if not nodes:
         return []
@@ -135,18 +131,7 @@ _KEYS = frozenset((type(None), bool, int, float, str))
 def make_plain(
     root: Node, *, oldest: bool = False, file_bytes: int = 0, unknown: Iterable[tuple[Where, str]] | None = None
 ) -> tuple[Node, list[Fate]]:
-    """Exchange every object for plain data; what has no plain form is dropped. Returns the root (None where
-    that is dropped) and every object's fate.
-
-    Args:
-        root: the tree.
-        oldest: whether torch 2.4's weights_only has to take it too: sets become lists, bytes and complex numbers tensors.
-        file_bytes: the size of the file that it is from, by which the tensors that are made are limited.
-        unknown: what `find_unknown` found in it, where that was asked before.
-
-    Raises:
-        LimitError: they are more than a file of this size may have.
-    """
+    """Exchange every object for plain data; what has no plain form is dropped."""
     new, numbers = _New(file_bytes), iter(range(1 << 62))
     places = _places(root, values=oldest, made=_New(file_bytes).add)
     unknown = find_unknown(root, places) if unknown is None else unknown

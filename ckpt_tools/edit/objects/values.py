@@ -43,12 +43,7 @@ _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def plain_object(node: Object, name: Global, key: Key) -> Node | Drop:
-    """The plain form of an object, whose parts are still as they were; DROP where it has none.
-
-    Args:
-        node: the object. name: what it calls.
-        key: gives a new storage key, for an array that becomes a tensor.
-    """
+    """The plain form of an object, whose parts are still as they were; DROP where it has none."""
     if name == _FROM_TYPE and unusual_tensor(node) is not None:
         return plain_subclass(node)
     if name in ALLOWED and node.call == "reduce" and not node.steps:
@@ -100,10 +95,7 @@ def _conversion(name: Global) -> Converter | None:
 
 
 def plain_subclass(node: Object) -> Node | Drop:
-    """An unusual tensor without a class that torch does not know.
-
-    Of one that cannot be made without its class (torchao's, jagged nested ones) its attributes are left: the tensors in it.
-    """
+    """An unusual tensor without a class that torch does not know."""
     function, python_type, inner, state = _args(node)
     if python_type in ALLOWED and function in ALLOWED:
         return node

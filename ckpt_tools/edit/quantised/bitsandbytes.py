@@ -22,8 +22,8 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised.kernels import Kernel, Nested, Nibbles, Scales
-from ckpt_tools.values.quantised.plain import as_matrix
+from ckpt_tools.values.quantised_kernels import Kernel, Nested, Nibbles, Scales
+from ckpt_tools.values.quantised_plain import as_matrix
 
 _NESTED = ("nested_absmax", "nested_quant_map")
 

@@ -20,9 +20,9 @@ from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, misma
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised.kernels import E2M1, Kernel, Multiplied, Nibbles, Scaled
-from ckpt_tools.values.quantised.plain import as_matrix
-from ckpt_tools.values.quantised.rows import Matrix, Packed, PackedDown, Repeated, Rows
+from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nibbles, Scaled
+from ckpt_tools.values.quantised_plain import as_matrix
+from ckpt_tools.values.quantised_rows import Matrix, Packed, PackedDown, Repeated, Rows
 
 _MX, _NV = 32, 16  # columns with one scale
 _WORD = 32  # bits

@@ -14,9 +14,9 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, NotACheckpointError, RemoteMissingError
 from ckpt_tools.formats.open import Checkpoint, open_source
+from ckpt_tools.io.address import Address
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.io.remote.address import Address
 from ckpt_tools.io.sources import Files
 
 CONFIG = "config.json"
@@ -26,14 +26,7 @@ KEYS = ("quantization_config", "compression_config")  # the second one is what c
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What is said; None or empty for what is not.
-
-    Attributes:
-        method: "fp8", "gptq", "compressed-tensors" ... block: rows and columns of a block with one scale.
-        bits: of a code. group: columns of a group with one scale.
-        zeros_as_they_are: of GPTQ, whether the zero points are stored as they are and not less 1 (`gptq_v2`).
-        variant: AWQ's `version`, or the format of GPTQ.
-    """
+    """What is said; None or empty for what is not."""
 
     method: str = ""
     block: tuple[int, int] | None = None
@@ -44,11 +37,7 @@ class Config:
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
-    """The config beside a checkpoint; one that says nothing where there is none.
-
-    Raises:
-        ConvertError: it is there, and cannot be read.
-    """
+    """The config beside a checkpoint; one that says nothing where there is none."""
     try:
         source = _beside(checkpoint)
     except NotACheckpointError:
@@ -63,11 +52,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def plain_config(source: Source) -> bytes | None:
-    """A config.json without what it says of quantised weights; None where it says nothing.
-
-    Raises:
-        ConvertError: it is not JSON.
-    """
+    """A config.json without what it says of quantised weights; None where it says nothing."""
     content = _read(source)
     return (
         (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") if _strip(content) else None

@@ -16,7 +16,7 @@ from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.quantised.plain import box, plain_content
+from ckpt_tools.values.quantised_plain import box, plain_content
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Dequantised:
-    """What was done.
-
-    Attributes:
-        tensors: scheme of each plain tensor, by its path. counts: of each what its rounding loses.
-        left_out: paths of what a plain model has no place for, with the reason.
-        problems: of what looks quantised and is not whole, where that may stay as it is.
-    """
+    """What was done."""
 
     tensors: dict[Where, str] = field(default_factory=dict)
     counts: dict[str, CastCount] = field(default_factory=dict)
@@ -39,12 +33,7 @@ class Dequantised:
 
 
 def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
-    """Exchange every quantised tensor of every state dict for a plain one of this dtype, in place.
-
-    Raises:
-        ConvertError: a weight without its scale, parts that do not fit, or two schemes that do; nothing is changed then.
-        NothingMatchedError: nothing is quantised.
-    """
+    """Exchange every quantised tensor of every state dict for a plain one of this dtype, in place."""
     state_dicts = list({id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values())
     found = [find(state_dict.node) for state_dict in state_dicts]
     for one in found:
@@ -85,11 +74,7 @@ def _exchange(
 
 
 def as_meant(root: Node, config: Config, *, parts: bool = False) -> Dequantised:
-    """Exchange every quantised tensor for what its numbers mean, in fp32 and in place; what is not whole stays as it is.
-
-    Args:
-        root: the tree. config: of the checkpoint. parts: whether codes and scales of other names stay beside it.
-    """
+    """Exchange every quantised tensor for what its numbers mean, in fp32 and in place; what is not whole stays as it is."""
     done, maker = Dequantised(), _Maker(DTYPES["float32"], config)
     for state_dict in {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values():
         one, entries = find(state_dict.node), dict[str, Entry]()
@@ -129,10 +114,6 @@ class _Maker:
 
 
 def plain_numbers(tensor: Quantised, config: Config, window: Sequence[slice]) -> torch.Tensor:
-    """A box of a quantised tensor's numbers as float32, without working out the rest.
-
-    Raises:
-        ConvertError: its parts do not fit each other.
-    """
+    """A box of a quantised tensor's numbers as float32, without working out the rest."""
     plain = tensor.settle(config)
     return box(plain.make, plain.shape, window)

@@ -22,11 +22,7 @@ def granularity(shape: Sizes, scale: Sizes) -> str:
 
 
 def lay_out(weight: Part, shape: Sizes, scale: Part, config: Config) -> tuple[Sizes, Sizes]:
-    """How many scales there are along every dimension of the plain weight, and how many elements each is for.
-
-    Raises:
-        ConvertError: the shapes do not fit each other, or fit in several ways.
-    """
+    """How many scales there are along every dimension of the plain weight, and how many elements each is for."""
     grid = _grid(weight, shape, scale)
     rows = grid[:-1] == shape[:-1] and prod(shape[:-1]) > 1  # groups of columns in each row
     said = (0,) * len(shape)
@@ -51,11 +47,7 @@ def _grid(weight: Part, shape: Sizes, scale: Part) -> Sizes:
 
 
 def _box(weight: Part, scale: Part, size: int, cells: int, said: int, *, even: bool) -> int:
-    """How many of `size` elements each of so many scales is for; `said` by config.json, 0 where it says nothing.
-
-    Where nothing is said, groups of columns are `even` (who quantises so refuses others), and a block is a power of two: at
-    most one is possible for two cells and more.
-    """
+    """How many of `size` elements each of so many scales is for; `said` by config.json, 0 where it says nothing."""
     if cells in (1, size):
         return size if cells == 1 else 1
     least, most = -(-size // cells), -(-size // (cells - 1)) - 1

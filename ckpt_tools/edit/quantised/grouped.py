@@ -16,8 +16,8 @@ from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised.kernels import Kernel, Scaled
-from ckpt_tools.values.quantised.rows import Columns, ColumnsOfPacked, PackedColumns
+from ckpt_tools.values.quantised_kernels import Kernel, Scaled
+from ckpt_tools.values.quantised_rows import Columns, ColumnsOfPacked, PackedColumns
 
 _WORD = 32
 _BITS = (2, 3, 4, 8)

@@ -11,8 +11,8 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised.plain import MakeKernel
-from ckpt_tools.values.quantised.reading import Numbers
+from ckpt_tools.values.quantised import Numbers
+from ckpt_tools.values.quantised_plain import MakeKernel
 
 _SMALL = 1 << 16  # bytes of a tensor that says something about others, in JSON or numbers
 
@@ -39,11 +39,7 @@ class Part:
         return Numbers(row_major(self.entry), self.entry.dtype, exponents=exponents)
 
     def small(self) -> bytes:
-        """Its bytes, where it says something about others.
-
-        Raises:
-            ConvertError: it is larger than any of its kind.
-        """
+        """Its bytes, where it says something about others."""
         if self.entry.nbytes > _SMALL:
             raise ConvertError(f"{self.name!r} has {self.entry.nbytes} bytes.", why=f"Of its kind at most {_SMALL} are read.")
         return read(row_major(self.entry))
@@ -65,14 +61,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """A tensor that is quantised.
-
-    Attributes:
-        name: of the plain tensor. scheme: what the quantisation is called.
-        parts: what it is made of; the plain tensor takes the place of the first.
-        elements: of the plain tensor, as far as shapes tell; None where a tensor has to be read for it.
-        settle: reads what is in small tensors, checks all shapes, and gives the plain tensor; raises ConvertError.
-    """
+    """A tensor that is quantised."""
 
     name: str
     scheme: str

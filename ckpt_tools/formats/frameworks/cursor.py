@@ -18,11 +18,7 @@ class Cursor:
         self._window, self._start = b"", at
 
     def take(self, length: int) -> bytes:
-        """The next bytes.
-
-        Raises:
-            DamagedFileError: there are not so many.
-        """
+        """The next bytes."""
         self.check(length)
         begin = self.at - self._start
         if begin + length > len(self._window):

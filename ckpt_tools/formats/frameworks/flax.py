@@ -44,11 +44,7 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the maps, and where the arrays are; no elements.
-
-    Raises:
-        DamagedFileError: it is not msgpack as Flax writes it. LimitError: nested deeper than any model.
-    """
+    """Read the maps, and where the arrays are; no elements."""
     reader = _Reader(source)
     root = reader.value(0)
     if type(root) is not Dict:

@@ -33,7 +33,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
-from ckpt_tools.values.ggml.types import BY_NUMBER, UNREAD, BlockType
+from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType
 from ckpt_tools.values.numeric import swapped
 
 MAGIC = b"GGUF"
@@ -69,11 +69,7 @@ class _Info:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the header; no tensor bytes.
-
-    Raises:
-        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: a version or a type that is not read.
-    """
+    """Read the header; no tensor bytes."""
     cursor = Cursor(source, len(MAGIC), source.size, _WHAT)
     tensors, keys = _counts(cursor)
     limits.TENSORS.check(tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
@@ -233,7 +229,7 @@ def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> E
             raise UnsupportedContainerError(
                 f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
             )
-        from ckpt_tools.values.ggml.blocks import numbers_of
+        from ckpt_tools.values.ggml_blocks import numbers_of
 
         content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
     elif big:
@@ -289,11 +285,7 @@ def split_count(decoded: Decoded) -> int:
 
 
 def decode_splits(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
-    """The files of one model as one checkpoint, in their order.
-
-    Raises:
-        PartError: one is missing, or says that it is another. DamagedFileError: a tensor is in two.
-    """
+    """The files of one model as one checkpoint, in their order."""
     found = {name: read_shard(name, files, decode_file) for name in loose_shards.complete(names, partial=partial)}
     missing = loose_shards.missing_shards([*found])
     for number, (name, decoded) in enumerate(found.items()):

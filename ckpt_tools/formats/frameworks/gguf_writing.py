@@ -12,7 +12,7 @@ from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING, ty
 from ckpt_tools.formats.safetensors import GGUF_TYPES
 from ckpt_tools.io.content import Content, Literal, Piece
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.ggml.types import BY_NAME, BlockType
+from ckpt_tools.values.ggml import BY_NAME, BlockType
 from ckpt_tools.values.pytorch import need_torch
 
 _ALIGNMENT = 32
@@ -25,15 +25,7 @@ OF_THE_INPUT = "general.file_type"  # says of which types the tensors of the inp
 def lay_out(
     tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, quantise: bool = False
 ) -> list[Piece]:
-    """The pieces of a GGUF.
-
-    Args:
-        tensors: name -> (entry, its bytes row-major). metadata: its keys, with their types in GGUF_TYPES.
-        quantise: matrices of floats become Q8_0 where their rows are whole blocks.
-
-    Raises:
-        ContainerLimitError: a dtype, name or number of dimensions that GGUF does not have; a key that is not of its type.
-    """
+    """The pieces of a GGUF."""
     keys = _keys(metadata)
     alignment = _alignment(metadata)
     infos, pieces, at = [], list[Piece](), 0
@@ -59,7 +51,7 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
         need_torch("`quantize` works blocks out with it.")
-        from ckpt_tools.values.ggml.quantising import Q8_0, quantised
+        from ckpt_tools.values.ggml import Q8_0, quantised
 
         return Q8_0, quantised(content, dtype, name)
     kind = _BY_DTYPE.get(dtype)

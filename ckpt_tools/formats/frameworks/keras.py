@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
@@ -27,9 +28,6 @@ from ckpt_tools.io.sources import Reader
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Storage, check, contiguous_stride
 from ckpt_tools.values.numeric import swapped
-
-if TYPE_CHECKING:
-    import types
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _OWN_FILTERS = frozenset((1, 2, 3))  # deflate, shuffle, fletcher32: others are libraries that HDF5 would load
@@ -90,11 +88,7 @@ def _h5py() -> types.ModuleType:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the groups, and where the arrays are; no elements.
-
-    Raises:
-        UnsupportedContainerError: h5py is not installed; or data in other files. DamagedFileError: HDF5 cannot read it.
-    """
+    """Read the groups, and where the arrays are; no elements."""
     h5py = _h5py()
     warnings: list[Warned] = []
     try:

@@ -60,10 +60,7 @@ def sniff(head: bytes) -> bool:
 
 
 class _Message:
-    """The fields of one message: (number, value), where a value is a number, or the place and length of bytes.
-
-    `wires` says of which wire types the fields are that are read.
-    """
+    """The fields of one message: (number, value), where a value is a number, or the place and length of bytes."""
 
     def __init__(self, place: Range, wires: Mapping[int, tuple[int, ...]], budget: limits.Budget) -> None:
         self.source, self.wires, self.budget = place.source, wires, budget
@@ -130,14 +127,7 @@ class _Tensor:
 
 
 def decode(source: Source, files: Files | None = None) -> Decoded:
-    """Read what the model says of its initializers; no elements.
-
-    Args:
-        source: the model. files: the folder that it is in, for elements in other files.
-
-    Raises:
-        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
-    """
+    """Read what the model says of its initializers; no elements."""
     reader = _Reader(source, files)
     reader.model()
     if not reader.graphs:

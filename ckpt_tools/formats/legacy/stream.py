@@ -56,13 +56,7 @@ _NOWHERE = Literal(b"")
 
 @dataclass(slots=True)
 class Stream:
-    """What a stream holds.
-
-    Attributes:
-        root: the tree. machine: the one that read it: globals, unusual opcodes.
-        storage_bytes: bytes of all storages. end: where the stream ends in its part.
-        little: what its `sys_info` says of the machine that wrote it. classes: the globals whose source code it carries.
-    """
+    """What a stream holds."""
 
     root: Node
     machine: Machine
@@ -76,11 +70,7 @@ NESTED = Global("torch._utils", "_rebuild_nested_tensor")
 
 
 class Blobs:
-    """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage.
-
-    Args:
-        part: where the pickle lies. depth: how many blobs it lies in. prefix: of the keys of storages.
-    """
+    """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage."""
 
     def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
         self.part, self.depth, self.prefix = part, depth, prefix
@@ -139,16 +129,7 @@ _MAGIC = re.compile(
 
 
 def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: dict[int, int] | None = None) -> Stream:
-    """Decode a stream: its pickles, and where each storage lies.
-
-    Args:
-        part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
-        available_bytes: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how
-            many bytes of it there are is put in.
-
-    Raises:
-        DamagedFileError: it ends early, or breaks a promise of the format.
-    """
+    """Decode a stream: its pickles, and where each storage lies."""
     pickles = Pickles(part)
     frame = SmallPickles(pickles, "A pickle of the stream's frame")
     little = _read_head(frame)
@@ -202,12 +183,7 @@ def _cut_pickle(error: PickleError) -> DamagedFileError:
 
 
 class _LegacyStorages(Storages):
-    """Turns the persistent ids of a legacy pickle into storages and classes. Where the bytes lie is known only later.
-
-    Attributes:
-        views: storages that are a range of another: key -> (metadata, the view, its root, first byte).
-        classes: the names of the classes that came with their source code.
-    """
+    """Turns the persistent ids of a legacy pickle into storages and classes. Where the bytes lie is known only later."""
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(lambda key, nbytes: _NOWHERE, prefix)
@@ -295,11 +271,7 @@ def set_content(storage: Storage, content: Content) -> None:
 
 
 def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
-    """The keys of the storages, in the order of their bytes.
-
-    Raises:
-        DamagedFileError: they are not exactly those that the pickle names.
-    """
+    """The keys of the storages, in the order of their bytes."""
     try:
         node = frame.load()
     except PickleError as error:

@@ -60,15 +60,7 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
-    """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes.
-
-    Args:
-        source: the file.
-        available_bytes: where given, a file that is cut off is not an error: see `legacy_stream.read_stream`.
-
-    Raises:
-        DamagedFileError, LimitError: the file breaks a promise of the format.
-    """
+    """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes."""
     stream = read_stream(FilePart(source, 0, source.size), available_bytes=available_bytes)
     machine = stream.machine
     warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
@@ -84,11 +76,7 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
 
 
 def lay_out(root: Node) -> list[Piece]:
-    """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file.
-
-    Raises:
-        ContainerLimitError: a nested tensor, whose sizes torch would read before they are there.
-    """
+    """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
     if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
         raise ContainerLimitError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
@@ -100,14 +88,7 @@ def lay_out(root: Node) -> list[Piece]:
 
 
 def lay_out_in_place(root: Node, decoded: Decoded) -> list[Piece]:
-    """The pieces of the file that was decoded, with this tree and every storage where it is: only the pickles change.
-
-    torch memoizes whatever it pickles and ckpt what is used twice, so that there is room for longer names. What is left of it
-    is filled with memo entries that nothing reads.
-
-    Raises:
-        ContainerLimitError: a storage that is not in the file as it is to be, or pickles that do not fit.
-    """
+    """The pieces of the file that was decoded, with this tree and every storage where it is: only the pickles change."""
     survey = Survey(root)
     storages = sorted(survey.storages, key=_source_order)
     room = _room(storages, decoded)

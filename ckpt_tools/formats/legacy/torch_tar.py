@@ -72,11 +72,7 @@ def is_torchs(source: Source) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the members' headers, the pickles, and the numbers before each storage; no tensor bytes.
-
-    Raises:
-        UnsupportedContainerError: a tar that torch did not write. DamagedFileError: it breaks a promise of the format.
-    """
+    """Read the members' headers, the pickles, and the numbers before each storage; no tensor bytes."""
     members, unread = _members(source)
     objects = _Objects()
     small = [SmallPickles(Pickles(members["storages"], _SMALL_WINDOW), _SMALL)]
@@ -136,12 +132,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
 
 @dataclass(slots=True)
 class _Objects:
-    """Storages and tensors by their keys.
-
-    Attributes:
-        storages: key -> (the storage, the one whose bytes it is a range of, first element in that).
-        tensors: key -> the tensor. roots: storages with bytes of their own.
-    """
+    """Storages and tensors by their keys."""
 
     storages: dict[int, tuple[Storage, Storage, int]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)

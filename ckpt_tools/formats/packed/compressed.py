@@ -26,12 +26,7 @@ Spend = Callable[[int], None]
 
 @frozen
 class Kind:
-    """A way to compress a file.
-
-    Attributes:
-        name, called: its name, alone and with an article. magic: the first bytes. suffix: how names end.
-        shell: the command that undoes it. make: what inflates it; None for zstd, which Python has since 3.14 only.
-    """
+    """A way to compress a file."""
 
     name: str
     called: str
@@ -78,12 +73,7 @@ def _begins_pickle(kind: Kind, head: bytes) -> bool:
 
 
 def inflate(source: Source, kind: Kind) -> Spooled:
-    """The bytes of a compressed file, inflated; they count as what the file being read may inflate to.
-
-    Raises:
-        DamagedFileError: cut off, damaged, or with other bytes behind. LimitError: it inflates to more than any real file, or
-        there is no room for it. UnsupportedContainerError: nothing here inflates zstd.
-    """
+    """The bytes of a compressed file, inflated; they count as what the file being read may inflate to."""
     budget = limits.budget(source.size)
 
     def spend(count: int) -> None:
@@ -123,14 +113,7 @@ Again = bytes | tuple[bytes, ...]
 
 
 def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spend: Spend) -> Generator[bytes, None, int | None]:
-    """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first.
-
-    With `again` also the runs behind it that begin so, zeros between them: gzip, bz2 and lzma read them as one.
-    What zlib inflates before an error is given too, to the last byte: loaders read as much.
-
-    Returns:
-        Where the last one ends, behind the zeros; None where it is cut off.
-    """
+    """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first."""
     opened, at, size = make(), start, _PACKED_BLOCK
     while at < source.size:
         data = source.read(at, min(size, source.size - at))
@@ -198,11 +181,7 @@ def _zstd_module() -> Any:
 
 
 def zstd_blocks(source: Source, spend: Spend) -> Iterator[bytes]:
-    """What a file inflates to, in blocks; `spend` counts them first.
-
-    Raises:
-        UnsupportedContainerError: nothing here inflates it. EOFError: it is damaged, or cut off.
-    """
+    """What a file inflates to, in blocks; `spend` counts them first."""
     module = _zstd_module()
     if module is None:
         raise UnsupportedContainerError(

@@ -59,12 +59,7 @@ def inside(path: Path, name: str) -> Path:
 
 
 def members_of(tar: Source) -> dict[str, Member]:
-    """The files in a tar by their names, in order.
-
-    Raises:
-        AmbiguousFileError: two members of one name, a link, a name that leads out of a folder, or a header that readers take in
-        different ways. DamagedFileError: a damaged header, or the tar is cut off. LimitError: more members than any real one.
-    """
+    """The files in a tar by their names, in order."""
     found: dict[str, Member] = {}
     try:
         for header, part in entries(tar, limits.RECORDS.value, long_names=True):
@@ -96,11 +91,7 @@ def _below(folder: str, members: Mapping[str, Member], order: Sequence[str]) -> 
 
 
 def candidates(archive: Source, members: Mapping[str, Member], begins: Callable[[bytes], bool]) -> dict[str, Folder | Member]:
-    """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one.
-
-    Raises:
-        LimitError: more folders than a file of its size can hold.
-    """
+    """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
     found: dict[str, Folder | Member] = {}
     taken: set[str] = set()  # folders that are one, and all below
     held, order = _folders(members, limits.budget(archive.size)), sorted(members)
@@ -121,11 +112,7 @@ def _above(name: str) -> str:
 
 
 def _folders(members: Mapping[str, Member], budget: limits.Budget) -> dict[str, set[str]]:
-    """The folders in an archive, and what is in each. Each name is paid for: a long path is of many folders.
-
-    Raises:
-        LimitError: more of them than a file of its size can hold.
-    """
+    """The folders in an archive, and what is in each. Each name is paid for: a long path is of many folders."""
     found: dict[str, set[str]] = {"": set()}
     for path in members:
         folder, _, name = path.rpartition("/")
@@ -155,11 +142,7 @@ def _indexes_shards(index: Member) -> bool:
 
 
 def chosen(archive: Source, members: Mapping[str, Member], wanted: str) -> Folder | Member:
-    """The member or folder of this name.
-
-    Raises:
-        NotACheckpointError: there is none.
-    """
+    """The member or folder of this name."""
     if wanted in members:
         return members[wanted]
     if any(name.startswith(f"{wanted}/") for name in members):

@@ -58,15 +58,7 @@ class _Said:
 
 
 def entries(source: Source, most: int, *, long_names: bool = False) -> Iterator[tuple[Header, FilePart]]:
-    """Each member and its bytes, in file order, up to the first empty block.
-
-    Args:
-        most: how many headers there may be. long_names: take names from headers of their own too, which torch never wrote.
-
-    Raises:
-        DamagedFileError: a header is damaged, or the tar is cut off. OddHeaderError: readers may differ in it. LimitError: more
-        headers than a file of its size can hold.
-    """
+    """Each member and its bytes, in file order, up to the first empty block."""
     position, said, budget = 0, _Said(), limits.budget(source.size)
     for _ in range(most):
         if position + TAR_BLOCK > source.size or not any(block := source.read(position, TAR_BLOCK)):
@@ -92,20 +84,12 @@ def entries(source: Source, most: int, *, long_names: bool = False) -> Iterator[
 
 
 def pay(budget: limits.Budget, count: int) -> None:
-    """Count bytes of headers.
-
-    Raises:
-        LimitError: there are too many.
-    """
+    """Count bytes of headers."""
     budget.make(count // BYTES_PER_CONTAINER, "The tar has more headers than a file of its size can hold.")
 
 
 def _header(block: bytes, position: int, said: _Said, *, long_names: bool) -> Header:
-    """One header, with what was said of it before.
-
-    Raises:
-        DamagedFileError: its checksum does not match. OddHeaderError: a kind that is not read.
-    """
+    """One header, with what was said of it before."""
     name, prefix = (_text(block[start:end]) for start, end in ((0, 100), (345, 500)))
     kind, size = block[156:157], _size(block, position)
     if kind in _PAX or (kind in _GNU and long_names):
@@ -120,11 +104,7 @@ def _header(block: bytes, position: int, said: _Said, *, long_names: bool) -> He
 
 
 def _told(data: bytes, header: Header, before: _Said, *, long_names: bool) -> _Said:
-    """What a header of names or sizes says of the member behind it. Times, owners and comments change nothing.
-
-    Raises:
-        OddHeaderError: it is not as it should be, or renames the member where that is not looked for.
-    """
+    """What a header of names or sizes says of the member behind it. Times, owners and comments change nothing."""
     if header.size > _MOST_TEXT:
         raise OddHeaderError(f"a pax header of {header.size} bytes")
     if header.kind in _GNU:

@@ -60,11 +60,7 @@ def text_in(source: Source, head: bytes) -> Source | None:
 
 
 def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
-    """What may be meant by each text in a source that is long enough, and where the text stands.
-
-    Raises:
-        ValueError: a text is longer than any real one.
-    """
+    """What may be meant by each text in a source that is long enough, and where the text stands."""
     for at, text in _texts(source):
         for made in _readings(text):
             yield at, made

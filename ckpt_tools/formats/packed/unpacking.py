@@ -36,12 +36,7 @@ _TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """How to go on inside.
-
-    Attributes:
-        file, folder: read one file, the files of a folder. begins: whether a file that starts so is a checkpoint's.
-        tensors: how many tensors are in what was read.
-    """
+    """How to go on inside."""
 
     file: Callable[[Source], Decoded]
     folder: Callable[[Files], Decoded]
@@ -67,11 +62,7 @@ def _is_tar(source: Source, head: bytes) -> bool:
 
 
 def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decoded:
-    """Read the checkpoint in a packed file; `wanted` is the member that was asked for, "" where that is left to what there is.
-
-    Raises:
-        NotACheckpointError: none is in it, or several. CkptError: see `inflate`, `members_of` and the reader of what is in it.
-    """
+    """Read the checkpoint in a packed file; `wanted` is the member that was asked for, or empty."""
     kind = kind_of(head)
     with limits.of_file(source.size):
         if kind is None:
@@ -123,10 +114,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
 def _with_tensors(
     found: Mapping[str, Folder | Member], readers: Readers, read: dict[str, Decoded]
 ) -> dict[str, Folder | Member]:
-    """Of several, those with tensors, and those that cannot be read; all where that leaves none.
-
-    Each is read once, into `read`, from the one budget of the file; behind two with tensors none is: there are several.
-    """
+    """Of several, those with tensors, and those that cannot be read; all where that leaves none."""
     left: dict[str, Folder | Member] = {}
     for name, place in found.items():
         try:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.parts.cuts import Held, along
 from ckpt_tools.formats.parts.evidence import check_not_twice
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
-from ckpt_tools.formats.parts.merging import Merger
+from ckpt_tools.formats.parts.merging import Held, Merger, along
 from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -49,13 +48,7 @@ class Params:
 def decode(
     names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False
 ) -> Decoded:  # fmt: skip
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes.
-
-    With `partial`, and a rank missing, what every rank has whole is taken, and the rest listed in `Decoded.lost`.
-
-    Raises:
-        PartError: a rank is missing, or has other tensors; a tensor of which nothing says where it was cut.
-    """
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     ranks, missing = _ranks(names, partial=partial)
     parts = [decode_file(files.open(name)) for name in ranks]
     keys = Keys()
@@ -101,11 +94,7 @@ def _flat(part: Decoded) -> dict[str, Entry]:
 
 
 def _params(files: Files, tensors: Mapping[str, Entry]) -> Params | None:
-    """What is known of the whole model; None where nothing is.
-
-    Raises:
-        DamagedFileError: params.json cannot be read. PartError: it is another model's.
-    """
+    """What is known of the whole model; None where nothing is."""
     norm = tensors.get(_NORM)
     length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
     said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}

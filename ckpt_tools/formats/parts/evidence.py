@@ -38,14 +38,7 @@ def _is_varied(data: bytes, itemsize: int) -> bool:
 
 
 def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int], str]) -> None:
-    """No two ranks hold the very same numbers of what was cut among them.
-
-    Args:
-        parts: by rank, what it alone holds of the tensors, in order. shown: a rank as a message shows it.
-
-    Raises:
-        PartError: two do: one file under two names.
-    """
+    """No two ranks hold the very same numbers of what was cut among them."""
     known: dict[object, int] = {}
     for rank, entries in parts.items():
         plain = _in_rows(entries)
@@ -64,14 +57,7 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
 
 
 def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
-    """Numbers and their 16-bit cast, which another file holds, are the same but for rounding.
-
-    Args:
-        pairs: the file of the numbers, the tensor's name, the numbers, what their cast is.
-
-    Raises:
-        PartError: most of them differ: the files are not of one save, or have changed names.
-    """
+    """Numbers and their 16-bit cast, which another file holds, are the same but for rounding."""
     for file, name, own, cast in pairs:
         numbers, casts = (_numbers(entry) for entry in (own, cast))
         if numbers is None or casts is None:

@@ -17,7 +17,7 @@ from math import prod
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.parts.merging import Merger, Share
 from ckpt_tools.formats.parts.rank_parts import Part
-from ckpt_tools.formats.parts.zero.rows import Row
+from ckpt_tools.formats.parts.zero_rows import Row
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
 from ckpt_tools.values.boxes import Sizes
@@ -41,12 +41,7 @@ class Names:
 
 @dataclass(slots=True)
 class Splitting:
-    """The rows of one checkpoint on their way into tensors.
-
-    Attributes:
-        names: what the target tells. merger: puts tensors together. world: how many ranks there are.
-        made: the tensors by the place of the mapping that they belong into, and their names there.
-    """
+    """The rows of one checkpoint on their way into tensors."""
 
     names: Names
     merger: Merger
@@ -54,14 +49,7 @@ class Splitting:
     made: dict[Where, dict[str, Entry]] = field(default_factory=dict)
 
     def split(self, rows: Mapping[Where, Mapping[int, Part]], tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
-        """Cut rows into tensors; returns the places of what the files have in their place.
-
-        Args:
-            rows: each row's parts by rank. tensors: everything in the files, by rank and place.
-
-        Raises:
-            PartError: the parameters of the target are not as long as the row.
-        """
+        """Cut rows into tensors; returns the places of what the files have in their place."""
         gone = set(rows)
         for where, parts in rows.items():
             holder, prefix = where[:-1], str(where[-1]).rpartition(".")[0]

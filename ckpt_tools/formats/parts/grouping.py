@@ -24,12 +24,7 @@ _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 @frozen
 class Group:
-    """The files of one checkpoint.
-
-    Attributes:
-        stem: what their names have in common. names: the files by rank. world: how many there should be, if the names tell.
-        every: all of them; more than `names` where two are one rank's.
-    """
+    """The files of one checkpoint."""
 
     stem: str
     names: Mapping[int, str]
@@ -92,11 +87,7 @@ def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts.
-
-    Raises:
-        FolderError: that folder is not there.
-    """
+    """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts."""
     try:
         with open(folder / _LATEST, "rb") as file:
             said = file.read(_MOST_DIGITS).strip().decode("ascii", "replace")

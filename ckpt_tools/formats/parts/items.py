@@ -40,14 +40,7 @@ Row = Mapping[str, Any]
 def decode(
     files: Files, decode_file: Callable[[Source], Decoded], only: str | None = None, *, partial: bool = False
 ) -> Decoded:
-    """Read every item's files and put its tensors together; with `only` that item alone is the whole tree.
-
-    With `partial` what is not whole is left out and listed in `Decoded.lost`.
-
-    Raises:
-        PartError: a rank's file is missing, or does not fit what metadata.pkl says. DamagedFileError: that is malformed.
-        UnsupportedContainerError: of another version, or in a way to write files that is not read.
-    """
+    """Read every item's files and put its tensors together; with `only` that item alone is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
     groups = {name: _group(name, files_of, world) for name, files_of in _files_of(described, files.names(), world).items()}
     if only is not None:
@@ -182,11 +175,7 @@ class _Places:
             self.rows.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
 
     def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
-        """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole.
-
-        Raises:
-            PartError: what is here is not what metadata.pkl says.
-        """
+        """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole."""
         rows = self.rows.get(where)
         if rows is None:
             return None

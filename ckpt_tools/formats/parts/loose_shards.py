@@ -33,15 +33,7 @@ from ckpt_tools.tree.nodes import Dict, as_dict
 
 
 def read(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> dict[str, Decoded]:
-    """The structure of every shard, in order; no tensor bytes.
-
-    Args:
-        names: shards that differ in their number alone. files: the folder that they are in. decode_file: reads one.
-        partial: those that are there, all or not.
-
-    Raises:
-        PartError: one is missing, or is there twice; the folder was being overwritten. DamagedFileError: one is not a shard.
-    """
+    """The structure of every shard, in order; no tensor bytes."""
     if any(name.endswith(SUFFIX) for name in files.names()):
         raise PartError(
             f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
@@ -87,11 +79,7 @@ def index_name(shard: str) -> str:
 
 
 def decode(shards: Mapping[str, Decoded], files: Files) -> Decoded:
-    """The shards as one checkpoint, in the order of their numbers.
-
-    Raises:
-        DamagedFileError: a tensor is in two shards.
-    """
+    """The shards as one checkpoint, in the order of their numbers."""
     places_of(shards)
     found = renewed(shards.values())
     root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
@@ -106,11 +94,7 @@ def decode(shards: Mapping[str, Decoded], files: Files) -> Decoded:
 
 
 def missing_index(shards: Mapping[str, Decoded]) -> bytes:
-    """The index of the shards, as JSON.
-
-    Raises:
-        DamagedFileError: a tensor is in two shards.
-    """
+    """The index of the shards, as JSON."""
     places = places_of(shards)
     numbers = {name: number for number, name in enumerate(places)}
     rows = (row for decoded in shards.values() for row in safetensors.aliases_in(decoded.metadata).items())

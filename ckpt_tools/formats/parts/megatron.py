@@ -23,10 +23,9 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Warned
-from ckpt_tools.formats.parts.cuts import Held, along
 from ckpt_tools.formats.parts.grouping import MP_RANK
 from ckpt_tools.formats.parts.megatron_names import Chunk, axis_of, chunk_of, is_expert, with_offsets
-from ckpt_tools.formats.parts.merging import Merger
+from ckpt_tools.formats.parts.merging import Held, Merger, along
 from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -63,14 +62,7 @@ class _Part:
 
 
 def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes.
-
-    Args:
-        names: the files, each below the folder that its rank's name is. files: the folder of all.
-
-    Raises:
-        PartError: a rank is missing, or does not fit the others; a tensor of which nothing says how it was cut.
-    """
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):

@@ -26,12 +26,7 @@ _WHOLE = re.compile(
 
 @dataclass(slots=True)
 class Chunk:
-    """The tensors of one virtual stage on one rank.
-
-    Attributes:
-        tensors: by name, as on the rank. layers: how many there are, by what the names have in front.
-        experts: how many are in a layer. left_out: how many values are not tensors.
-    """
+    """The tensors of one virtual stage on one rank."""
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
@@ -40,11 +35,7 @@ class Chunk:
 
 
 def chunk_of(what: str, node: Node) -> Chunk:
-    """The tensors below a model's state dict, nested or flat.
-
-    Raises:
-        PartError: it is not a state dict; two tensors have one name; layers or experts are not counted from 0.
-    """
+    """The tensors below a model's state dict, nested or flat."""
     found = Chunk()
     layers: dict[str, set[int]] = {}
     experts: dict[str, set[int]] = {}
@@ -72,12 +63,7 @@ def chunk_of(what: str, node: Node) -> Chunk:
 
 
 def with_offsets(chunk: Chunk, layers: Mapping[str, int], expert_rank: int, tied: bool) -> Iterator[tuple[str, Entry]]:
-    """The tensors under their names in the whole model.
-
-    Args:
-        layers: how many are on the stages before. expert_rank: which rank of expert parallelism holds the chunk.
-        tied: whether its head is a copy of the embedding.
-    """
+    """The tensors under their names in the whole model."""
     for name, entry in chunk.tensors.items():
         whole = name
         if match := _LAYER.fullmatch(whole):
@@ -110,14 +96,7 @@ class Cut:
 
 
 def axis_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> Cut | None:
-    """How tensor parallelism cut a tensor; None where every rank has it whole.
-
-    Args:
-        name: in the whole model. held: the parts. other: finds a part by its name. version: `checkpoint_version`.
-
-    Raises:
-        PartError: nothing says.
-    """
+    """How tensor parallelism cut a tensor; None where every rank has it whole."""
     plain = re.sub(r"((?:weight|bias))\d+$", r"\1", name)
     module, _, role = plain.rpartition(".")
     parent, _, kind = re.sub(r"\.local_experts\.\d+", "", module).rpartition(".")

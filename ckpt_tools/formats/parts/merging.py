@@ -7,7 +7,7 @@ which reads them, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -33,12 +33,7 @@ class Share:
 
 
 class Merger:
-    """Puts the tensors of one checkpoint together. Names whose shares are the same in every file are tied.
-
-    Args:
-        keys: gives the storages their keys, unique in the whole checkpoint.
-        called: what the ranks are called, where not by their numbers.
-    """
+    """Puts the tensors of one checkpoint together. Names whose shares are the same in every file are tied."""
 
     def __init__(self, keys: Keys, called: Mapping[int, str] | None = None) -> None:
         self.keys, self.called = keys, called or {}
@@ -49,16 +44,7 @@ class Merger:
         self, name: str, dtype: DType, shape: Sizes, shares: Sequence[Share], *, measured: Sizes | None = None,
         requires_grad: bool = False,
     ) -> Entry:  # fmt: skip
-        """One tensor.
-
-        Args:
-            name: for errors. dtype, shape: of the whole.
-            shares: its boxes, by rank; those of several ranks that are one box are replicas.
-            measured: the shape that the boxes are boxes of, where it is another: `(n,)` for runs of a flattened tensor.
-
-        Raises:
-            PartError: the boxes leave something out, or have another dtype. TensorError: they overlap or reach outside.
-        """
+        """One tensor."""
         boxes: dict[tuple[Sizes, Sizes], Share] = {}
         for share in (share for share in shares if prod(share.sizes)):
             self._check_share(name, dtype, share)
@@ -91,11 +77,7 @@ class Merger:
         return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
-        """Read what several ranks hold, and compare it.
-
-        Raises:
-            PartError: ranks disagree; all such tensors are named, with the ranks.
-        """
+        """Read what several ranks hold, and compare it."""
         if wrong := self.differing():
             raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
 
@@ -138,3 +120,45 @@ def _view(entry: Entry) -> tuple[int, int, Sizes]:
 
 def _device(shares: Sequence[Share]) -> str | None:
     return shares[0].entry.storage.device if shares else "cpu"
+
+
+Held = Sequence[tuple[int, Entry]]  # ranks in the order of their runs, and what each holds
+
+
+def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, pieces: int = 1) -> Entry:
+    """One tensor out of the runs that ranks hold of it, in their order."""
+    first = groups[0][0][1]
+    shares, size = list[Share](), 0
+    for held in groups:
+        for rank, entry in held:
+            if _around(first, axis) is None or _around(entry, axis) != _around(first, axis) or entry.shape[axis] % pieces:
+                one, two = (merger.shown(at) for at in (rank, groups[0][0][0]))
+                among = f", of {pieces} each" if pieces > 1 else ""
+                raise PartError(
+                    f"{name!r} is {list(entry.shape)} on {one}, and {list(first.shape)} on {two}.",
+                    why=f"They should be parts of one tensor along dimension {axis}{among}.",
+                )
+        shares += _shares(axis, held, pieces)
+        size = max(size, sum(entry.shape[axis] for _, entry in held))
+    shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+    return merger.tensor(name, first.dtype, shape, shares, requires_grad=first.requires_grad)
+
+
+def _around(entry: Entry, axis: int) -> tuple[int, ...] | None:
+    """The sizes of the other dimensions; None without the dimension."""
+    return (*entry.shape[:axis], -1, *entry.shape[axis + 1 :]) if axis < len(entry.shape) else None
+
+
+def _shares(axis: int, held: Held, pieces: int) -> Iterator[Share]:
+    at = 0
+    for piece in range(pieces):
+        for rank, entry in held:
+            part = _piece(entry, axis, piece, pieces)
+            yield Share(rank, tuple(at if dim == axis else 0 for dim in range(len(part.shape))), part.shape, part)
+            at += part.shape[axis]
+
+
+def _piece(entry: Entry, axis: int, number: int, pieces: int) -> Entry:
+    size = entry.shape[axis] // pieces
+    shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
+    return replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])

@@ -21,6 +21,7 @@ from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.tree import visit
+from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -31,11 +32,10 @@ from ckpt_tools.tree.nodes import (
     Object,
 )
 
-if TYPE_CHECKING:  # most files are no part: what reads parts is imported where there is one
+if TYPE_CHECKING:
     from ckpt_tools.formats.parts.flat_rows import Names
     from ckpt_tools.formats.parts.rank_parts import Part
     from ckpt_tools.formats.parts.siblings import Siblings
-    from ckpt_tools.tree.findings import Finding
 
 _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
@@ -48,14 +48,7 @@ _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process
 
 @frozen
 class Partition:
-    """What part of what a checkpoint is, and how to get the whole.
-
-    Attributes:
-        found: the sentence. fix: what to do.
-        family: who cut it: "FSDP1", "FSDP2", "HSDP", "TP", "FSDP2 x TP", "DTensor", "DeepSpeed", "Megatron-LM".
-        rank, world: whose part it is, and of how many; None where the file does not say.
-        parts, tensors: how many of how many tensors are parts.
-    """
+    """What part of what a checkpoint is, and how to get the whole."""
 
     found: str
     fix: str
@@ -108,15 +101,7 @@ def _others(checkpoint: Checkpoint) -> Siblings | None:
 def open_whole(
     path: File, *, partial: bool = False, names: Callable[[], Names] | None = None
 ) -> Checkpoint:  # fmt: skip
-    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
-
-    Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones; a rank's file becomes
-    the whole with the others beside it. With `partial` what is not whole in the files of ranks is left out (`Decoded.lost`).
-    `names`: of a target, asked for where parameters are in rows without names.
-
-    Raises:
-        PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
-    """
+    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare."""
     path = as_path(path)
     try:
         return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
@@ -292,7 +277,7 @@ def _of_zero_model(checkpoint: Checkpoint, root: Mapping[str, Node]) -> Partitio
     """Under stages 0 to 2 a model file is whole, in 16 bits; with others beside it, or with experts, it is one of several."""
     if "param_shapes" not in root:
         return None
-    from ckpt_tools.formats.parts.zero.names import is_zero_file
+    from ckpt_tools.formats.parts.zero_names import is_zero_file
 
     if not is_zero_file(checkpoint.name):
         return None

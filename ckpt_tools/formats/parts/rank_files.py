@@ -49,15 +49,7 @@ def decode(
     group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False,
     places: Places | None = None, names: Names | None = None,
 ) -> Decoded:  # fmt: skip
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes.
-
-    `places` tells where plain tensors lie; without it they are replicated. `names` are of a target, into whose tensors rows of
-    parameters without names are cut. With `partial` what is not whole is left out and
-    listed in `Decoded.lost`; files that do not belong together are refused all the same.
-
-    Raises:
-        PartError: a rank is missing, is another's, or has other tensors; boxes leave something out; sums (`Partial`).
-    """
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")

@@ -65,17 +65,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank holds of one tensor.
-
-    Attributes:
-        kind: "dtensor" or "sharded".
-        dtype, shape: of the whole.
-        held: the boxes that are here; a rank may hold none, or an empty one.
-        rank, world: whose file it is, and of how many; None and 0 where it does not say.
-        listed: the boxes of all ranks, which a ShardedTensor lists.
-        mesh, placements: of a DTensor.
-        requires_grad: as torch says it of a tensor.
-    """
+    """What one rank holds of one tensor."""
 
     kind: Literal["dtensor", "sharded"]
     dtype: DType
@@ -115,11 +105,7 @@ class PartReader:
         self.meshes: dict[int, tuple[Mesh, int | None, Sizes | None, int]] = {}
 
     def read(self, node: Node) -> Part | None:
-        """The part of a tensor that an Object rebuilds; None for anything else.
-
-        Raises:
-            TensorError: its place in the whole cannot be read, or contradicts what is here.
-        """
+        """The part of a tensor that an Object rebuilds; None for anything else."""
         unusual = unusual_tensor(node)
         if type(node) is not Object or unusual is None or unusual.kind not in PART_KINDS:
             return None
@@ -170,12 +156,7 @@ class PartReader:
 def box_at(
     shape: Sizes, mesh: Sizes, placements: Sequence[Placement], coordinate: Sizes, order: Sequence[int] | None = None
 ) -> tuple[Sizes, Sizes]:
-    """Where the box of one rank begins in the whole tensor, and its sizes: what `torch.chunk` gives, cut by cut.
-
-    Args:
-        shape: of the whole tensor. mesh: the sizes of the mesh. placements: one for each of its dimensions.
-        coordinate: of the rank. order: in which order the mesh's dimensions cut; else as the placements say.
-    """
+    """Where the box of one rank begins in the whole tensor, and its sizes: what `torch.chunk` gives, cut by cut."""
     offsets, sizes = [0] * len(shape), list(shape)
     for number in cut_order(mesh, placements) if order is None else order:
         dim, parts = placements[number].dim, mesh[number]
@@ -186,11 +167,7 @@ def box_at(
 
 
 def cut_order(mesh: Sizes, placements: Sequence[Placement]) -> list[int]:
-    """In which order the dimensions of a mesh cut a tensor: from left to right, but for strided ones.
-
-    FSDP cuts what tensor parallelism has cut, and its dimension comes first in the mesh: `_StridedShard(0, split_factor=2)`
-    says that dimensions to its right, two shares in all, come before it.
-    """
+    """In which order the dimensions of a mesh cut a tensor: from left to right, but for strided ones."""
     cuts: dict[int, list[int]] = {}
     for number in reversed(range(len(placements))):
         place = placements[number]

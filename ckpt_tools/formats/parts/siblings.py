@@ -35,18 +35,14 @@ from ckpt_tools.formats.parts.grouping import (
     megatron_files,
     model_group,
 )
-from ckpt_tools.formats.parts.zero.names import is_zero_file, zero_files
+from ckpt_tools.formats.parts.zero_names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """The files of all ranks, as far as they are there.
-
-    Attributes:
-        folder: where they are. count: how many. decode: makes one checkpoint of them.
-    """
+    """The files of all ranks, as far as they are there."""
 
     folder: Path
     count: int
@@ -110,11 +106,7 @@ def _by_dtensors(checkpoint: Checkpoint, item: str, group: Mapping[int, str]) ->
 
 
 def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """What is whole of the files that are at a path; None for anything but files that are parts of one checkpoint.
-
-    Raises:
-        PartError: nothing is whole, or the files do not belong together. CkptError: see `open_checkpoint`.
-    """
+    """What is whole of the files that are at a path; None for anything but files that are parts of one checkpoint."""
     decode = _partial_at(path)
     if decode is None:
         return None
@@ -130,11 +122,7 @@ def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def open_named(path: str | os.PathLike[str], names: Names) -> Checkpoint:
-    """The files of ranks that are at a path, with rows of parameters cut into a target's tensors.
-
-    Raises:
-        PartError: they do not fit the target. CkptError: see `open_checkpoint`.
-    """
+    """The files of ranks that are at a path, with rows of parameters cut into a target's tensors."""
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     every = os.listdir(folder)

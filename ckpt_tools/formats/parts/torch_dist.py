@@ -73,11 +73,7 @@ def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
 
 
 def model_of(root: Node, layers: int) -> Dict:
-    """The model's state dict, in the order of its layers.
-
-    Raises:
-        PartError: a tensor of layers has another number of them; a half is alone.
-    """
+    """The model's state dict, in the order of its layers."""
     stacks: dict[str, dict[str, Entry]] = {}  # by where the layers are: what each of them has
     plain: list[tuple[str, Entry | None]] = []  # in order; None where layers stand
     for key, entry in _tensors(root):

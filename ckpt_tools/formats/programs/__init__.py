@@ -7,11 +7,7 @@ from ckpt_tools.tree.graphs import Graph
 
 
 def graph_in(decoded: Decoded) -> Graph | None:
-    """The graph of a program, None of anything else.
-
-    Raises:
-        ZipError: the graph is malformed. LimitError: it is longer than any model's.
-    """
+    """The graph of a program, None of anything else."""
     if decoded.container == "torch-export":
         from ckpt_tools.formats.programs import exported
 

@@ -21,11 +21,7 @@ _WEIGHTS = {"parameter": "parameter_name", "buffer": "buffer_name"}
 
 
 def graph_in(decoded: Decoded) -> Graph | None:
-    """What the only model of an archive computes; None where there are several.
-
-    Raises:
-        ZipError: the graph is malformed. LimitError: it is longer than any model's.
-    """
+    """What the only model of an archive computes; None where there are several."""
     start = f"{decoded.root_folder}/models/"
     names = [record for record in decoded.records or () if record.name.startswith(start) and record.name.endswith(".json")]
     if len(names) != 1:

@@ -14,7 +14,7 @@ from ckpt_tools.formats.zip.directory import (
     Record,
     read_directory,
 )
-from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
+from ckpt_tools.formats.zip.inner import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 
@@ -22,11 +22,7 @@ _COST = 8  # of a record, in containers: it takes as much memory; torch's own ar
 
 
 def decode(source: Source) -> Decoded:
-    """Read the directory of a zip, and what the zip is in turn.
-
-    Raises:
-        ZipError, PickleError, TensorError: the file breaks a promise. UnsupportedContainerError: another kind of zip.
-    """
+    """Read the directory of a zip, and what the zip is in turn."""
     try:
         directory = read_directory(source)
     except MissingDirectoryError:

@@ -36,7 +36,7 @@ from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.formats.zip.inner import decode_inner
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.in_place.journal import write_all
+from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Window
@@ -79,12 +79,7 @@ def _kind(head: bytes) -> _Decode | None:
 
 
 def decode(source: Source, directory: Directory) -> Decoded:
-    """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole.
-
-    Raises:
-        ZipError, PickleError, TensorError: a member breaks a promise. LimitError: there is no room to inflate a member.
-        UnsupportedContainerError: a member is a zip, and no checkpoint.
-    """
+    """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole."""
     unusual = ["an archive around checkpoints"]
     decoded = Decoded("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
     decoded.warnings += torch_zip.behind(source, directory)
@@ -199,21 +194,14 @@ def _node(value: Any, depth: int) -> Node:
 
 
 class Inflated(Source):
-    """Deflated members of an archive, inflated one behind the other into a temporary file that has no name.
-
-    It goes with the process, or when nothing refers to it any more. It is made when the first member is added.
-    """
+    """Deflated members of an archive, inflated one behind the other into a temporary file that has no name."""
 
     def __init__(self, archive: Source) -> None:
         self.archive, self.path, self.size = archive, archive.path, 0
         self._fd, self._identity = -1, object()
 
     def place(self, record: Record) -> tuple[Source, int]:
-        """The source that a member can be read from by position, and where it starts there; a deflated one is inflated.
-
-        Raises:
-            LimitError: there is no room for it. ZipError: it cannot be inflated.
-        """
+        """The source that a member can be read from by position, and where it starts there; a deflated one is inflated."""
         return (self, self._add(record)) if record.deflated else (self.archive, record.data)
 
     def _add(self, record: Record) -> int:

@@ -43,12 +43,7 @@ def _backwards(source: Source) -> Iterator[tuple[int, int]]:
 
 
 def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
-    """What the archives hold, as a list.
-
-    Raises:
-        AmbiguousFileError: torch would find another archive in the file than these.
-        UnsupportedContainerError: archives in different byte orders. DamagedFileError: one of them is damaged.
-    """
+    """What the archives hold, as a list."""
     first = _torch_reads_the_first(source, spans[0][1])
     parts, keys = [], Keys()
     for start, size in spans:
@@ -73,14 +68,7 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
 
 
 def _torch_reads_the_first(source: Source, first: int) -> bool:
-    """Whether torch opens the file, as the first archive, which is so long; mostly it opens none.
-
-    It takes the places in the last archive's end records, which count from that archive's start, for places in the file, and
-    finds what lies there: by chance the end of an archive as long as the last one, on purpose anything.
-
-    Raises:
-        AmbiguousFileError: it would find something else.
-    """
+    """Whether torch opens the file, as the first archive, which is so long; mostly it opens none."""
     _, _, at, _ = LOCATOR64.unpack(source.read(source.size - LOCATOR64.size - END.size, LOCATOR64.size))
     *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
     wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)

@@ -43,11 +43,7 @@ _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One record.
-
-    `header` is where its local header starts, `data` where its bytes do, `following` where whatever comes next does; `line` is
-    its entry in the directory. `is_array`: whether its bytes start as a .npy does, or are deflated and may.
-    """
+    """One record."""
 
     name: str
     header: int
@@ -87,10 +83,7 @@ class RecordRange(Recorded):
 
 @frozen
 class Directory:
-    """The records in file order, where the central directory starts, and how many bytes come after the end record.
-
-    `folders` are the names of entries that are folders, which torch passes over.
-    """
+    """The records in file order, where the central directory starts, and how many bytes come after the end record."""
 
     records: list[Record]
     start: int
@@ -103,12 +96,7 @@ class MissingDirectoryError(ZipError):
 
 
 def read_directory(source: Source) -> Directory:
-    """Read and check the directory of a zip file.
-
-    Raises:
-        MissingDirectoryError: there is none. ZipError: anything that torch would refuse, or that two readers could read
-        differently. LimitError: more records than any checkpoint has.
-    """
+    """Read and check the directory of a zip file."""
     try:
         return _read_directory(source)
     except ZipError as error:

@@ -6,13 +6,16 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data desc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
 from ckpt_tools.errors import TWO_FILES, ZipError
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 LOCAL = Struct("<4s5H3I2H")
@@ -125,3 +128,28 @@ def signatures(source: Source, *wanted: bytes) -> Iterator[tuple[bytes, int]]:
             while 0 <= at < CHUNK:
                 yield signature, start + at
                 at = block.find(signature, at + 1)
+
+
+_SEARCHED = 1 << 20
+_NAMES = 64  # of records that are looked at
+PROGRAM = re.compile(
+    r"/code/|/constants\.pkl$|/archive_format$"  # TorchScript, and exported programs, of torch 2.7 on and before
+    r"|/models/[^/]+\.json$|/data/(weights|constants|sample_inputs|aotinductor)/|^serialized_(exported_program|state_dict)"
+)
+_ARRAY = re.compile(r"\.npy$")
+
+
+def is_mended(source: Source) -> bool:
+    """Whether `ckpt repair` may take a damaged zip:"""
+    head = Window(source, 0, min(_SEARCHED, source.size))
+    data = head.read(0, head.size)
+    if SIGNATURE_LOCAL in data and source.size <= _SEARCHED and b"data.pkl" not in data:
+        return False
+    for _, at in islice(signatures(head, SIGNATURE_LOCAL), _NAMES):
+        start = at + LOCAL.size
+        if start > head.size:
+            break
+        name = data[start : start + LocalHeader.at(head, at).name_length].decode(errors="replace")
+        if PROGRAM.search(name) or _ARRAY.search(name):
+            return False
+    return True

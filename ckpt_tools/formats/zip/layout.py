@@ -65,10 +65,7 @@ class _Listed(NamedTuple):
 
 
 class ZipLayout:
-    """Records under one root folder, one after another, then the directory. `position` is where the next one goes.
-
-    With `in_place`, records of the source stay at their very offsets.
-    """
+    """Records under one root folder, one after another, then the directory. `position` is where the next one goes."""
 
     def __init__(self, folder: str, *, in_place: bool = False) -> None:
         self.folder, self.position, self.in_place = folder, 0, in_place
@@ -103,15 +100,7 @@ class ZipLayout:
         return sum(fixed + len(name.encode()) + content.length for name, content in records)
 
     def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None, verify: bool = False) -> None:
-        """A record under a new header.
-
-        Args:
-            name: its name in the root folder.
-            content: its bytes.
-            align: whether the bytes start at a multiple of 64.
-            crc: its CRC-32 where known; else it is computed on the way.
-            verify: whether to check the bytes against `crc`.
-        """
+        """A record under a new header."""
         size, path = content.length, f"{self.folder}/{name}".encode()
         crc = crc if size else 0  # whatever the source says of nothing
         wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= _FULL32 else b""

@@ -22,19 +22,7 @@ def lay_out(
     root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True, verify: bool = False,
     compact: bool = False,
 ) -> list[Piece]:  # fmt: skip
-    """The pieces of a torch-zip with this tree.
-
-    Storages that lie one after another in the source file are copied in one piece, zip headers included, and where they can
-    they keep their very offsets: renaming a checkpoint is a clone of the file with a new pickle and a new directory.
-
-    Args:
-        root: the tree.
-        folder: the root folder; copied records keep theirs, so it must be the source's.
-        byteorder: how the storages' bytes are stored.
-        trust_crc: whether the CRC-32s of copied records are the source's; else they are computed.
-        verify: check every copied record against the source's CRC-32.
-        compact: leave no gap, at the price of moving the storages.
-    """
+    """The pieces of a torch-zip with this tree."""
     survey = Survey(root)
     storages = _in_source_order(_unique(survey.storages))
     whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
@@ -58,11 +46,7 @@ def lay_out(
 
 
 def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> list[Piece]:
-    """The pieces of the file that the tree was read from with every storage where it is: only the small records change.
-
-    Raises:
-        ContainerLimitError: a storage that is not in the file as it is to be.
-    """
+    """The pieces of the file that the tree was read from with every storage where it is: only the small records change."""
     survey = Survey(root)
     storages = _in_source_order(_unique(survey.storages))
     contents = [storage.content for storage in storages]

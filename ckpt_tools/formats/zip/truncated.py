@@ -44,11 +44,7 @@ _MINIZ = "RuntimeError: PytorchStreamReader failed reading zip archive: "
 
 
 def said_of_cut(size: int) -> str:
-    """What `torch.load` of torch 2.13 says about a zip of this size that has no end record.
-
-    In small files miniz steps to before the beginning of the file, and the system refuses to read there.
-    (Source: mz_zip_reader_locate_header_sig of miniz 3.)
-    """
+    """What `torch.load` of torch 2.13 says about a zip of this size that has no end record."""
     if size < 22:
         return f"{_MINIZ}not a ZIP archive"
     steps = -(-(_LOOKED_AT - _BLOCK) // _STEP)
@@ -100,12 +96,7 @@ def _tensors(root: Node) -> Iterator[Entry]:
 
 
 def _records(source: Source, sizes: dict[str, int]) -> Iterator[Found]:
-    """The records from the start of the file on, until the bytes are not a local header any more.
-
-    Args:
-        source: the file.
-        sizes: name -> size in bytes, of the storages.
-    """
+    """The records from the start of the file on, until the bytes are not a local header any more."""
     at = 0
     while at + LOCAL.size <= source.size:
         header = LocalHeader.at(source, at)

@@ -92,11 +92,7 @@ def is_digest_file(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Digest]:
-    """The digests in a file.
-
-    Raises:
-        DigestError: it cannot be read, or a line is malformed.
-    """
+    """The digests in a file."""
     try:
         limits.PICKLE_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
         lines = path.read_text("utf-8").split("\n")
@@ -125,11 +121,7 @@ def _malformed(path: Path, number: int) -> DigestError:
 
 
 def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Compared:
-    """Compare two sets of digests.
-
-    Tensors are the same when their paths are; of what is left, when their names (the last part of the path) are and no other
-    tensor left has that name; then the same without wrappers (`module.`).
-    """
+    """Compare two sets of digests."""
     result = Compared(against)
     left, right = {digest.where: digest for digest in own}, {digest.where: digest for digest in other}
     hidden = [digest.where for digest in own if digest is not left[digest.where]]  # None and "None" are one as text

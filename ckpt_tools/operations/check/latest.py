@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from ckpt_tools.operations.check.run import Wanted, check_many
 from ckpt_tools.operations.in_folders import find_checkpoints
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding
-from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.tree.training_step import TrainingStep, step_in, step_in_name, step_in_texts
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 
 # What transformers' Trainer writes beside the weights.
 _TRAINER_STATE = "trainer_state.json"
@@ -49,13 +48,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LatestGood:
-    """The last good checkpoint, and what is newer and not good.
-
-    Attributes:
-        report: of the check of the last good one; None where there is none.
-        passed_over: the reports of newer ones, newest first.
-        unfinished: those that changed while they were read, or have the name of a file that is being written.
-    """
+    """The last good checkpoint, and what is newer and not good."""
 
     report: Checked | None
     passed_over: list[Checked]
@@ -94,11 +87,7 @@ def latest_good(
 
 
 def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress | None = None) -> LatestGood:
-    """The last good checkpoint of several folders and files; see `latest_good`. The newest is read first, and few are.
-
-    Raises:
-        NotACheckpointError: a folder cannot be read, or a path is an address.
-    """
+    """The last good checkpoint of several folders and files; see `latest_good`. The newest is read first, and few are."""
     unfinished: list[Path] = []
     candidates = sorted(_candidates(paths, unfinished), key=lambda one: one.order, reverse=True)
     passed_over: list[Checked] = []
@@ -210,3 +199,69 @@ def _state(path: Path) -> list[tuple[str, int, int, int]]:
 
 def _written(path: Path) -> int:
     return max((time for _, _, _, time in _state(path)), default=0)
+
+
+# What frameworks call them: PyTorch's examples, Lightning, DeepSpeed, Megatron-LM, timm.
+_EPOCHS = ("epoch", "epochs")
+_STEPS = ("global_step", "global_steps", "step", "iteration", "iter")
+_WITHIN = ("common",)  # where Megatron-core keeps them
+_NAME = re.compile(r"(epoch|global_step|iteration|iter|step|checkpoint|ckpt)[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrainingStep:
+    """The epoch and the step; -1 for what is not said, so that what says it is later than what does not."""
+
+    epoch: float = -1
+    step: float = -1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is said."""
+        return self.epoch >= 0 or self.step >= 0
+
+
+def step_in(root: Node) -> TrainingStep:
+    """What the dict at the top of a checkpoint says, or the one below it where Megatron-core keeps it."""
+    found = _training_step_step_of(root.named) if type(root) is Dict else TrainingStep()
+    if type(root) is Dict and not found.is_known:
+        inner = [node for name in _WITHIN if type(node := root.get(name)) is Dict]
+        return step_in(inner[0]) if inner else found
+    return found
+
+
+def step_in_texts(texts: Mapping[str, object]) -> TrainingStep:
+    """What a mapping of plain values says, which may be numbers as text: a safetensors header, a JSON file."""
+    return _training_step_step_of({name: _as_number(value) for name, value in texts.items()})
+
+
+def step_in_name(name: str) -> TrainingStep:
+    """What the name of a file or a folder says: `epoch_012.pth`, `checkpoint-500`, `global_step100`."""
+    epoch, step = -1, -1
+    for word, digits in _NAME.findall(name):
+        if word.lower() == "epoch":
+            epoch = int(digits)
+        else:
+            step = int(digits)
+    return TrainingStep(epoch, step)
+
+
+def _training_step_step_of(values: Mapping[str, object]) -> TrainingStep:
+    return TrainingStep(_first(values, _EPOCHS), _first(values, _STEPS))
+
+
+def _first(values: Mapping[str, object], names: tuple[str, ...]) -> float:
+    for name in names:
+        value = values.get(name)
+        if (type(value) is int or type(value) is float) and 0 <= value < 1 << 63:
+            return value
+    return -1
+
+
+def _as_number(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if not value.isdecimal() or len(value) > 18 else int(value)
+    except ValueError:
+        return value

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from ckpt_tools.frozen import frozen
-from ckpt_tools.io.content import CHUNK
-from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.content import CHUNK, crc32
 from ckpt_tools.io.output import Source
 
 Sink: TypeAlias = Callable[[memoryview], object]
@@ -44,17 +43,7 @@ class Span:
 
 
 def read_through(source: Source, spans: Iterable[Span], advance: Advance | None = None) -> None:
-    """Read a whole file and hand each span its bytes; bytes of no span are read all the same: the disk may fail there.
-
-    Small spans that lie side by side share a read. While one block is worked on, a thread reads the next.
-
-    Args:
-        spans: in any order; they may overlap.
-        advance: called with the number of bytes after each block.
-
-    Raises:
-        ChangedFileError: the file shrank. NotACheckpointError: the disk failed.
-    """
+    """Read a whole file and hand each span its bytes; bytes of no span are read all the same: the disk may fail there."""
     waiting = sorted(spans, key=lambda span: span.offset)
     following, open_spans = 0, list[Span]()
     for start, block in _blocks(source):

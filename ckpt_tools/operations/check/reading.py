@@ -49,14 +49,7 @@ class DamagedRecord:
 
 @dataclass(slots=True)
 class Read:
-    """What reading every byte found.
-
-    Attributes:
-        storages: every storage that a tensor lies on. bytes: bytes read. records: records with a CRC-32 that was checked.
-        mismatches: records whose bytes do not match.
-        digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
-            that torch lacks, overlapping so often that it would take many times the file, or not to be inflated.
-    """
+    """What reading every byte found."""
 
     storages: list[Storage] = field(default_factory=list)
     bytes: int = 0
@@ -87,16 +80,7 @@ def read_checkpoint(
     checkpoint: Checkpoint, *, digest: bool = False, count_values: bool = False, heads: frozenset[Where] = frozenset(),
     advance: Advance | None = None,
 ) -> Read:  # fmt: skip
-    """Read every byte of a checkpoint's files once; bytes of strided, deflated or big-endian tensors twice where values count.
-
-    Args:
-        digest: hash every tensor. count_values: count NaN, infinities and the like.
-        heads: paths of tensors whose moments are wanted too.
-        advance: called with the number of bytes after each block.
-
-    Raises:
-        ChangedFileError: a file changed. NotACheckpointError: the disk failed. DamagedFileError: bytes cannot be inflated.
-    """
+    """Read every byte of a checkpoint's files once; twice where tensors are strided and values count."""
     decoded = checkpoint.decoded
     read = Read(list(storages_of(checkpoint)))
     contents = [storage.content for storage in read.storages if isinstance(storage.content, Range | Deflated)]

@@ -65,17 +65,7 @@ _ORDER = ("problem", "warning", "info")
 
 @frozen
 class Wanted:
-    """What is asked for beyond the bytes.
-
-    Attributes:
-        values: count NaN, infinities and the like. digest: a SHA-256 of every tensor.
-        against: digests to compare with, and the name of what they are of.
-        ignore: codes of findings that are left out.
-        device: what the machine has that will load it: "cpu", "cuda:1" for two cuda devices. Tags of others are problems.
-
-    Raises:
-        UsageError: there is no such code, or no such device.
-    """
+    """What is asked for beyond the bytes."""
 
     values: bool = False
     digest: bool = False
@@ -123,11 +113,7 @@ def check(
 
 
 def load_digests(path: AnyPath) -> tuple[str, list[digests.Digest]]:
-    """The digests in a digest file, or of the tensors of a checkpoint; with the path as text.
-
-    Raises:
-        CkptError: it is neither, or damaged.
-    """
+    """The digests in a digest file, or of the tensors of a checkpoint; with the path as text."""
     if not is_address(path) and digests.is_digest_file(Path(path)):
         return str(path), digests.read(Path(path))
     with collector_paused(), open_checkpoint(path) as checkpoint:
@@ -135,11 +121,7 @@ def load_digests(path: AnyPath) -> tuple[str, list[digests.Digest]]:
 
 
 def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write the digests of a report to a digest file, whole or not at all.
-
-    Raises:
-        OutputError: it exists, or cannot be written. DigestError: the report has none. UsageError: a checkpoint's name.
-    """
+    """Write the digests of a report to a digest file, whole or not at all."""
     if report.container is None:
         raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
     check_document_name(path, "digests", ".digest")
@@ -197,12 +179,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
 
 @frozen
 class _Told:
-    """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree.
-
-    Attributes:
-        safety: the verdict. disorder: of the file's parts. loading: what `inspect` finds, and what keeps it from loading.
-        state_dicts: where they are.
-    """
+    """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree."""
 
     safety: Safety
     disorder: list[Finding]
@@ -335,13 +312,7 @@ def _torch_says(source: Source, error: CkptError) -> str:
 def check_many(
     paths: Sequence[str | os.PathLike[str]], wanted: Wanted, *, jobs: int = 1, progress: Progress | None = None
 ) -> Iterator[Checked]:
-    """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths.
-
-    Args:
-        paths: the checkpoints. wanted: what is asked for.
-        jobs: how many processes at most.
-        progress: called with (bytes done, bytes in total) after each block, or after each file where processes share the work.
-    """
+    """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths."""
     sizes = [_size(path) for path in paths]
     advance = _Steps(progress, sum(sizes)).advance if progress is not None else None
     jobs = min(jobs, len(paths))

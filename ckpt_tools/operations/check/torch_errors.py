@@ -68,12 +68,7 @@ def _of_safetensors(head: bytes, size: int) -> str:
 
 
 def refusal(refused: Sequence[str], unusual: Sequence[str]) -> str:
-    """torch.load with weights_only=True, about the first thing in a pickle that it does not take; "" where order decides.
-
-    Args:
-        refused: globals that are not on its list, in the pickle's order.
-        unusual: opcodes and uses that it does not take, in the pickle's order.
-    """
+    """torch.load with weights_only=True, about the first thing in a pickle that it does not take; "" where order decides."""
     if refused and not unusual:
         return unsupported_global(refused[0])
     if unusual and (not refused or unusual[0] == "opcode FRAME") and unusual[0].startswith("opcode "):

@@ -50,12 +50,7 @@ def _module(name: str) -> str:
 
 
 def findings(counted: Sequence[Counted], heads: frozenset[Where]) -> Iterator[Finding]:
-    """What is worth knowing about the values.
-
-    Args:
-        counted: every tensor that was counted, in order.
-        heads: the paths of weights that may belong to a head; counted with moments.
-    """
+    """What is worth knowing about the values."""
     by_where = {row.where: row for row in counted}
     for row in counted:
         where, count, numel = list(row.where), row.count, row.entry.numel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import (
@@ -16,20 +16,19 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
-from ckpt_tools.operations.compare.renames import (
-    MOST_FOR_STRUCTURE,
-    NamePair,
-    is_large,
-    pair_names,
-)
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.report import (
+    MOST_FOR_STRUCTURE,
     Change,
     Difference,
+    NamePair,
     Only,
     Renaming,
     TensorChange,
     ValueChange,
     conclude,
+    is_large,
+    pair_names,
 )
 from ckpt_tools.operations.compare.sides import (
     Array,
@@ -44,6 +43,7 @@ from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
+from ckpt_tools.values.measures import Gap
 from ckpt_tools.values.numeric import (
     has_numbers,
     numbers,
@@ -53,10 +53,6 @@ from ckpt_tools.values.numeric import (
 )
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.writer import Progress
-    from ckpt_tools.values.measures import Gap
 
 
 @natural
@@ -203,11 +199,7 @@ def _shape(tensor: Tensor) -> list[int] | None:
 
 
 def _filtered(pairs: list[_Paired], sides: tuple[Side, Side], report: Difference, pattern: str) -> list[_Paired]:
-    """The pairs of which either side matches; what the report says of names is of them alone too.
-
-    Raises:
-        NothingMatchedError: no tensor of either side does.
-    """
+    """The pairs of which either side matches; what the report says of names is of them alone too."""
     globs = Globs([pattern])
     left, right = ({_path(tensor) for tensor in side.tensors.values() if globs.matching(*_called(tensor))} for side in sides)
     if not left and not right:
@@ -342,10 +334,7 @@ class _Compared:
 
 
 class _Distance:
-    """How far all tensors together are apart, as if they were one.
-
-    Equal tensors are measured too, for the length of the whole, but only once one differs: of equal files no number is read.
-    """
+    """How far all tensors together are apart, as if they were one."""
 
     def __init__(self) -> None:
         self.together: Gap | None = None

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.operations.compare.renames import NamePair, removed_prefix
+from ckpt_tools.formats.open import StateDict, tensors_by_name
+from ckpt_tools.matching import match
+from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.compare.sides import Side
+from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.names import wrappers_in
+from ckpt_tools.tree.nodes import Entry, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +123,7 @@ class Difference:
 def conclude(
     report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side], *, contents: bool, pattern: str | None
 ) -> None:
-    """Fill in `same`, the summary and what it leaves to say: `names` are the pairs of all state dicts,
-    `pattern` the glob of the tensors that were compared alone."""
+    """Fill in `same`, the summary and what it leaves to say:"""
     counts = {
         "moved": sum(row["moved"] for row in report.state_dicts),
         "added": len(report.added), "removed": len(report.removed), "renamed": len(report.renamed),
@@ -201,3 +204,50 @@ def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
         )
     if report.left["container"] != report.right["container"]:
         report.notes.append(f"The containers differ: {report.left['container']} and {report.right['container']}.")
+
+
+MOST_FOR_STRUCTURE = 20_000  # names on both sides together
+
+
+@dataclass(frozen=True, slots=True)
+class NamePair:
+    """One tensor on both sides: its two names, and the stage of `match` that took them for the same."""
+
+    left: str
+    right: str
+    reason: str
+
+
+def pair_names(left: StateDict, right: StateDict) -> list[NamePair]:
+    """Pair the names of two state dicts, in the order of the left one. What is in doubt, or has no partner, is left out."""
+    found = match(_params(left), _params(right), stages="names" if is_large(left, right) else "structure")
+    partners = {row.old: NamePair(row.old, row.new, row.reason) for row in found.matched}
+    partners |= {row.old: NamePair(row.old, row.new, row.reason) for row in found.mismatched}
+    return [partners[name] for name in left.names if name in partners]
+
+
+def is_large(left: StateDict, right: StateDict) -> bool:
+    """Whether so many names differ that pairing them by structure would take longer than comparing their bytes."""
+    return len(set(left.names) ^ set(right.names)) > MOST_FOR_STRUCTURE
+
+
+def _params(state_dict: StateDict) -> list[Param]:
+    return [_param(name, node) for name, node in tensors_by_name(state_dict.node).items()]
+
+
+def _param(name: str, node: Node) -> Param:
+    if type(node) is Entry:
+        return Param(name, node.shape, node.dtype.name)
+    unusual = unusual_tensor(node)
+    assert unusual is not None
+    return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
+
+
+def removed_prefix(pairs: Sequence[NamePair]) -> str | None:
+    """The one prefix that all renamed pairs have on one side and not on the other; None when there is no such."""
+    renamed = [(pair.left, pair.right) for pair in pairs if pair.left != pair.right]
+    for ends in (renamed, [(right, left) for left, right in renamed]):
+        prefixes = {long[: -len(short)] if long.endswith(short) else "" for long, short in ends}
+        if len(prefixes) == 1 and (prefix := prefixes.pop()):
+            return prefix
+    return None

@@ -80,14 +80,7 @@ class Module:
 
 @dataclass(slots=True)
 class Side:
-    """One of the checkpoints that are compared.
-
-    Attributes:
-        path, container: of the file. root: its tree, or the part of it that was selected.
-        tensors: by path. state_dicts: as found. values: plain values by path; `texts` says that they are all text.
-        objects: the globals of Python objects, by path. modules: pickled modules by path, each where it is first.
-        containers: by path, "dict", "list" or "tuple".
-    """
+    """One of the checkpoints that are compared."""
 
     path: str
     container: str
@@ -103,16 +96,7 @@ class Side:
 
 
 def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | None = None) -> Side:
-    """Look at an open checkpoint, or at one place in it.
-
-    Args:
-        checkpoint: stays open as long as bytes are read.
-        where: a dotted path; None or "." for all of it.
-        plain: see `tensors_in`.
-
-    Raises:
-        NothingMatchedError: no such place.
-    """
+    """Look at an open checkpoint, or at one place in it."""
     ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     place = place_in(checkpoint, where)
     tensors, notes = tensors_in(place, plain)
@@ -126,11 +110,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
 
 
 def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
-    """A place in an open checkpoint as one of its own, little-endian.
-
-    Raises:
-        NothingMatchedError: no such place.
-    """
+    """A place in an open checkpoint as one of its own, little-endian."""
     chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
     place = Checkpoint(checkpoint.decoded)
     place.root = to_little_endian(chosen, checkpoint.decoded.byteorder)
@@ -138,12 +118,7 @@ def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
 
 
 def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tensor], list[str]]:
-    """The tensors of a place by path; and notes that say which of them are not as they lie.
-
-    Args:
-        place: what is exchanged in it is exchanged in place.
-        plain: quantised weights are what their numbers mean, instead of codes and scales or beside them.
-    """
+    """The tensors of a place by path; and notes that say which of them are not as they lie."""
     if plain is None or not any(map(names_quantised, place.state_dicts)):
         return {tensor.where: tensor for tensor in place.tensors}, []
     from ckpt_tools.edit.quantised.config import read_config
@@ -260,11 +235,7 @@ def _text(value: Value) -> str:
 
 
 def check_effort(entries: Iterable[Entry]) -> None:
-    """Refuse tensors that would take far longer to read than the file that they are in is large.
-
-    Raises:
-        LimitError: views on the storages come to many times the bytes of those.
-    """
+    """Refuse tensors that would take far longer to read than the file that they are in is large."""
     storages: dict[int, int] = {}
     views: dict[tuple[Any, ...], int] = {}
     for entry in entries:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.arguments import natural
@@ -26,9 +27,6 @@ from ckpt_tools.values.numeric import (
     view_of,
 )
 from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.writer import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +130,7 @@ def _sum_up(report: Stats, rows: Sequence[tuple[TensorStats, Moments | None]], d
 
 
 def _listed(checkpoint: Checkpoint, select: str | None) -> tuple[list[Tensor], list[str]]:
-    """The tensors at a place, in order, and what is to be said of them.
-
-    Of the tree nothing else is kept: torch takes as much memory as a large one.
-    """
+    """The tensors at a place, in order, and what is to be said of them."""
     restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     place = place_in(checkpoint, select)
     tensors, notes = tensors_in(place, "instead")

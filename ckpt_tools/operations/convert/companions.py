@@ -38,12 +38,7 @@ _OF_PARTS = {"fsdp_config.json": "about the parts"}  # verl's: FSDP's version an
 
 @dataclass(slots=True)
 class Companions:
-    """What is beside the weights of a folder.
-
-    Attributes:
-        taken: the files that come along, by their names in the output. names: theirs in the input, in that order.
-        stayed: what does not, with the reason. edited: the new bytes of those that do not come along as they are.
-    """
+    """What is beside the weights of a folder."""
 
     taken: dict[str, Source] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
@@ -70,14 +65,7 @@ class Companions:
 def find(
     checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, only_weights: bool
 ) -> Companions:
-    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder.
-
-    Args:
-        checkpoint: what was opened. named: what it was opened by. target, only_weights: of the output.
-
-    Raises:
-        NotACheckpointError: one that should come along cannot be read.
-    """
+    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder."""
     found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
         return found
@@ -157,10 +145,7 @@ def _kind(row: os.DirEntry[str], folder: Path) -> str:
 
 
 def _leads_into_its_cache(path: str, folder: Path) -> bool:
-    """Whether a link is one of Hugging Face's cache: `snapshots/COMMIT/config.json -> ../../blobs/HASH`, a file of that model.
-
-    Source: huggingface_hub's `file_download.py` (`_create_symlink`).
-    """
+    """Whether a link is one of Hugging Face's cache:"""
     snapshot = Path(os.path.realpath(folder))
     if snapshot.parent.name != "snapshots":
         return False

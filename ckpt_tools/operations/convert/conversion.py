@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from ckpt_tools.edit.casts import Casting
+from ckpt_tools.edit.checksums import Leaving
+from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
@@ -21,27 +24,20 @@ from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
+from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
-if TYPE_CHECKING:  # what only some conversions need is imported by those
-    from ckpt_tools.edit.casts import Casting
-    from ckpt_tools.edit.checksums import Leaving
-    from ckpt_tools.edit.flatten import Flat
+
+if TYPE_CHECKING:
     from ckpt_tools.formats.parts.flat_rows import Names
-    from ckpt_tools.operations.convert.options import ConvertOptions
 
 
 @unique
 class Planned:
-    """A file that is decided upon: nothing is left but to move the bytes.
-
-    Attributes:
-        pieces: what it is made of, in order. report: what has been done to get there, as a dry run tells it.
-        casting: what counts the values that a cast loses while the bytes move. leaving: records whose CRC-32 is compared.
-    """
+    """A file that is decided upon: nothing is left but to move the bytes."""
 
     pieces: list[Piece]
     report: Converted
@@ -64,10 +60,7 @@ def run(
 
 
 def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack) -> Planned:
-    """Edit the tree of a checkpoint, tell the report, and lay the output out as one file; no output is touched.
-
-    What must stay open until the bytes are moved goes into `stack`.
-    """
+    """Edit the tree of a checkpoint, tell the report, and lay the output out as one file; no output is touched."""
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
@@ -100,11 +93,7 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
 
 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:
-    """Open what is to be converted.
-
-    Raises:
-        PartError: it is not whole; where something in it is, the error names the option. CkptError: see `open_whole`.
-    """
+    """Open what is to be converted."""
     try:
         return open_whole(source, partial=options.partial, names=_names(options))
     except PartError as error:

@@ -56,13 +56,7 @@ class Items:
 
 
 def collect(root: Node, file_bytes: int = 0) -> Items:
-    """The items of a tree that was read from a file of this size.
-
-    Raises:
-        ContainerLimitError: a root that is not a dict, a sparse or quantised tensor, a tensor without a torch dtype.
-        CollisionError: two paths with one dotted name. LimitError: dicts that are referred to so often that they would become
-            many more items than such a file holds.
-    """
+    """The items of a tree that was read from a file of this size."""
     if type(root) is not Dict:
         raise ContainerLimitError(
             "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: `select`."
@@ -109,10 +103,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
 
 
 def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
-    """Tensors and values with their paths, depth first in order; a dict or list inside itself is refused.
-
-    One that is referred to again is gone through again: what that makes may be `most` values.
-    """
+    """Tensors and values with their paths, depth first in order; a dict or list inside itself is refused."""
     holders = _holders(root)
     stack: list[tuple[Path, Iterator[tuple[str | int, Node]], int]] = [((), _children(root, found), id(root))]
     open_ids, seen = {id(root)}, {id(root)}

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
-from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
+from ckpt_tools.edit.casts import Casting
+from ckpt_tools.edit.flatten import UNEDITED, MetadataEdit
+from ckpt_tools.edit.lora.adapter import opened
+from ckpt_tools.edit.lora.merging import Merging
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
+from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -31,26 +35,20 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 _RESERVE = 4096  # bytes of room in a safetensors header
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 
-if TYPE_CHECKING:  # what only some conversions need is imported by those
-    from ckpt_tools.edit.casts import Casting
-    from ckpt_tools.fit.options import FitOptions
+
+if TYPE_CHECKING:
     from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.tree.parametrized import Parametrized
 
 
 @unique
 class Edited:
-    """A tree as it is to be written.
-
-    Attributes:
-        root: the tree. ties: names that the input's metadata tied, and that are entries again.
-        casting: what counts the values that a cast loses, once the bytes have moved; None without one.
-    """
+    """A tree as it is to be written."""
 
     root: Node
     ties: Mapping[str, str]
@@ -143,8 +141,6 @@ class Edits:
             _note_folded(fold_all(root), root, report)
         if not self.options.lora:
             return root
-        from ckpt_tools.operations.convert.adapters import merge
-
         return merge(root, self.options.adapters, report, stack, account)
 
     def _selected(self, checkpoint: Checkpoint) -> Node:
@@ -211,11 +207,7 @@ class Edits:
         return root, casting
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:
-        """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size.
-
-        Returns:
-            The root, and the globs of --drop that named what objects would have lost.
-        """
+        """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
         options = self.options
         if not (options.objects or options.slim or options.ema) and _is_plain(checkpoint):
             return root, frozenset()
@@ -380,14 +372,40 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
 
 
 def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
-    """Tell which attributes of tensors a container without a place for them leaves out.
-
-    Raises:
-        ContainerLimitError: there are tensors among them, and objects are not to be dropped.
-    """
-    from ckpt_tools.edit.objects.tensor_attributes import check_no_tensors, tensor_attributes
+    """Tell which attributes of tensors a container without a place for them leaves out."""
+    from ckpt_tools.edit.objects.known import check_no_tensors, tensor_attributes
 
     found = tensor_attributes(root)
     if policy != "drop":
         check_no_tensors(found, container)
     report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]
+
+
+def merge(
+    root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], report: Converted, stack: ExitStack, account: Account
+) -> Node:
+    """Merge adapters one after the other, and tell; `stack` keeps them open until the bytes are written."""
+    found = find_state_dicts(root)
+    if len(found) != 1:
+        wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
+        raise NothingMatchedError(
+            f"{report.source} holds {len(found)} state dicts{f': {wheres}' if wheres else ''}; an adapter is merged into one.",
+            fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`." if found else
+            "A pickled model gives its state dict with `objects='plain'`.",
+        )  # fmt: skip
+    merging = Merging(root, found[0].node, report.source)
+    for path, weight in adapters:
+        adapter = stack.enter_context(opened(path))
+        report.merged.append(merging.plan(adapter, str(path), weight))
+        account.open(str(path), Dict([*adapter.tensors.items()]))
+        account.leave_out(node for name, node in adapter.tensors.items() if name.endswith(".alpha"))
+        if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
+            text = f"{path} holds {len(whole)} tensors whole; its weight of {weight:g} does not count for them."
+            report.notes.append(Note("saved-whole", text))
+    report.notes += [Note(code, text) for code, text in merging.notes]
+    account.leave_out(merging.taken_in)
+    root = merging.apply()
+    if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
+        text = f"The state in {state} belongs to the weights as they were; leave it out: `drop={state!r}`"
+        report.notes.append(Note("optimizer-of-old-tensors", text))
+    return root

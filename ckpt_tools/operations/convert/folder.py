@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.edit import flatten
+from ckpt_tools.edit.casts import Casting
+from ckpt_tools.edit.checksums import Leaving
+from ckpt_tools.edit.flatten import UNEDITED, Flat, MetadataEdit
 from ckpt_tools.errors import CkptError, OutputError
-from ckpt_tools.formats import folders
-from ckpt_tools.formats.open import Checkpoint, collector_paused
+from ckpt_tools.formats import folders, safetensors, sharded
+from ckpt_tools.formats.open import Checkpoint, collector_paused, tensors_by_name
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece, total
 from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.convert import companions, sharding
+from ckpt_tools.operations.convert import companions
 from ckpt_tools.operations.convert.companions import Companions
 from ckpt_tools.operations.convert.conversion import open_input, records_leaving, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.operations.convert.sharding import Shards
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from ckpt_tools.edit.casts import Casting
-    from ckpt_tools.edit.checksums import Leaving
 
 _STALE = {
     "safetensors": r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json",
@@ -49,11 +54,7 @@ class FolderTarget:
         self.ranks = options.ranks if options.ranks is not None else Ranks()
 
     def check(self) -> None:
-        """What can be refused before the input is read.
-
-        Raises:
-            OutputError: the folder cannot be written, or holds a checkpoint of another kind. MissingPackageError: no torch.
-        """
+        """What can be refused before the input is read."""
         if self.kind == "dcp":
             need_torch("A distributed checkpoint is written by PyTorch's own writer.")
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
@@ -123,11 +124,7 @@ def _say_plain(found: Companions, report: Converted) -> None:
 
 
 def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int) -> Converted:
-    """Read, plan and write a folder.
-
-    With several processes each writes its share of the shards; the first writes the index once all are done. When one fails,
-    all do, and nothing appears.
-    """
+    """Read, plan and write a folder."""
     target.check()
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.options.dry_run)
     with ExitStack() as stack, open_input(source, edits.options) as checkpoint:
@@ -172,9 +169,9 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
     decoded, objects = checkpoint.decoded, edits.options.objects
     verify = edits.options.verify and decoded.has_checksums
     if edits.kind == "safetensors":
-        shards = sharding.safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
+        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
     else:
-        shards = sharding.torch_shards(
+        shards = torch_shards(
             root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata,
             trust_crc=decoded.has_checksums, verify=verify,
         )  # fmt: skip
@@ -256,11 +253,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
 
 
 def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
-    """Write a tree as a distributed checkpoint, in the place of one that is there; durable.
-
-    Raises:
-        ContainerLimitError, CollisionError: see `collect`. OutputError: the folder cannot be written.
-    """
+    """Write a tree as a distributed checkpoint, in the place of one that is there; durable."""
     target = FolderTarget(path, "dcp", ConvertOptions(overwrite=True, fsync=True))
     target.check()
     found = collect(root)
@@ -317,3 +310,83 @@ def _began_with(failure: BaseException) -> BaseException:
     while at is not None and not isinstance(at, CkptError | OSError | KeyboardInterrupt | SystemExit):
         at = at.__cause__ or at.__context__
     return failure if at is None else at
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The files in order, the index's name and text, and what became of ties and values (as when one file is written)."""
+
+    files: list[tuple[str, list[Piece]]]
+    index_name: str
+    index: bytes
+    flat: Flat
+
+
+def safetensors_shards(
+    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], edit: MetadataEdit = UNEDITED
+) -> Shards:
+    """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each."""
+    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit)
+    shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
+    names, files = sharded.SAFETENSORS, []
+    weight_map: dict[str, str] = {}
+    order = _with_aliases(list(flat.tensors), flat.aliases)
+    homes = {name: number for number, shard in enumerate(shards) for name in shard}
+    homes |= {name: homes[row["of"]] for name, row in flat.aliases.items()}
+    members: list[list[str]] = [[] for _ in shards]
+    for name in order:
+        members[homes[name]].append(name)
+    said = {key: flat.metadata[key] for key in ("format", *dict(edit.texts)) if key in flat.metadata}
+    for number, shard in enumerate(shards):
+        file = names.shard(number + 1, len(shards))
+        own = {name: {"of": flat.aliases[name]["of"], "index": place}
+               for place, name in enumerate(members[number]) if name in flat.aliases}  # fmt: skip
+        text = said | ({safetensors.ALIASES: json.dumps(own, separators=(",", ":"))} if own else {})
+        files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, text)))
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(content.length for _, content in flat.tensors.values())
+    return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
+
+
+def torch_shards(
+    root: Node,
+    limit: int,
+    *,
+    objects: str | None,
+    metadata: Mapping[str, str],
+    trust_crc: bool,
+    verify: bool,
+    edit: MetadataEdit = UNEDITED,
+) -> Shards:
+    """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
+    state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
+    edit.apply(flat.metadata)
+    items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
+    groups = sharded.storage_groups(items)
+    names, homes = sharded.TORCH, _homes(groups, limit)
+    trees: dict[str, Dict] = {file: Dict(ordered=True) for file in homes.values()} or {names.shard(1, 1): Dict(ordered=True)}
+    for name, node in items:
+        trees[homes[name]].items.append((name, node))
+    files = [(file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)) for file, tree in trees.items()]
+    weight_map = {name: homes[name] for name, _ in items}
+    total = sum(size for _, size in groups)
+    return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
+
+
+def _homes(groups: Sequence[tuple[Sequence[str], int]], limit: int) -> dict[str, str]:
+    """The shard of every name; groups of names stay together."""
+    shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
+    files = ((sharded.TORCH.shard(number + 1, len(shards)), shard) for number, shard in enumerate(shards))
+    return {name: file for file, shard in files for group in shard for name in groups[int(group)][0]}
+
+
+def _with_aliases(names: list[str], aliases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of tensors and aliases in the state dict's order."""
+    for name, row in sorted(aliases.items(), key=lambda item: int(item[1]["index"])):
+        names.insert(int(row["index"]), name)
+    return names
+
+
+def _index_metadata(flat: Flat) -> dict[str, str]:
+    """What the index says beside the map: values of the checkpoint as text, ties. `format` stands in each shard."""
+    return {key: text for key, text in flat.metadata.items() if (key, text) != ("format", "pt")}

@@ -17,6 +17,7 @@ from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
+from ckpt_tools.io import journal
 from ckpt_tools.io.content import (
     CHUNK,
     Piece,
@@ -24,7 +25,6 @@ from ckpt_tools.io.content import (
     to_bytes,
     total,
 )
-from ckpt_tools.io.in_place import journal
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.operations.convert.conversion import report_flat
 from ckpt_tools.operations.convert.edits import Edits

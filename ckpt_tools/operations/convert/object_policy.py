@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
-from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
-from ckpt_tools.edit.objects.tensor_attributes import tensor_attributes
+from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_state_dicts, find_tensors
@@ -56,11 +55,7 @@ def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
 def weights_alone(
     root: Node, checkpoint: Checkpoint, drop: Sequence[str], report: Converted, *, ema: bool, slim: bool
 ) -> tuple[Node, frozenset[str]]:
-    """State dicts in the place of modules, then the averaged weights, or no objects; and the globs of --drop that this used.
-
-    Raises:
-        ObjectsError: a state dict or module would lose tensors that --drop does not name.
-    """
+    """State dicts in the place of modules, then the averaged weights, or no objects; and the globs of --drop that this used."""
     packed, outside = losses.packed_tensors(root), losses.outside_state(root) if checkpoint.has_modules else set()
     every = losses.Held(find_tensors(root) if slim and not ema else ())
     unsaved = {tensor.where for tensor in every.tensors if id(tensor.node) in outside}
@@ -91,11 +86,7 @@ def _drop_lost(checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str
 def apply_objects(
     root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool, drop: Sequence[str] = ()
 ) -> tuple[Node, frozenset[str]]:
-    """What --objects says, done; and the globs of --drop that name tensors which are lost with their objects.
-
-    Raises:
-        ObjectsError: objects, and no word on what to do with them; or tensors that would be lost unasked.
-    """
+    """What --objects says, done; and the globs of --drop that name tensors which are lost with their objects."""
     decoded = checkpoint.decoded
     if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)

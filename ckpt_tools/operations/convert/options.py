@@ -4,6 +4,7 @@ the reference derive from it. IN and OUT are the two paths.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,16 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
 from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, text, texts, value, whole
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 if TYPE_CHECKING:
-    import os
-
     from ckpt_tools.io.ranks import Ranks
-    from ckpt_tools.io.writer import Progress
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 

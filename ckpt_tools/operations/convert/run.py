@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.attributes import Inputs
@@ -18,6 +17,7 @@ from ckpt_tools.io.output import (
     replacing,
 )
 from ckpt_tools.operations.convert.options import ConvertOptions
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import (
@@ -27,9 +27,6 @@ from ckpt_tools.tree.output_names import (
     names_file,
     output_format,
 )
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.convert.report import Converted
 
 
 @as_keywords(ConvertOptions)
@@ -82,12 +79,7 @@ def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str],
 
 
 def open_output(stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs, options: ConvertOptions) -> Output | None:
-    """The file to write, until the stack ends, which gives it its name; None in a dry run. It may be read by those who may
-    read its inputs. What writes to an address is imported for it only.
-
-    Raises:
-        OutputError: it cannot be written, or is there already.
-    """
+    """The file to write, until the stack ends, which gives it its name; None in a dry run."""
     if not is_address(target):
         if not options.dry_run:
             return stack.enter_context(replacing(target, overwrite=options.overwrite, durable=options.fsync, inputs=inputs))
@@ -102,11 +94,7 @@ def open_output(stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs
 
 
 def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: Format | None) -> int:
-    """Bytes of tensors in a shard, from what --shard-size says.
-
-    Raises:
-        UsageError: no size, a format that has no shards, or a target that looks like a file.
-    """
+    """Bytes of tensors in a shard, from what --shard-size says."""
     from ckpt_tools.formats.sharded import parse_size
 
     check_format(format)

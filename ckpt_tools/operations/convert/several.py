@@ -6,28 +6,22 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, OutputFolderError, UsageError
 from ckpt_tools.io.processes import in_processes
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
 from ckpt_tools.tree.output_names import writes
 from ckpt_tools.values.pytorch import torch_told
 
-if TYPE_CHECKING:
-    from ckpt_tools.operations.convert.report import Converted
-
 _EXTENSIONS = {"safetensors": ".safetensors", "pth": ".pth", "pth-legacy": ".pth", "gguf": ".gguf", "dcp": ""}
 
 
 def targets(sources: Sequence[str | os.PathLike[str]], folder: Path, asked: Mapping[str, Any]) -> list[Path]:
-    """The output of each input: of its name, with the extension of the format.
-
-    Raises:
-        UsageError: two inputs would have one output, or an output is an input.
-    """
+    """The output of each input: of its name, with the extension of the format."""
     made = [folder / _name(source, asked) for source in sources]
     by_target: dict[Path, list[str]] = {}
     for source, target in zip(sources, made, strict=True):
@@ -59,14 +53,7 @@ def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:
 def convert_several(
     sources: Sequence[Path], made: Sequence[Path], asked: Mapping[str, Any], *, jobs: int
 ) -> Iterator[Converted | CkptError]:
-    """The report of each conversion, or why there is none, in the order of the inputs; one that fails stops no other.
-
-    Args:
-        sources, made: inputs, and the output of each. asked: the options of `convert`. jobs: how many processes.
-
-    Raises:
-        OutputFolderError: the folder cannot be made.
-    """
+    """The report of each conversion, or why there is none, in the order of the inputs; one that fails stops no other."""
     if not asked.get("dry_run"):
         for folder in dict.fromkeys(target.parent for target in made):
             try:

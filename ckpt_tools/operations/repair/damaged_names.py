@@ -17,10 +17,7 @@ _REBUILDS = {name.name: str(name) for name in ALLOWED if name.module == "torch._
 
 
 def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
-    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one.
-
-    So is one of torch's private functions in a module that is not torch's.
-    """
+    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
     known: dict[int, list[str]] = {}
     for allowed in map(str, ALLOWED):
         known.setdefault(len(allowed), []).append(allowed)
@@ -37,10 +34,7 @@ def _one_differs(one: str, other: str) -> bool:
 
 
 def impossible_values(root: Node) -> list[str]:
-    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each.
-
-    So is what no tensor is made of: where there are storages and objects alone, what makes tensors has another name.
-    """
+    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
     found = []
     kinds = {type(node) for node in reachable(root)}
     if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:

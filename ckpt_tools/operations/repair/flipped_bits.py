@@ -23,14 +23,7 @@ LONGEST = 1 << 20  # bytes of a record; of other damage to one of these, one cas
 
 
 def flipped_bit(found: int, wanted: int, size: int) -> int | None:
-    """Which bit of a record explains its CRC-32: 8 times the byte's offset, plus the bit's number from the lowest.
-
-    Args:
-        found: the CRC-32 of the bytes. wanted: the one that they should have. size: of the record, in bytes.
-
-    Returns:
-        The bit; -1 for one in the checksum itself, so that the bytes are right; None where no single bit explains it.
-    """
+    """Which bit of a record explains its CRC-32: 8 times the byte's offset, plus the bit's number from the lowest."""
     difference = found ^ wanted
     if not difference or size > LONGEST:
         return None

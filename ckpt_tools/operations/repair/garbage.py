@@ -83,11 +83,7 @@ def find_legacy(source: Source) -> int | None:
 
 
 def salvage_safetensors(source: Source, start: int) -> Salvaged:
-    """A safetensors file that begins at an offset, and whose tail may be missing or be followed by other bytes.
-
-    Raises:
-        SafetensorsError: its header is damaged too.
-    """
+    """A safetensors file that begins at an offset, and whose tail may be missing or be followed by other bytes."""
     length, end = int.from_bytes(source.read(start, 8), "little"), header_end(source, start)
     if end is None:
         raise SafetensorsError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")

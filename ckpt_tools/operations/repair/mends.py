@@ -48,11 +48,7 @@ class Mended:
 
 
 def mend(root: Node, lost: Collection[Where] = ()) -> Iterator[Mended]:
-    """Mend every state dict below `root`, in place.
-
-    Args:
-        lost: tensors that were in the file and could not be saved: their values are not known, so none is made up.
-    """
+    """Mend every state dict below `root`, in place."""
     for state_dict in find_state_dicts(root):
         yield from _mend_prefixes(state_dict)
         yield from _mend_metadata(state_dict)
@@ -110,11 +106,7 @@ def _would_not_collide(names: Sequence[str], rename: renaming.Rename) -> bool:
 
 
 def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
-    """`_metadata` that names modules under a wrapper which the names do not have, or the reverse.
-
-    It comes from scripts that rename the tensors and copy `_metadata`. Its versions then reach no module, and `load_state_dict`
-    treats them all as older than they are.
-    """
+    """`_metadata` that names modules under a wrapper which the names do not have, or the reverse."""
     metadata = _metadata(state_dict.node)
     if metadata is None:
         return
@@ -229,11 +221,7 @@ def _zero(key: str, device: str | None) -> Entry:
 
 
 def tie(root: Node, digests: Mapping[Where, str]) -> Iterator[Mended]:
-    """Tie matrices of a state dict that are equal byte for byte: those after the first become views on its storage.
-
-    Args:
-        digests: the digest of every tensor that may be tied, by path.
-    """
+    """Tie matrices of a state dict that are equal byte for byte: those after the first become views on its storage."""
     for state_dict in find_state_dicts(root):
         first: dict[str, tuple[str, Entry]] = {}
         tied: list[tuple[str, str]] = []

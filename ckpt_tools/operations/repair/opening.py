@@ -33,7 +33,7 @@ from ckpt_tools.formats.open import (
     open_source,
 )
 from ckpt_tools.formats.zip.directory import RecordRange
-from ckpt_tools.formats.zip.kinds import is_mended
+from ckpt_tools.formats.zip.headers import is_mended
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.member_paths import archive_and_member
@@ -65,15 +65,7 @@ _REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors", "dcp-part"
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[Salvaged, str]]:
-    """What can be had of a file, and what was wrong with it as a whole ("" where it opens).
-
-    Args:
-        path: the file. keep_damaged: take a pickle that nothing proves.
-        scratch: a file beside which the undoing of a text-mode transfer may put a copy of the input.
-
-    Raises:
-        RepairError: nothing can be had. UnsupportedContainerError: a container that needs no repair, or has none.
-    """
+    """What can be had of a file, and what was wrong with it as a whole ("" where it opens)."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(collector_paused())
         salvaged, was = _open(path, keep_damaged, scratch, stack)
@@ -276,10 +268,7 @@ def _begins(source: Source) -> tuple[str, int]:
 
 
 def may_be_saved(source: Source, error: DamagedFileError) -> bool:
-    """Whether repair may help with a damaged file, told from what is wrong with it and from its first megabyte.
-
-    Not where a whole pickle is malformed, or has two readings; a legacy stream that is cut says so itself.
-    """
+    """Whether repair may help with a damaged file, told from what is wrong with it and from its first megabyte."""
     if not source.size or may_be_packed(source.read(0, min(HEAD, source.size))):
         return False
     if is_text_mode(source):

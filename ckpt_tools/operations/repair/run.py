@@ -13,22 +13,34 @@ from typing import TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.errors import DamagedFileError, RepairError, UsageError
-from ckpt_tools.formats import safetensors
+from ckpt_tools.fit.choices import Choices
+from ckpt_tools.fit.fit import Wanted, fit
+from ckpt_tools.fit.initialisers import Rules, blank_for
+from ckpt_tools.fit.plans import plan_of
+from ckpt_tools.fit.targets import params_of, read_target
+from ckpt_tools.formats import folders, safetensors
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
+    StateDict,
     collector_paused,
     count_tensors,
+    decode_file,
+    find_state_dicts,
+    naming,
     open_checkpoint,
     open_source,
 )
+from ckpt_tools.formats.parts import loose_shards
 from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
-from ckpt_tools.io.content import Piece, total
-from ckpt_tools.io.in_place.journal import recover
+from ckpt_tools.io.content import Literal, Piece, total
+from ckpt_tools.io.journal import recover
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
+from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.matching import match
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.damaged_names import (
     damaged_names,
@@ -37,14 +49,15 @@ from ckpt_tools.operations.repair.damaged_names import (
     impossible_values_error,
 )
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
-from ckpt_tools.operations.repair.missing_tensors import MissingTensors
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.operations.safety import danger_in, danger_note
+from ckpt_tools.text import dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import (
     Entry,
     Node,
@@ -139,18 +152,7 @@ def _to_fill(like: str | os.PathLike[str] | None, reinit: str | Sequence[str], s
 
 
 def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:
-    """Put the old bytes back into a file in which an edit in place was interrupted, and remove the edit's journal.
-
-    Args:
-        path: a local file. dry_run: only report.
-
-    Returns:
-        The report, whose source and target are the file.
-
-    Raises:
-        UsageError: no edit of it was interrupted. OutputError: an edit is under way, or the file cannot be written.
-        DamagedFileError: its journal is not there.
-    """
+    """Put the old bytes back into a file in which an edit in place was interrupted, and remove the edit's journal."""
     started = time.perf_counter()
     with contextlib.suppress(DamagedFileError):  # in the middle of its first bytes: not to be read, but to be rolled back
         _check_interrupted(path)
@@ -285,3 +287,61 @@ def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tup
         return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
     pieces = torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
     return pieces, list(entries(root))
+
+
+def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:
+    """Write the index that a folder of shards lacks; the shards stay as they are."""
+    started = time.perf_counter()
+    with contextlib.closing(Files(Path(path), Path(path))) as files, collector_paused(), naming(files):
+        layout = folders.layout(files.folder, files.names())
+        if layout.container != "shards":
+            raise UsageError(
+                f"{path} holds no shards that lack an index.", fix="To repair anything else, name a file and an OUT."
+            )
+        shards = loose_shards.read(layout.names, files, decode_file)
+        text = loose_shards.missing_index(shards)
+        target = files.folder / loose_shards.index_name(layout.names[0])
+        report = Repaired(str(path), str(target), "sharded", dry_run, "The index of the shards is missing.")
+        report.tensors = report.saved = sum(count_tensors(decoded.root) for decoded in shards.values())
+        report.tensor_bytes = report.saved_bytes = sum(decoded.storage_bytes for decoded in shards.values())
+        report.bytes = len(text)
+        if not dry_run:
+            with replacing(target) as output:
+                write([Piece(Literal(text))], output)
+                files.check_unchanged()
+    report.notes.append(("index-written", f"It names {len(shards)} shards, which are unchanged."))
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+class MissingTensors:
+    """`--like` and `--reinit`, read and checked before any work."""
+
+    def __init__(self, like: str, reinit: Sequence[str], seed: int) -> None:
+        if any(text.rpartition("=")[2] == "target" for text in reinit):
+            raise UsageError("`reinit='target'` is for ckpt convert; repair fills in missing tensors with initial values.")
+        self.target = read_target(like)
+        self.choices = Choices(Rules(reinit), seed=seed, allow_unexpected=("*",))
+
+    def fill(self, root: Node) -> dict[str, str]:
+        """Fill the state dict that the target is about, in place; its tensors come in the target's order."""
+        params = {param.name: param for param in self.target.params}
+        found = [state_dict for state_dict in find_state_dicts(root) if set(map(unwrap, state_dict.names)) & set(params)]
+        if len(found) != 1:
+            raise UsageError(
+                f"{len(found)} state dicts share names with {self.target.label}: {_listed(found)}.",
+                fix="Take one out after the repair: ckpt convert --select WHERE --like TARGET --reinit default."
+                if found
+                else "",
+            )
+        node = found[0].node
+        wanted = Wanted(
+            self.target.names, lambda name: blank_for(self.target, params[name]), None, self.target.ties,
+            f"What was saved does not fit {self.target.label}",
+        )  # fmt: skip
+        fitted = fit(node, plan_of(match(params_of(node), self.target.params)), wanted, self.choices)
+        return {row.name: row.scheme for row in fitted.initialised}
+
+
+def _listed(found: Sequence[StateDict]) -> str:
+    return ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"

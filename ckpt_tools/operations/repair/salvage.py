@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +25,6 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
-from ckpt_tools.operations.repair.order import misplaced
 from ckpt_tools.operations.repair.zip_walk import (
     Found,
     Walked,
@@ -52,14 +53,7 @@ NO_CHECKSUMS = "The file carries no checksums: bytes of tensors that were change
 
 @dataclass(slots=True)
 class Salvaged:
-    """A decoded checkpoint with missing tensors.
-
-    Attributes:
-        decoded: the tree and what else was found.
-        lost: id of a storage -> why its bytes are not whole.
-        notes: (code, sentence) for the report.
-        archives: those of a file of several of which nothing can be had.
-    """
+    """A decoded checkpoint with missing tensors."""
 
     decoded: Decoded
     lost: dict[int, str] = field(default_factory=dict)
@@ -92,15 +86,7 @@ def filled(content: Content | None, nbytes: int) -> Computed:
 
 
 def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False) -> Salvaged:
-    """A torch-zip from its records, without trusting its directory.
-
-    Args:
-        source: one archive; anything may stand before, between and after the records. walked: its records.
-        keep_damaged: take a pickle that nothing proves.
-
-    Raises:
-        ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
-    """
+    """A torch-zip from its records, without trusting its directory."""
     walked = without_contradicted(walked)
     pickle = _pickle(source, walked)
     folder = pickle.name.removesuffix("/data.pkl")
@@ -233,11 +219,7 @@ def _is_own(name: str, folder: str) -> bool:
 
 
 def salvage_legacy(source: Source) -> Salvaged:
-    """A torch-legacy file up to its last whole storage: each follows the one before it, behind the pickles.
-
-    Raises:
-        DamagedFileError: it ends within the pickles, or is damaged there.
-    """
+    """A torch-legacy file up to its last whole storage: each follows the one before it, behind the pickles."""
     there: dict[int, int] = {}
     salvaged = Salvaged(torch_legacy.decode(source, there))
 
@@ -295,3 +277,69 @@ def leave_out(root: Node, lost: dict[int, str]) -> Node:
 
 def _on(node: Node, lost: dict[int, str]) -> bool:
     return any(type(below) is Storage and id(below) in lost for below in reachable(node))
+
+
+def misplaced(records: Sequence[Found], prefix: str, keys: Collection[str]) -> set[str]:
+    """The names of whole storages that are not known for sure: they do not stand where the order has them."""
+    names = [prefix + key for key in keys]
+    found = Counter(record.name for record in records if record.proof)
+    if all(found[name] == 1 for name in names):  # a damaged name would leave one of them without a record
+        return set()
+    orders = sorted(names, key=lambda name: (len(name), name)), sorted(names)
+    return min((set(_misplaced(records, prefix, order)) for order in orders), key=len)
+
+
+def _misplaced(records: Sequence[Found], prefix: str, order: Sequence[str]) -> Iterator[str]:
+    """The same for one order of the names."""
+    rank = {name: index for index, name in enumerate(order)}
+    fitting: list[Found] = []
+    for row in _rows(records):
+        storages = [found for found in row if found.name.startswith(prefix)]
+        ranks = [rank[found.name] - index if found.name in rank else None for index, found in enumerate(storages)]
+        first = _first(ranks, begins=len(storages) < len(row) and not row[0].name.startswith(prefix))
+        for found, at in zip(storages, ranks, strict=True):
+            if at is not None and at == first:
+                fitting.append(found)
+            elif found.proof != "directory" and found.name in rank:
+                yield found.name
+    in_order = _longest([rank[found.name] for found in fitting])
+    yield from (found.name for place, found in enumerate(fitting) if place not in in_order and found.proof != "directory")
+
+
+def _rows(records: Sequence[Found]) -> Iterator[list[Found]]:
+    """Records one right behind the other."""
+    row: list[Found] = []
+    for found in records:
+        if row and not follows(found, row[-1]):
+            yield row
+            row = []
+        row.append(found)
+    if row:
+        yield row
+
+
+def _first(ranks: Sequence[int | None], *, begins: bool) -> int | None:
+    """Which place in the order a row begins at, as most of its names say; None where that is not told."""
+    votes = Counter(rank for rank in ranks if rank is not None)
+    if begins:
+        votes[0] += 1
+    most = votes.most_common(2)
+    return most[0][0] if len(most) == 1 or (most and most[0][1] > most[1][1]) else None
+
+
+def _longest(numbers: Sequence[int]) -> set[int]:
+    """The places of the longest row of numbers that grow."""
+    ends: list[int] = []
+    places: list[int] = []
+    before: list[int] = []
+    for place, number in enumerate(numbers):
+        at = bisect.bisect_left(ends, number)
+        ends[at : at + 1] = [number]
+        places[at : at + 1] = [place]
+        before.append(places[at - 1] if at else -1)
+    found: set[int] = set()
+    place = places[-1] if places else -1
+    while place >= 0:
+        found.add(place)
+        place = before[place]
+    return found

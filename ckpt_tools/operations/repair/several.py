@@ -19,8 +19,7 @@ from ckpt_tools.formats import dcp
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import DCP_METADATA
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, SIGNATURE_LOCAL
-from ckpt_tools.formats.zip.kinds import PROGRAM
+from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, PROGRAM, SIGNATURE_LOCAL
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
@@ -41,11 +40,7 @@ _GAP = "Between its archives are bytes of none; only the .metadata of its folder
 
 
 def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
-    """What is whole in a file of one archive or of several.
-
-    Raises:
-        ZipError, ChecksumError, PickleError: nothing is. See `salvage.salvage_walked`.
-    """
+    """What is whole in a file of one archive or of several."""
     walked = walk_zip(source)
     if any(PROGRAM.search(found.name) for found in walked.records):
         raise no_program(str(source.path))

@@ -38,8 +38,8 @@ from ckpt_tools.io.content import (
     Deflated,
     Range,
     chunks,
+    crc32,
 )
-from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
 
@@ -50,10 +50,7 @@ Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be.
-
-    `at` is where an entry of the directory stands.
-    """
+    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be."""
 
     proof: Proof
     compressed: int
@@ -87,10 +84,7 @@ class Found:
 
 @dataclass(slots=True)
 class Walked:
-    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32.
-
-    `directory` is what is left of it, without entries that lie in a record's bytes.
-    """
+    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32."""
 
     records: list[Found] = field(default_factory=list)
     has_checksums: bool = True
@@ -98,11 +92,7 @@ class Walked:
 
 
 def walk_zip(source: Source) -> Walked:
-    """Every record that the file still shows.
-
-    Raises:
-        LimitError: over a million signatures, or records that overlap so often that it would take many times the file.
-    """
+    """Every record that the file still shows."""
     places = _signatures(source)
     centrals = _centrals(source, places[SIGNATURE_CENTRAL])
     descriptors = _descriptors(source, places[SIGNATURE_DESCRIPTOR])
@@ -206,10 +196,7 @@ class _Walk:
         self.records.append(found)
 
     def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
-        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole.
-
-        Without checksums only where the directory has it, and nothing else is: a size does not prove a name.
-        """
+        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
         proved = [found for found in self.records if found.proof]
         ends = [found.data + found.compressed + DESCRIPTOR for found in proved] if self.has_checksums else []
         taken = set() if self.has_checksums else {found.data for found in proved}
@@ -290,10 +277,7 @@ def _outside(records: Sequence[Found], centrals: Mapping[str, list[Claim]]) -> d
 
 
 def without_contradicted(walked: Walked) -> Walked:
-    """The records of one archive, with no proof for those that have the name of another.
-
-    The directory has that name with other bytes, and elsewhere: at the same place another process wrote a record of it.
-    """
+    """The records of one archive, with no proof for those that have the name of another."""
 
     def is_right(found: Found) -> bool:
         claims = walked.directory.get(found.name, [])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import NotLoadedError, UsageError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
+from ckpt_tools.torch.guarding.stored import Library
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
-
-if TYPE_CHECKING:
-    from ckpt_tools.torch.guarding.stored import Library
 
 Word: TypeAlias = Literal["loaded", "tied", "untouched", "partly", "changed", "swapped", "unsaved", "unexamined"]
 _ORDER: tuple[Word, ...] = ("loaded", "tied", "unsaved", "unexamined", "swapped", "partly", "changed", "untouched")

@@ -86,10 +86,7 @@ def of_live(tensor: torch.Tensor, runs: Runs) -> bytes:
 
 
 def of_all_live(tensors: Sequence[torch.Tensor], wanted: Callable[[int], Runs] = runs_of) -> list[bytes]:
-    """The samples of plain tensors; those on another device come in one transfer for each dtype, not one by one.
-
-    `wanted` says which runs of so many elements.
-    """
+    """The samples of plain tensors; those on another device come in one transfer for each dtype, not one by one."""
     found: list[bytes] = [b""] * len(tensors)
     waiting: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):

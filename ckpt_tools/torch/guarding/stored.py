@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ckpt_tools.edit import casts
 from ckpt_tools.errors import CkptError, NotACheckpointError
@@ -14,13 +14,15 @@ from ckpt_tools.formats.base import PART_CONTAINERS
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint, open_checkpoint
 from ckpt_tools.formats.parts.named import open_whole, partition
+from ckpt_tools.io.content import Content, Joined, Literal, Range, read
+from ckpt_tools.io.output import Source
 from ckpt_tools.text import dotted
 from ckpt_tools.torch.guarding import samples
-from ckpt_tools.torch.guarding.reading import Reader
-from ckpt_tools.torch.guarding.samples import Runs
+from ckpt_tools.torch.guarding.samples import SMALL, Runs
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import row_major
 
 _DCP = (".distcp", os.sep + ".metadata")
 
@@ -49,11 +51,7 @@ class Stored:
 
 
 class Library:
-    """Every plain tensor of the files, while they are open.
-
-    Attributes:
-        tensors: in the order of the files. paths: the files that are checkpoints. notes: those that cannot be read, and why.
-    """
+    """Every plain tensor of the files, while they are open."""
 
     def __init__(self) -> None:
         self.tensors: list[Stored] = []
@@ -179,3 +177,63 @@ def _tensors(path: str, checkpoint: Checkpoint, reader: Reader) -> Iterator[Stor
         if type(tensor.node) is Entry and tensor.node.dtype.itemsize:
             where, last = dotted(tensor.where), str(tensor.where[-1]) if tensor.where else ""
             yield Stored(path, where, unwrap(last if "." in last else where), tensor.node, reader)
+
+
+_BLOCK, _KEPT = 1 << 15, 64
+
+
+class Reader:
+    """Reads runs of tensors; what was read last of plain files is kept, 2 MB of it."""
+
+    def __init__(self) -> None:
+        self._block = lru_cache(maxsize=_KEPT)(_read_block)
+
+    def runs(self, entry: Entry, runs: Runs) -> bytes:
+        """The bytes of these runs of a tensor."""
+        size, content = entry.dtype.itemsize, row_major(entry)
+        if isinstance(content, Range) and (fast := self._of_file(content, size, runs)) is not None:
+            return fast
+        if not _is_by_position(content):
+            content = Literal(read(content))  # compressed, or its elements lie apart
+        return b"".join([_at(content, start * size, length * size) for start, length in runs])
+
+    def _of_file(self, content: Range, size: int, runs: Runs) -> bytes | None:
+        """The runs of a plain file; None where the source reads in another way, or says why it cannot."""
+        source, at = content.source, content.offset
+        if source.half_edited or not hasattr(os, "pread") or (fd := source.fd) < 0:
+            return None
+        if content.length <= SMALL:
+            data = self._small(source, at, content.length)
+            return b"".join([data[start * size : (start + length) * size] for start, length in runs])
+        data = b"".join([os.pread(fd, length * size, at + start * size) for start, length in runs])
+        return data if len(data) == sum(length for _, length in runs) * size else None
+
+    def _small(self, source: Source, at: int, length: int) -> bytes:
+        number, start = divmod(at, _BLOCK)
+        data = self._block(source, number)[start : start + length]
+        return data if len(data) == length else data + self._block(source, number + 1)[: length - len(data)]
+
+
+def _read_block(source: Source, number: int) -> bytes:
+    start = number * _BLOCK
+    return source.read(start, min(_BLOCK, source.size - start))
+
+
+def _is_by_position(content: Content) -> bool:
+    parts = content.parts if isinstance(content, Joined) else (content,)
+    return all(isinstance(part, Range | Literal) for part in parts)
+
+
+def _at(content: Content, start: int, length: int) -> bytes:
+    if isinstance(content, Range):
+        return content.source.read(content.offset + start, length)
+    if isinstance(content, Literal):
+        return content.data[start : start + length]
+    assert isinstance(content, Joined), "asked before"
+    found, at = [], 0
+    for part in content.parts:
+        first, last = max(start - at, 0), min(start + length - at, part.length)
+        if first < last:
+            found.append(_at(part, first, last - first))
+        at += part.length
+    return b"".join(found)

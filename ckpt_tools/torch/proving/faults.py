@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.operations.proved import Fault
-from ckpt_tools.torch.proving import comparing
 from ckpt_tools.torch.proving.pairing import pair_calls
-from ckpt_tools.torch.proving.reasons import Reasons
+from ckpt_tools.torch.proving.reasons import Reasons, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, ModuleCall
 
 
@@ -18,19 +17,16 @@ class Search:
         self.pairs, self.reasons, self.tolerance = pairs, reasons, tolerance
 
     def find(self, old: ModuleCall, new: ModuleCall) -> Fault:
-        """Where two calls with equal inputs and other outputs part.
-
-        A child that is given the same numbers in another order is passed over: its layout may be meant.
-        """
+        """Where two calls with equal inputs and other outputs part."""
         last: CallPair | None = None
         moved: CallPair | None = None
         for pair in pair_calls(old, new, self.pairs):
             left, right = pair
-            if not comparing.equal(left.inputs, right.inputs, self.tolerance):
+            if not equal(left.inputs, right.inputs, self.tolerance):
                 if not self._is_moved(left, right):
                     return self._in_code(old, new, last, moved or pair)
                 moved = moved or pair
-            elif not comparing.equal(left.outputs, right.outputs, self.tolerance):
+            elif not equal(left.outputs, right.outputs, self.tolerance):
                 return self.find(left, right)
             else:
                 last = pair
@@ -40,7 +36,7 @@ class Search:
 
     def _is_moved(self, left: ModuleCall, right: ModuleCall) -> bool:
         pairs = zip(left.inputs, right.inputs, strict=False)
-        return any(comparing.same_in_another_order(*pair, self.tolerance) for pair in pairs)
+        return any(same_in_another_order(*pair, self.tolerance) for pair in pairs)
 
     def _in_code(
         self,
@@ -68,8 +64,8 @@ def count(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> int:
 def first_apart(one: ModuleCall, other: ModuleCall) -> tuple[str, str]:
     """Where two runs of one model part: the module's path and class."""
     for left, right in zip(one.calls, other.calls, strict=False):
-        if left.path != right.path or not comparing.equal(left.inputs, right.inputs, 0):
+        if left.path != right.path or not equal(left.inputs, right.inputs, 0):
             break
-        if not comparing.equal(left.outputs, right.outputs, 0):
+        if not equal(left.outputs, right.outputs, 0):
             return first_apart(left, right)
     return one.path, type(one.module).__name__

@@ -88,10 +88,7 @@ def _paths(call: ModuleCall) -> Iterator[str]:
 
 
 def pair_calls(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> list[CallPair]:
-    """The calls inside two partners that are partners, in the old order.
-
-    Calls of paired modules go by that; those between them, which have no tensors, by their order where there are equally many.
-    """
+    """The calls inside two partners that are partners, in the old order."""
     left, right = list(shown_calls(old, pairs)), list(shown_calls(new, set(pairs.values())))
     waiting: dict[str, list[int]] = {}
     for index, call in enumerate(right):

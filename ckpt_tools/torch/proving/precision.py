@@ -16,12 +16,7 @@ _OF_BITS = frozenset({"view", "frombuffer", "from_file"})  # they say what the b
 
 
 class Precision(Enum):
-    """What a model computes in.
-
-    Attributes:
-        FLOAT64: that, in all of its code. MIXED: float64 weights and inputs, and what its code says. FLOAT32: the same with
-            float32.
-    """
+    """What a model computes in."""
 
     FLOAT64 = "float64"
     MIXED = "float64, with float32 where the code says so"

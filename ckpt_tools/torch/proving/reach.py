@@ -7,31 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ckpt_tools.operations.proved import Unproved
-from ckpt_tools.torch.proving import outputs
-from ckpt_tools.torch.proving.inputs import Given, seeded
-from ckpt_tools.torch.proving.outputs import Named
+from ckpt_tools.torch.proving.inputs import Given, run_alone, seeded
 from ckpt_tools.torch.proving.precision import Precision, computing_in
-from ckpt_tools.torch.proving.running import run_alone
+from ckpt_tools.torch.proving.recording import Named, walk
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Reach:
-    """Looks for tensors that the outputs do not depend on.
-
-    Args:
-        model: the new model. sets: what it is given. paths: of those of its outputs that were compared.
-    """
+    """Looks for tensors that the outputs do not depend on."""
 
     def __init__(self, model: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int, paths: set[str]) -> None:
         self.model, self.sets, self.precision, self.seed, self.paths = model, sets, precision, seed, paths
 
     def unproved(self, old: Tensors, partners: Mapping[str, str]) -> list[Unproved]:
-        """Tensors with other numbers than the old model's, on which nothing depends; embeddings of which some rows are so.
-
-        Args:
-            old: the old model's tensors. partners: the names of the old model's tensors by those of the new one's.
-        """
+        """Tensors with other numbers than the old model's, on which nothing depends; embeddings of which some rows are so."""
         others = {name: tensor for name, tensor in tensors_of(self.model).items()
                   if tensor.is_floating_point() and not _is_among(tensor, old)}  # fmt: skip
         if not others:
@@ -73,7 +63,7 @@ class Reach:
         own = given.to(self.precision.dtype)
         with torch.enable_grad(), seeded(self.seed), computing_in(self.precision):
             made = torch.func.functional_call(self.model, dict(leaves), own.by_position, own.by_name)
-            found = [tensor for path, tensor in outputs.walk(made) if path in self.paths and tensor.requires_grad]
+            found = [tensor for path, tensor in walk(made) if path in self.paths and tensor.requires_grad]
             weights = [torch.randn_like(tensor) for tensor in found]
             if not found:
                 return [None] * len(leaves)

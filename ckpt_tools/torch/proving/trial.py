@@ -9,13 +9,11 @@ import torch
 
 from ckpt_tools.errors import TargetError
 from ckpt_tools.operations.proved import Fault
-from ckpt_tools.torch.proving import outputs
 from ckpt_tools.torch.proving.faults import first_apart
-from ckpt_tools.torch.proving.inputs import Given
-from ckpt_tools.torch.proving.outputs import Gap, Paired
+from ckpt_tools.torch.proving.inputs import Done, Given, RaisedError, run, run_alone
 from ckpt_tools.torch.proving.precision import Precision, cast
 from ckpt_tools.torch.proving.reach import Reach
-from ckpt_tools.torch.proving.running import Done, RaisedError, run, run_alone
+from ckpt_tools.torch.proving.recording import Gap, Paired, gap, pair
 
 _TOLERANCE = 1e-9  # in float64: sums in another order, with room
 _LEAST, _MOST, _ROOM = 1e-6, 1e-4, 8  # in float32: so many times what rounding every weight does to the outputs
@@ -24,13 +22,7 @@ _SIDES = ("OLD", "NEW")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What two models did.
-
-    Attributes:
-        models: the old and the new one. sets: what both were given. precision: what they computed in. seed: of what they draw.
-        done: for each set the old run and the new one. paired: their outputs. gaps: how far those are apart, for each set.
-        tolerance: how much that may be, by the largest output.
-    """
+    """What two models did."""
 
     models: tuple[torch.nn.Module, torch.nn.Module]
     sets: Sequence[Given]
@@ -46,19 +38,15 @@ class Trial:
         cls, old: torch.nn.Module, new: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int,
         tolerance: float | None,
     ) -> Trial:  # fmt: skip
-        """Run both.
-
-        Raises:
-            TargetError: they have no output in common. RaisedError: a model raises.
-        """
+        """Run both."""
         for model in (old, new):
             try:
                 cast(model, precision)
             except Exception as error:  # a class of weights that has no such dtype
                 raise RaisedError(model, None) from error
         done = [(run(old, given, precision, seed), run(new, given, precision, seed)) for given in sets]
-        paired = outputs.pair(done[0][0].outputs, done[0][1].outputs)
-        gaps = [outputs.gap(left.outputs, right.outputs, paired) for left, right in done]
+        paired = pair(done[0][0].outputs, done[0][1].outputs)
+        gaps = [gap(left.outputs, right.outputs, paired) for left, right in done]
         if tolerance is None:
             tolerance = _TOLERANCE if precision is not Precision.FLOAT32 else _rounding(old, sets[0], done[0][0], seed)
         return cls((old, new), sets, precision, seed, done, paired, gaps, tolerance)
@@ -152,5 +140,5 @@ def _rounding(model: torch.nn.Module, given: Given, before: Done, seed: int) -> 
     finally:
         for tensor, values in zip(floats, kept, strict=True):
             tensor.data.copy_(values)
-    paired = outputs.pair(before.outputs, after)
-    return min(max(_ROOM * outputs.gap(before.outputs, after, paired).relative, _LEAST), _MOST)
+    paired = pair(before.outputs, after)
+    return min(max(_ROOM * gap(before.outputs, after, paired).relative, _LEAST), _MOST)

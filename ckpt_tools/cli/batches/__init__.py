@@ -1,1 +1,0 @@
-"""Commands on many inputs at once."""

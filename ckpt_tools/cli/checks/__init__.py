@@ -1,1 +1,0 @@
-"""What `ckpt check` and `ckpt scan` do beyond a page: one path, and reports for other programs."""

@@ -1,0 +1,71 @@
+"""`ckpt extract-lora`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import click
+
+from ckpt_tools.cli.options import OUT, OUTPUT, given, one_out, options_of, out_option, quiet_option, show_progress
+from ckpt_tools.operations.extract_lora import Extracted
+from ckpt_tools.operations.options import ExtractOptions
+from ckpt_tools.render.plain import Page
+from ckpt_tools.render.rows import print_rows, print_title, rows_of
+from ckpt_tools.render.text import counted, size_text
+from ckpt_tools.text import printable, shape_text
+
+
+@click.command("extract-lora", short_help="Write what a tuned model changed as a LoRA adapter.")
+@click.argument("base", type=OUTPUT, metavar="BASE")
+@click.argument("tuned", type=OUTPUT, metavar="TUNED")
+@click.argument("target", type=OUT, metavar="[OUT]", required=False)
+@out_option
+@options_of(ExtractOptions)
+@quiet_option
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+def extract_lora(
+    base: str, tuned: str, target: str | None, out: str | None, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Write the change from BASE to TUNED as a LoRA adapter, and say how much of it the adapter leaves.
+
+    \b
+    ckpt extract-lora base.safetensors tuned.safetensors adapter --rank 16
+    ckpt extract-lora base tuned adapter --rank 64 --only '*_proj.weight' --dtype bf16
+
+    OUT is a folder that PEFT reads: factors of the rank for the weights of linear layers, embeddings and convolutions that
+    differ, and whole modules of other kinds, such as norms. ckpt convert BASE MERGED --lora OUT is the way back.
+
+    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    """
+    from ckpt_tools.operations.extract_lora import extract_lora as extract
+
+    if (target := one_out(target, out)) is None:
+        raise click.UsageError("Missing argument 'OUT'.")
+    with show_progress(quiet=quiet) as progress:
+        report = extract([base, tuned], target, progress=progress, **given(options))
+    if as_json:
+        from ckpt_tools.render.json import print_document
+
+        print_document(report.to_json())
+    elif not quiet:
+        from ckpt_tools.render.text import show
+
+        show(partial(print_extracted, report))
+
+
+def print_extracted(report: Extracted, out: Page) -> None:
+    """What was written, what it leaves of the change, and where most of that is."""
+    print_title(f"{'would write' if report.dry_run else 'wrote'} {report.target}", out)
+    biases = f", {counted(report.biases, 'bias', 'biases')}" if report.biases else ""
+    rows = [
+        ("adapter", f"rank {report.rank}, {counted(len(report.modules), 'module')}{biases}, {size_text(report.bytes)}"),
+        ("error", f"{report.error:.3g} of the change (relative Frobenius norm)"),
+    ]
+    worst = sorted(report.modules, key=lambda row: -row.error)
+    rows += rows_of(
+        "module", [printable(f"{row.name}: {shape_text(row.shape)}, rank {row.rank}, error {row.error:.3g}") for row in worst]
+    )
+    rows += rows_of("held whole", report.saved)
+    rows += rows_of("left", [f"{name}: differs, and the adapter has no place for it" for name in report.left])
+    print_rows([*rows, ("unchanged", counted(report.unchanged, "tensor"))], out)

@@ -1,1 +1,0 @@
-"""Commands that prove something of a checkpoint: that it computes the same, that it is what was signed."""

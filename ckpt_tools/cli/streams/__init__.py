@@ -1,1 +1,0 @@
-"""Where commands read from and print to beside files: standard input, a pager."""

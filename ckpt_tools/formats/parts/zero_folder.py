@@ -1,0 +1,335 @@
+"""deepspeed: a folder of DeepSpeed, whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO).
+
+    mp_rank_00_model_states.pt                       MUST but under stage 3: names, shapes, 16-bit weights, buffers
+    zero_pp_rank_R_mp_rank_00_model_states.pt        MUST under stage 3, one a rank: names, shapes, buffers, frozen weights
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt MUST under ZeRO, one a rank: rows of fp32 weights, of the optimizer
+    ... mp_rank_01 ...                               the same of every tensor parallel rank, or stage of a pipeline
+    layer_0_expert_3_mp_rank_00_model_states.pt      experts.py
+    layer_03-model_states.pt                         layers.py
+    latest                                           beside the folder: its name
+
+The tree is the state dict of the fp32 weights, in the model's order. Beside it, for `--select`, are `module` (not under
+stage 3: the 16-bit weights), `optimizer` (as torch's `get_optimizer_state_dict` has it, by the parameters' names) and
+`training` (the model, the optimizer, and what else the model file holds).
+
+Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py. Beside this module: slice.py makes a
+model of the ranks of one slice, slices.py one of several slices.
+"""
+
+from __future__ import annotations
+
+import shlex
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.parts import zero_experts
+from ckpt_tools.formats.parts.zero_names import SliceFiles, ZeroFiles
+from ckpt_tools.formats.parts.zero_slice import Slice
+from ckpt_tools.formats.parts.zero_slices import Rules, Slices
+from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
+from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.io.content import read
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Pair
+from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.boxes import Sizes
+from ckpt_tools.values.numeric import row_major
+
+CONTAINER = "deepspeed"
+_SAVE = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+# What a model file says about the parts, which is not a part any more.
+_OF_PARTS = frozenset((
+    "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
+))  # fmt: skip
+
+_CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
+
+_NAMED = 100  # missing ranks, of which more are only counted
+_MOST_RANKS = 1 << 16  # of which some may be missing
+
+DecodeFile: TypeAlias = Callable[[Source], Decoded]
+
+
+def decode(found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
+    """Read the structure of every file and put the weights together; of tensor bytes only step counters."""
+    if found.doubled:
+        raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
+    reading = _Reading(found, files, decode_file, partial=partial)
+    model = reading.model()
+    made = joined(CONTAINER, model.weights, files, reading.read_files, {})
+    made.globals = [node for node in reachable(made.root) if type(node) is Global]
+    made.unusual, made.has_checksums = [], False  # these are said of the ranks' files, not of the whole
+    made.warnings += [_beside(model, reading.first, files.path), *reading.missing_parts()]
+    made.others = _others(model, reading.first)
+    made.lost += model.lost.items()
+    if model.lost and not model.weights.items:
+        name, why = next(iter(model.lost.items()))
+        raise PartError(f"No tensor is whole in these files: {name!r} {why}, and {len(model.lost) - 1} more.")
+
+    def locate(root: Node) -> Node:
+        model.check_evidence()
+        if wrong := model.differing_buffers():
+            text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
+            made.warnings.append(Warned("parts-differ", text))
+        return root
+
+    made.locate = locate
+    return made
+
+
+class _Reading:
+    """The files of a folder on their way into one model."""
+
+    def __init__(self, found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: bool) -> None:
+        self.found, self.files, self.decode_file, self.partial = found, files, decode_file, partial
+        self.keys, self.read_files = Keys(), list[Decoded]()
+        self.slices: dict[int, Slice] = {}
+        self.missing = list[str]()
+
+    @property
+    def first(self) -> Slice:
+        """The first slice that is there."""
+        return next(iter(self.slices.values()))
+
+    def root_of(self, name: str, *, renewed: bool = False) -> Node:
+        """What a file holds; `renewed` if its tensors come into the tree as they are."""
+        self.read_files.append(self.decode_file(self.files.open(name)))
+        root = self.read_files[-1].root
+        return self.keys.renew(root) if renewed else root
+
+    def model(self) -> Slice | Slices:
+        """All slices as one model."""
+        self._check_experts()
+        for number, own in sorted(self.found.slices.items()):
+            self.slices[number] = self._slice(number, own)
+        count = self._check_slices()
+        if count == 1 and not self.found.layers:
+            return self.first
+        return Slices(self.slices, self.keys, self._rules(), self._layers(), partial=self.partial)
+
+    def missing_parts(self) -> list[Warned]:
+        """With `partial`: which parts are missing."""
+        missing = self.missing + [name for number, own in self.slices.items() for name in _missing(number, own)]
+        text = f"files of ranks are missing: {listed(missing)}; what is whole without them is taken"
+        return [Warned("parts-missing", text)] if missing else []
+
+    def _check_experts(self) -> None:
+        if self.found.experts and (self.found.layers or len(self.found.slices) > 1):
+            raise PartError(
+                f"{next(iter(self.found.experts.values()))} and {len(self.found.experts) - 1} more are experts of a mixture "
+                "whose model is cut in another way too, which is not read.", fix=_SAVE,
+            )  # fmt: skip
+        if self.found.beside and self.found.optimizers:
+            raise PartError(f"{self.found.beside[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
+
+    def _slice(self, number: int, own: SliceFiles) -> Slice:
+        optimizers = {rank: read_optimizer(name, self.root_of(name)) for rank, name in sorted(own.optimizers.items())}
+        world = _check_ranks(optimizers, partial=self.partial) if optimizers else 1
+        models = self._models(number, own, optimizers, world)
+        if not optimizers and any(model.shapes for model in models.values()):
+            raise PartError(
+                "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
+                fix="Get the files of all ranks. A model file by itself, in a folder of its own, is the 16-bit weights.",
+            )
+        return Slice(models, optimizers, self.keys, world, partial=self.partial)
+
+    def _models(
+        self, number: int, own: SliceFiles, optimizers: Mapping[int, OptimizerState], world: int
+    ) -> dict[int, ModelState]:  # fmt: skip
+        """The model files by rank: one for all but under stage 3."""
+        is_stage_3 = any(state.is_stage_3 for state in optimizers.values())
+        names = own.models if is_stage_3 else {0: own.whole} if own.whole is not None else {}
+        if other := [own.whole] if is_stage_3 and own.whole else [] if is_stage_3 else list(own.models.values()):
+            raise PartError(
+                f"{other[0]} is of another stage of ZeRO than the optimizer's parts.", fix="Remove what is of another save."
+            )
+        if not names:
+            missing = (
+                f"zero_pp_rank_0_mp_rank_{number:02d}_model_states.pt"
+                if is_stage_3
+                else f"mp_rank_{number:02d}_model_states.pt"
+            )
+            raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
+        models = {rank: self._read_model(name, rank == min(names)) for rank, name in sorted(names.items())}
+        if is_stage_3:
+            _check_world("files *_model_states.pt, one a rank", sorted(models), world, partial=self.partial)
+        _check_models(models, world if optimizers else None)
+        return models
+
+    def _read_model(self, name: str, is_first: bool) -> ModelState:
+        model = read_model(name, self.root_of(name, renewed=is_first), in_layers=bool(self.found.layers))
+        if not (self.found.experts and is_first):
+            return model
+        roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.found.experts.items())]
+        zero_experts.check_complete(model, {key[:2] for key in self.found.experts})
+        return replace(model, module=zero_experts.with_experts(model.module, roots))
+
+    def _check_slices(self) -> int:
+        """How many there should be; all are of one step, and of as many ranks."""
+        first = self.first
+        for number, own in self.slices.items():
+            if own.model.step != first.model.step or own.world != first.world:
+                raise PartError(
+                    f"mp_rank_{number:02d} is of step {own.model.step} and {own.world} ranks, {first.model.file} of step "
+                    f"{first.model.step} and {first.world}.", why="They were saved at different steps, or by several jobs.",
+                )  # fmt: skip
+        said = first.model.root.get("mp_world_size")
+        count = said if type(said) is int else max(self.slices) + 1
+        kind = "slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
+        _check_world(kind, sorted(self.slices), count, partial=self.partial and bool(self.found.layers))
+        self.missing = [f"mp_rank_{number:02d}_*" for number in range(count) if number not in self.slices]
+        return count
+
+    def _rules(self) -> Rules | None:
+        """How tensor parallel ranks are joined; None for the stages of a pipeline."""
+        if not self.found.layers:
+            info = self.first.model.rules
+            if info is None:
+                raise PartError(
+                    f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut.",
+                    why="A checkpoint of Megatron-DeepSpeed or AutoTP says it as universal_checkpoint_info.", fix=_SAVE,
+                )  # fmt: skip
+            return Rules(info, self.first.model.buffers)
+        if several := sorted({rank for _, rank in self.found.layers} - {0}):
+            raise PartError(
+                f"These are stages of a pipeline, each cut among {len(several) + 1} tensor parallel ranks, which is not read.",
+                fix=_SAVE,
+            )
+        return None
+
+    def _layers(self) -> Dict | None:
+        """The 16-bit weights of a pipeline; None for another model."""
+        if not self.found.layers:
+            return None
+        shapes = {name: shape for own in self.slices.values() for group in own.model.shapes for name, shape in group.items()}
+        roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.found.layers.items())}
+        return module_of(roots, shapes)
+
+
+def _missing(number: int, own: Slice) -> list[str]:
+    return [f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for rank in own.missing]
+
+
+def _check_ranks(optimizers: Mapping[int, OptimizerState], *, partial: bool) -> int:
+    """The number of ranks that all files say."""
+    worlds = {state.world for state in optimizers.values()}
+    if len(worlds) > 1:
+        said = listed([f"rank {rank} of {state.world}" for rank, state in optimizers.items()])
+        raise PartError(f"The optimizer's parts are of several jobs: {said}.", why="They were saved by other numbers of ranks.")
+    (world,) = worlds
+    _check_world("files *_optim_states.pt, one a rank", sorted(optimizers), world, partial=partial)
+    steps = {rank: list(_steps(state)) for rank, state in optimizers.items()}
+    one = min(steps)
+    if other := [rank for rank in steps if steps[rank] != steps[one]]:
+        own, theirs = (listed(list(dict.fromkeys(steps[rank]))) or "no" for rank in (one, other[0]))
+        raise PartError(
+            f"The optimizer has made {own} steps on rank {one}, and {theirs} on {these_ranks(other)}.",
+            why="They were saved at different steps.",
+        )
+    return world
+
+
+def _check_world(kind: str, ranks: list[int], world: int, *, partial: bool) -> None:
+    there = frozenset(ranks)
+    missing = [rank for rank in range(min(world, len(ranks) + _NAMED)) if rank not in there]  # a file may say any number
+    beyond = [rank for rank in ranks if rank >= world]
+    if beyond or (missing and not (partial and world <= _MOST_RANKS)):
+        what = f"missing: {world - len(ranks)}" if len(missing) >= _NAMED else ""
+        what = what or f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(beyond)} would be beyond it"
+        raise PartError(
+            f"The checkpoint has {world} {kind}; {what}.", why=f"{len(ranks)} are there.",
+            fix="Get the others too: every rank holds a part of every weight.", rest=not beyond,
+        )  # fmt: skip
+
+
+def _steps(state: OptimizerState) -> Iterator[object]:
+    """How often each group was stepped, by the state (torch) or by the group (Apex)."""
+    for values in (*(values for _, values in sorted(state.states.items())), *state.groups):
+        step = values.get("step")
+        if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
+            yield struct.unpack(_CODES[step.dtype.name], read(row_major(step)))[0]
+        elif type(step) in (int, float):
+            yield step
+
+
+def _check_models(models: Mapping[int, ModelState], world: int | None) -> None:
+    first = next(iter(models.values()))
+    for rank, model in models.items():
+        if world is not None and model.world is not None and model.world != world:
+            raise PartError(f"{model.file} is of a job of {model.world} ranks; here are the optimizer's files of {world}.")
+        if model.step != first.step:
+            raise PartError(
+                f"'global_steps' is {first.step} in {first.file}, and {model.step} in {model.file}.",
+                why="They were saved at different steps.",
+            )
+        if (model.shapes, model.frozen) != (first.shapes, first.frozen) or list(model.names) != list(first.names):
+            raise PartError(f"{model.file} has other parameters on rank {rank} than {first.file}.")
+
+
+# --- what is there beside the weights
+
+
+def _beside(model: Slice | Slices, first: Slice, path: Path) -> Warned:
+    """What `--select` takes instead of the weights."""
+    is_zero = first.first is not None
+    found = [f"{name} ({what})" for name, what in (
+        ("module", "" if first.is_stage_3 else "the weights as they were trained with"),
+        ("optimizer", "its state by the parameters' names" if first.first is not None and first.first.states else ""),
+        ("training", "model, optimizer and what else was saved" if is_zero else ""),
+    ) if what]  # fmt: skip
+    fix = f"ckpt convert {shlex.quote(str(path))} training.pth --select training" if is_zero else ""
+    what = "the fp32 weights" if is_zero else "the weights"
+    return Warned("beside-the-weights", f"without `select` it is {what}; `select` takes {', '.join(found)}", "", "info", fix)
+
+
+def _others(model: Slice | Slices, first: Slice) -> dict[str, Callable[[], Node]]:
+    """What `--select` takes instead of the weights, made when it is wanted. Without ZeRO the optimizer's state has no names."""
+
+    def training() -> Node:
+        """The model, the optimizer, and what else the model file holds (steps, epochs, a scheduler)."""
+        rest = [(key, value) for key, value in first.model.root.items if key not in _OF_PARTS and key != "model"]
+        has_state = first.first is not None and first.first.states
+        state: list[Pair] = [("optimizer", model.optimizer().node)] if has_state else []
+        return Dict([("model", model.weights), *state, *rest])
+
+    if first.first is None:
+        return {"module": model.module}
+    return {"module": model.module, "optimizer": lambda: model.optimizer().node, "training": training}
+
+
+_TIED = "tied_modules."
+
+
+def module_of(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> Dict:
+    """The 16-bit weights by their names in the model."""
+    tied: dict[str, dict[str, Sizes]] = {}
+    for name, shape in shapes.items():
+        key, found, rest = name.removeprefix(_TIED).partition(".")
+        if name.startswith(_TIED) and found:
+            tied.setdefault(key, {})[rest] = shape
+    known = {name.partition(".")[0] for name in shapes}
+    made: dict[str, Node] = {}
+    for file, (number, root) in roots.items():
+        if type(root) is not Dict or any(type(name) is not str for name, _ in root.items):
+            raise PartError(f"{file} holds something else than the weights of a layer by name.")
+        prefix = f"{number}." if str(number) in known else _prefix_of_tied(file, number, root, tied)
+        for name, value in root.named.items():
+            made.setdefault(f"{prefix}{name}", value)
+    return Dict(list(made.items()), ordered=True)
+
+
+def _prefix_of_tied(file: str, number: int, root: Dict, tied: Mapping[str, Mapping[str, Sizes]]) -> str:
+    """What a layer is called of which the optimizer has no weight under its number: a tied one, or one that is not trained."""
+    own = {name: value.shape for name, value in root.named.items() if type(value) is Entry}
+    fitting = [key for key, shapes in tied.items() if all(own.get(name) == shape for name, shape in shapes.items())]
+    if len(fitting) > 1:
+        raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
+    return f"{_TIED}{fitting[0]}." if fitting else f"{number}."

@@ -1,0 +1,297 @@
+"""A checkpoint of Flax or Keras as torch would have it: names, shapes, and for every tensor the way back to the file."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ckpt_tools.matching.lexicon import concepts, words
+from ckpt_tools.matching.order import turned
+from ckpt_tools.matching.records import Framework, Param, Shape
+
+_NUMBERED = re.compile(r"_\d+$")
+_KERNELS = re.compile(r"dense|conv[123]d|conv[123]d_transpose|depthwise_conv[12]d")
+_NORMS = {
+    ("batch_normalization", 4): ("weight", "bias", "running_mean", "running_var"),
+    ("batch_normalization", 2): ("running_mean", "running_var"),
+    ("layer_normalization", 2): ("weight", "bias"),
+    ("group_normalization", 2): ("weight", "bias"),
+    ("rms_normalization", 1): ("weight",),
+}
+_OTHERS = re.compile(r".*(normalization|embedding|dense|conv[123]d.*|lstm|gru|rnn|attention)")
+_NAMED = {
+    "gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var",
+}  # fmt: skip
+
+
+def read_keras_layer(path: tuple[str, ...], shapes: Mapping[str, Shape]) -> Turns | None:
+    """A Dense, a convolution, an Embedding or a norm, where the file says which it is."""
+    if not all(leaf.startswith("vars.") for leaf in shapes):
+        return _named(path, shapes)
+    rows = [shapes.get(f"vars.{number}") for number in range(len(shapes))]
+    given = [shape for shape in rows if shape is not None]
+    if len(given) < len(rows):
+        return None
+    found = _by_class(_NUMBERED.sub("", path[-1]) if path else "", given, path)
+    return None if found is None else {f"vars.{number}": turn for number, turn in enumerate(found)}
+
+
+def _named(path: tuple[str, ...], shapes: Mapping[str, Shape]) -> Turns | None:
+    plain = {leaf.partition(":")[0]: leaf for leaf in shapes}
+    own = {word: shapes[leaf] for word, leaf in plain.items()}
+    if set(own) == {"embeddings"}:
+        return {plain["embeddings"]: same("weight", own["embeddings"])}
+    found = vectors(_NAMED, own)
+    if found is not None:
+        return {plain[word]: turn for word, turn in found.items()}
+    word = next((name for name in ("kernel", "depthwise_kernel") if name in own), None)
+    if word is None or set(own) - {word, "bias"}:
+        return None
+    kind = "depthwise_conv2d" if word == "depthwise_kernel" else _NUMBERED.sub("", path[-1]) if path else ""
+    pair = _layer(kind, [own[word], *([own["bias"]] if "bias" in own else [])])
+    return None if pair is None else dict(zip((plain[name] for name in (word, "bias") if name in plain), pair, strict=True))
+
+
+def _by_class(kind: str, shapes: Sequence[Shape], path: tuple[str, ...]) -> list[Turn] | None:
+    if kind == "embedding" and len(shapes) == 1 and len(shapes[0]) == 2:
+        return [same("weight", shapes[0])]
+    if (roles := _NORMS.get((kind, len(shapes)))) is not None:
+        return _norm(roles, shapes)
+    if _KERNELS.fullmatch(kind):
+        return _layer(kind, shapes)
+    if _OTHERS.fullmatch(kind):
+        return None
+    if len(shapes) == 2 and path and {"ln", "layernorm", "layer"} & set(words(path[-1])):
+        return _norm(_NORMS["layer_normalization", 2], shapes) or _layer("", shapes)
+    if len(shapes) == 4:
+        return _norm(_NORMS["batch_normalization", 4], shapes)
+    if len(shapes) == 1 and len(shapes[0]) == 2:  # a Dense without a bias has the same shape
+        is_table = any(group == "embedding" for group, _ in concepts(path[-1]))
+        return [same("weight", shapes[0])] if is_table else None
+    return _layer("", shapes)
+
+
+def _norm(roles: Sequence[str], shapes: Sequence[Shape]) -> list[Turn] | None:
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        return None
+    return [same(role, shape) for role, shape in zip(roles, shapes, strict=True)]
+
+
+def _layer(kind: str, shapes: Sequence[Shape]) -> list[Turn] | None:
+    """A kernel, and the bias whose length is the outputs'. Of an unknown class the bias tells which of two readings it is."""
+    first, *rest = shapes
+    if len(first) < 2 or len(rest) > 1 or (kind == "dense" and len(first) != 2):
+        return None
+    readings = [(kernel(first), first[-1:])]
+    if kind.endswith("_transpose"):
+        readings = [(kernel(first), first[-2:-1])]
+    elif kind.startswith("depthwise"):
+        readings = [(depthwise(first), (first[-2] * first[-1],))]
+    elif not kind and len(first) > 2 and first[-2:] != (1, 1):
+        readings += [(kernel(first), first[-2:-1]), (depthwise(first), (first[-2] * first[-1],))]
+    fitting = {turn for turn, outputs in readings if turn is not None and rest in ([], [outputs])}
+    if len(fitting) != 1:
+        return None
+    return [fitting.pop(), *(same("bias", shape) for shape in rest)]
+
+
+_SPACE = {1: "width", 2: "height width", 3: "depth height width"}
+LINEAR = "inputs outputs -> outputs inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A tensor as torch has it."""
+
+    role: str
+    shape: Shape
+    axes: str = ""
+
+
+Turns: TypeAlias = dict[str, Turn]
+# The tensors of one layer, by their own last names -> what they are in torch; None where the layer is not known.
+ReadLayer: TypeAlias = Callable[[tuple[str, ...], Mapping[str, Shape]], Turns | None]
+
+
+def kernel(shape: Shape) -> Turn | None:
+    """The kernel of a dense layer or of a convolution: inputs and outputs come last, and first in torch."""
+    turned = (*shape[:-3:-1], *shape[:-2])
+    if len(shape) == 2:
+        return Turn("weight", turned, LINEAR)
+    space = _SPACE.get(len(shape) - 2)
+    return Turn("weight", turned, f"{space} inputs outputs -> outputs inputs {space}") if space else None
+
+
+def depthwise(shape: Shape) -> Turn | None:
+    """Keras's depthwise kernel [height, width, inputs, multiplier]: torch has one group for each input."""
+    space = _SPACE.get(len(shape) - 2) if len(shape) < 5 else None
+    if space is None:
+        return None
+    axes = f"(1 {space.split()[0]}){space.removeprefix(space.split()[0])} inputs multiplier -> (inputs multiplier) 1 {space}"
+    return Turn("weight", (shape[-2] * shape[-1], 1, *shape[:-2]), axes)
+
+
+def same(role: str, shape: Shape) -> Turn:
+    """A tensor that torch keeps as it is, under its own name."""
+    return Turn(role, shape)
+
+
+def vectors(names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Turns | None:
+    """The vectors of a norm, all of one length; None where something else is beside them."""
+    if set(shapes) - set(names) or len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        return None
+    return {leaf: same(names[leaf], shape) for leaf, shape in shapes.items()}
+
+
+_TRANSPOSED = re.compile(r"transpose|deconv|up_?conv|conv_?up", re.IGNORECASE)
+_IS_TURNED = "a transposed convolution of Flax has its kernel turned around"
+_MAY_BE = "it may be a transposed convolution, whose kernel Flax has turned around: nothing says which of the two it is"
+
+_NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+
+
+def read_flax_layer(path: tuple[str, ...], shapes: Mapping[str, Shape]) -> Turns | None:
+    """A Dense, a Conv (with groups, too), an Embed or a norm."""
+    if set(shapes) == {"embedding"}:
+        return {"embedding": same("weight", shapes["embedding"])}
+    if "kernel" not in shapes:
+        return vectors(_NORM, shapes)
+    weight = kernel(shapes["kernel"])
+    bias = shapes.get("bias", shapes["kernel"][-1:])
+    if path[-1:] and path[-1].startswith("ConvTranspose"):
+        return None
+    if weight is None or set(shapes) - {"kernel", "bias"} or bias != shapes["kernel"][-1:]:
+        return None
+    return {"kernel": weight, **({"bias": same("bias", bias)} if "bias" in shapes else {})}
+
+
+def why_not(name: str, target: Param) -> str:
+    """Why the kernel of a convolution is not the target's; "" where it is."""
+    if target.module is not None:
+        return _IS_TURNED if _TRANSPOSED.search(target.module) else ""
+    if _TRANSPOSED.search(f"{name} {target.name}"):
+        return _IS_TURNED
+    square = target.shape[:1] == target.shape[1:2]
+    return _MAY_BE if square and "conv" not in f"{name} {target.name}".lower() else ""
+
+
+Path: TypeAlias = tuple[str, ...]
+_READ: dict[Framework, ReadLayer] = {"flax": read_flax_layer, "keras": read_keras_layer}
+_COLLECTIONS = ("params", "batch_stats")
+_STATE = ("opt_state", "optimizer", "optimizer_weights")
+_VARS = "vars"
+_NUMBERS = re.compile(r"(\d+)")
+_COUNTED = re.compile(r"(.+)_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A checkpoint as torch would have it."""
+
+    params: tuple[Param, ...]
+    known: dict[str, str]
+    turns: Mapping[str, Turn]
+    own: Mapping[str, Param]
+    framework: Framework
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The tensors below one path, by their last names; `place` is that of its first parameter, running statistics last."""
+
+    path: Path
+    leaves: dict[str, str] = field(default_factory=dict)
+    place: tuple[int, int] = (2, 0)
+
+
+def as_in_torch(params: Iterable[Param], known: Mapping[str, str], framework: Framework) -> Reading:
+    """Read every layer. What is in none that is known keeps its shape; a kernel there takes no part in the structure."""
+    own = {param.name: param for param in params}
+    layers = _layers(own, known)
+    paths = _counted(layers)
+    turns: dict[str, Turn] = {}
+    names: dict[str, str] = {}
+    for layer in layers:
+        found = _READ[framework](layer.path, {leaf: own[name].shape for leaf, name in layer.leaves.items()}) or {}
+        for leaf, name in layer.leaves.items():
+            names[name] = ".".join((*paths[layer.path], found[leaf].role if leaf in found else leaf))
+        turns.update((name, found[leaf]) for leaf, name in layer.leaves.items() if leaf in found)
+    if len(set(names.values())) < len(own):  # two tensors of one name, as `params.a.bias` and `batch_stats.a.bias` would be
+        turns, names = {}, dict(known)
+    ordered = [*(name for layer in layers for name in layer.leaves.values() if name in names)]
+    ordered += [name for name in own if name not in set(ordered)]
+    return Reading(tuple(_param(own[name], turns.get(name), known[name]) for name in ordered), names, turns, own, framework)
+
+
+def _layers(own: Mapping[str, Param], known: Mapping[str, str]) -> list[_Layer]:
+    """The layers in order. Files that sort their names have conv_10 before conv_2: those are put in counting order."""
+    found: dict[Path, _Layer] = {}
+    for number, name in enumerate(own):
+        path, leaf, later = _place(known[name])
+        layer = found.setdefault(path, _Layer(path))
+        layer.leaves.setdefault(leaf, name)
+        layer.place = min(layer.place, (later, number))
+    layers = sorted(found.values(), key=_by_place)
+    if [layer.path for layer in layers] == sorted(layer.path for layer in layers):
+        layers.sort(key=_by_number)
+    return layers
+
+
+def _by_place(layer: _Layer) -> tuple[int, int]:
+    return layer.place
+
+
+def _by_number(layer: _Layer) -> list[list[tuple[int, str]]]:
+    return [_natural(part) for part in layer.path]
+
+
+def _natural(part: str) -> list[tuple[int, str]]:
+    return [(int(text[:18]), "") if text.isdecimal() else (-1, text) for text in _NUMBERS.split(part)]
+
+
+def _place(name: str) -> tuple[Path, str, bool]:
+    """The path of a tensor's layer, its last name there, and whether it is a running statistic."""
+    parts = name.split(".")
+    later = parts[0] == "batch_stats"
+    while len(parts) > 1 and parts[0] in _COLLECTIONS:
+        del parts[0]
+    if len(parts) > 1 and parts[-2] == _VARS and parts[-1].isdecimal():
+        return tuple(parts[:-2]), ".".join(parts[-2:]), later
+    return tuple(parts[:-1]), parts[-1], later
+
+
+def _counted(layers: Sequence[_Layer]) -> dict[Path, Path]:
+    """Paths in which what stands beside `conv2d_1` as `conv2d` is `conv2d_0`, so that they count."""
+    below: dict[Path, set[str]] = defaultdict(set)
+    for layer in layers:
+        for length, part in enumerate(layer.path):
+            below[layer.path[:length]].add(part)
+    stems = {path: {match[1] for part in parts if (match := _COUNTED.fullmatch(part))} for path, parts in below.items()}
+
+    def parts_of(path: Path) -> Iterator[str]:
+        for length, part in enumerate(path):
+            first = part in stems[path[:length]] and f"{part}_0" not in below[path[:length]]
+            yield f"{part}_0" if first else part
+
+    return {layer.path: tuple(parts_of(layer.path)) for layer in layers}
+
+
+def _turned(param: Param, turn: Turn) -> tuple[float, ...] | None:
+    """The sample as it is in torch; None for what is turned in another way than a matrix."""
+    if param.sample is None or not turn.axes:
+        return param.sample
+    return turned(param.sample, param.shape) if turn.axes == LINEAR else None
+
+
+def _param(param: Param, turn: Turn | None, known: str) -> Param:
+    """The tensor as the stages compare it."""
+    if known.partition(".")[0] in _STATE:
+        return replace(param, kind="state of an optimizer")
+    if turn is not None:
+        return replace(param, shape=turn.shape, sample=_turned(param, turn), digest=None)
+    leaf = known.rpartition(".")[2]
+    of_layer = "kernel" in leaf or (leaf.isdecimal() and f".{_VARS}." in known)
+    return replace(param, kind="of an unknown layer") if of_layer else param

@@ -1,1 +1,0 @@
-"""How Flax and Keras name and lay out the tensors of a layer, against torch."""

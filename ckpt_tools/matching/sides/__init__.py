@@ -1,1 +1,0 @@
-"""What is done with each of the two lists before they are compared."""

@@ -1,0 +1,295 @@
+"""Sign a checkpoint's tensors, and verify a checkpoint in any container against that signature."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError
+from ckpt_tools.formats.base import unique
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.output import is_there, replacing
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.writer import write
+from ckpt_tools.operations.check import digests
+from ckpt_tools.operations.check.digests import Compared, Digest, of_all
+from ckpt_tools.operations.check.reading import read_checkpoint
+from ckpt_tools.operations.envelope import open_sealed, seal
+from ckpt_tools.operations.inspect import describe
+from ckpt_tools.operations.safety import Safety, of_checkpoint
+from ckpt_tools.operations.scan import Scanned, files_of, scan_files
+from ckpt_tools.text import brief, dotted, listed, notebook
+from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.output_names import check_document_name
+
+SUFFIX = ".sig"
+_Seen = TypeVar("_Seen")
+
+
+@dataclass(frozen=True, slots=True)
+class NotSigned:
+    """What is in a checkpoint, or loads with it, and no signature covers.
+
+    Attributes:
+        values: the names of plain values, as `inspect` has them. metadata: the keys of a safetensors file's own.
+        files: those of a folder that hold none of its tensors. not_plain: what `verify` will not pass (see `Verified`).
+    """
+
+    values: list[str]
+    metadata: list[str]
+    files: list[str]
+    not_plain: list[Scanned]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "values": self.values, "metadata": self.metadata, "files": self.files,
+            "not_plain": [report.to_json() for report in self.not_plain],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A signature that was written.
+
+    Attributes:
+        path: the checkpoint. signature: the file with the signature. keyid: SHA-256 of the public key.
+        tensors: how many it covers. not_signed: what it does not cover.
+    """
+
+    path: str
+    signature: str
+    keyid: str
+    tensors: int
+    not_signed: NotSigned
+
+    __repr__ = brief
+    _repr_html_ = notebook
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "path": self.path, "signature": self.signature, "keyid": self.keyid, "tensors": self.tensors,
+            "not_signed": self.not_signed.to_json(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint, compared with what was signed; true when all tensors of both are the same and nothing in it can run.
+
+    Attributes:
+        path: the checkpoint. signature: the file with the signature, which is valid. keyid: SHA-256 of the public key.
+        signed: the name of what was signed. tensors: how many the signature covers. compared: which are equal, and which not.
+        not_plain: the file, or each file of a folder, that is dangerous, needs code (other than torch's own of a distributed
+            checkpoint) or could not be examined.
+        tensors_only: whether the tensors alone decide.
+    """
+
+    path: str
+    signature: str
+    keyid: str
+    signed: str
+    tensors: int
+    compared: Compared
+    not_plain: list[Scanned]
+    tensors_only: bool
+
+    @property
+    def same_tensors(self) -> bool:
+        """Whether the tensors are those that were signed, and no others."""
+        return not (self.compared.different or self.compared.missing or self.compared.unexpected)
+
+    def __bool__(self) -> bool:
+        return self.same_tensors and (self.tensors_only or not self.not_plain)
+
+    __repr__ = brief
+    _repr_html_ = notebook
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data; `verified` is the verdict."""
+        return {
+            "verified": bool(self), "path": self.path, "signature": self.signature, "keyid": self.keyid, "signed": self.signed,
+            "tensors": self.tensors, "compared": asdict(self.compared),
+            "not_plain": [report.to_json() for report in self.not_plain], "tensors_only": self.tensors_only,
+        }  # fmt: skip
+
+
+@natural
+def sign(
+    path: str | os.PathLike[str], *, key: str | os.PathLike[str], output: str | os.PathLike[str] | None = None,
+    overwrite: bool = False, before: Callable[[NotSigned], None] | None = None,
+) -> Signed:  # fmt: skip
+    """Sign the digests of all tensors of a checkpoint. The signature is valid for every container that holds the same tensors.
+
+    Args:
+        path: the checkpoint.
+        key: an Ed25519 private key, as PEM (`openssl genpkey -algorithm ed25519`).
+        output: the file for the signature; else the checkpoint's name with `.sig` behind it.
+        overwrite: replace it if it exists.
+        before: is given what the signature will not cover, before it is written.
+
+    Raises:
+        SignatureError: the key cannot be read; tensors of the checkpoint have no digest, or there are none.
+        MissingPackageError: cryptography is not installed.
+        OutputError: the signature exists, or cannot be written. CkptError: the checkpoint cannot be read, or is damaged.
+    """
+    target = _signature_of(path) if output is None else os.fspath(output)
+    check_document_name(target, "a signature", SUFFIX)
+    found, not_signed = _read(path, partial(_not_signed, path, target), whole=True)
+    if not found:
+        raise SignatureError(f"{path} has no tensors, and nothing else is signed.")
+    if before is not None:
+        before(not_signed)
+    text, keyid = seal(payload_of(found, os.path.basename(os.path.normpath(path))), key)
+    with replacing(target, overwrite=overwrite) as file:
+        write([Piece(Literal(text.encode()))], file)
+    return Signed(os.fspath(path), target, keyid, len(found), not_signed)
+
+
+@natural
+def verify(
+    path: str | os.PathLike[str], *, key: str | os.PathLike[str], signature: str | os.PathLike[str] | None = None,
+    tensors_only: bool = False,
+) -> Verified:  # fmt: skip
+    """Compare the tensors of a checkpoint, in whatever container, with those that were signed, and examine what else is in it.
+
+    A signature covers tensors. What loads with them could run code: of a file all of it is examined, of a folder every file.
+
+    Args:
+        path: the checkpoint.
+        key: the Ed25519 public key, as PEM.
+        signature: the file with the signature; else the checkpoint's name with `.sig` behind it.
+        tensors_only: whatever else is in it does not count.
+
+    Returns:
+        The report; true when every tensor is the one that was signed and, without `tensors_only`, all files are plain
+        (docs/scan.md) or hold nothing to run.
+
+    Raises:
+        SignatureError: the signature is not valid for this key, or cannot be read; tensors of the checkpoint have no digest.
+        MissingPackageError: cryptography is not installed. CkptError: the checkpoint cannot be read, or is damaged.
+    """
+    place = _beside(path) if signature is None else os.fspath(signature)
+    payload, keyid = open_sealed(place, key)
+    name, signed = digests_in(payload, place)
+    found, not_plain = _read(path, partial(_not_plain, path), whole=False)
+    compared = digests.compare(found, signed, place)
+    return Verified(os.fspath(path), place, keyid, name, len(signed), compared, not_plain, tensors_only)
+
+
+def _not_plain(path: str | os.PathLike[str], checkpoint: Checkpoint) -> list[Scanned]:
+    """What may run code: of a folder every file counts, whoever loads it."""
+    if os.path.isdir(path):
+        found = list(scan_files(list(files_of([path]))))
+    else:
+        found = [Scanned(os.fspath(path), checkpoint.file_bytes, of_checkpoint(checkpoint))]
+    return [report for report in found if report.verdict not in ("plain", "nothing") and not _is_of_torch(report.safety)]
+
+
+def _is_of_torch(safety: Safety) -> bool:
+    """Whether a file needs no code but torch's own records of a distributed checkpoint: chunks, placements, paths."""
+    if safety.verdict != "needs-code" or safety.program:
+        return False
+    return all(name.startswith(("torch.distributed.", "pathlib.")) for name in safety.classes)
+
+
+def _not_signed(path: str | os.PathLike[str], signature: str, checkpoint: Checkpoint) -> NotSigned:
+    described, not_plain = describe(checkpoint), _not_plain(path, checkpoint)
+    files: list[str] = []
+    if os.path.isdir(path):
+        signed = {file.path for file in checkpoint.files} | {Path(signature)}
+        files = [str(file) for file in files_of([path]) if Path(file) not in signed]
+    return NotSigned(list(described.values), list(described.metadata), files, not_plain)
+
+
+def _beside(path: str | os.PathLike[str]) -> str:
+    """The signature that lies beside a checkpoint. Raises SignatureError."""
+    place = _signature_of(path)
+    if not is_there(place):
+        fix = "The signature of the file that it was made from is valid for it too: `signature=FILE.sig`."
+        raise SignatureError(f"There is no signature {place}.", fix=fix)
+    return place
+
+
+def _signature_of(path: str | os.PathLike[str]) -> str:
+    return os.path.normpath(path) + SUFFIX
+
+
+def _read(path: str | os.PathLike[str], look: Callable[[Checkpoint], _Seen], *, whole: bool) -> tuple[list[Digest], _Seen]:
+    """The digests of all tensors, and what else is seen. `whole`: refuse what a checksum shows to be damaged."""
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        if half := [file.path for file in checkpoint.files if file.half_edited]:
+            why = "It is read as it was before, and other programs do not read these bytes."
+            fix = f"ckpt repair {shlex.quote(str(half[0]))}"
+            raise DamagedFileError(f"{half[0]} is half edited: an edit in place was interrupted.", why=why, fix=fix)
+        seen = look(checkpoint)
+        checkpoint.locate()
+        read = read_checkpoint(checkpoint, digest=True)
+    if whole and read.mismatches:
+        fix = f"ckpt check {path} names what is damaged."
+        raise ChecksumError(f"{path}: {len(read.mismatches)} records do not match their CRC-32.", fix=fix)
+    if read.skipped:
+        names = listed([dotted(where) or "(root)" for where in read.skipped])
+        why = "A signature does not cover them."
+        raise SignatureError(f"{path}: {len(read.skipped)} tensors have no digest: {names}.", why=why)
+    return read.digests, seen
+
+
+_STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "ckpt-tools:tensor-digests/v1"
+_KINDS = (_STATEMENT, PREDICATE_TYPE)
+_METHOD = {"method": "tensors", "hash_type": "sha256"}
+
+
+def payload_of(digests: Sequence[Digest], name: str) -> bytes:
+    """The statement about a checkpoint of this name."""
+    rows = sorted(digests, key=lambda digest: dotted(digest.where))
+    statement = {
+        "_type": _STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": of_all(digests)}}],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {"resources": [_resource(digest) for digest in rows], "serialization": _METHOD},
+    }
+    return json.dumps(statement, separators=(",", ":")).encode()
+
+
+def _resource(digest: Digest) -> dict[str, Any]:
+    return {
+        "name": dotted(digest.where), "algorithm": "sha256", "digest": digest.sha256, "dtype": digest.dtype,
+        "shape": list(digest.shape), "path": list(digest.where),
+    }  # fmt: skip
+
+
+def digests_in(payload: bytes, label: str) -> tuple[str, list[Digest]]:
+    """The name of what a statement is about, and the digests in it."""
+    try:
+        statement: Any = load_json(payload, pairs=unique)
+        kinds, resources = (statement["_type"], statement["predicateType"]), statement["predicate"]["resources"]
+        found = [] if kinds != _KINDS else [_digest(row) for row in resources]
+        ((name, subject),) = [(row["name"], row["digest"]["sha256"]) for row in statement["subject"]]
+    except (ValueError, KeyError, TypeError):
+        raise SignatureError(f"{label} signs a statement that cannot be read.") from None
+    if kinds != _KINDS:
+        raise SignatureError(f"{label} signs a statement of another kind: {kinds[1]!r}.", why=f"{PREDICATE_TYPE} is wanted.")
+    if len({digest.where for digest in found}) != len(found) or subject != of_all(found) or not found:
+        raise SignatureError(f"{label} signs a statement that contradicts itself.", why="Its tensors are not its subject's.")
+    return str(name), found
+
+
+def _digest(row: Any) -> Digest:
+    sha256, shape, where = row["digest"], row["shape"], row["path"]
+    right = isinstance(sha256, str) and len(sha256) == 64 and set(sha256) <= set(string.hexdigits)
+    right = right and row["algorithm"] == "sha256" and isinstance(row["dtype"], str) and isinstance(shape, list)
+    right = right and all(type(size) is int and size >= 0 for size in shape) and isinstance(where, list)
+    if not right or not all(type(part) in (str, int) for part in where):
+        raise ValueError
+    return Digest(tuple(where), row["dtype"], tuple(shape), sha256.lower())

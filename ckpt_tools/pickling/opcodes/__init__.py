@@ -1,1 +1,0 @@
-"""What each opcode does, by kinds; `pickling.reader` makes one table of them."""

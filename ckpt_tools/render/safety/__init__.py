@@ -1,1 +1,0 @@
-"""What `ckpt scan` found, as text."""

@@ -1,0 +1,85 @@
+"""ggml's element types: number, elements and bytes of a block, and the torch dtype of those that are plain numbers.
+
+Source: ggml's `ggml.h` and gguf-py's `constants.py` (`GGMLQuantizationType`, `GGML_QUANT_SIZES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.content import Computed, Content
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.values.numeric import numbers
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One type: its number in a file, its name, elements and bytes of a block, the dtype of plain numbers."""
+
+    number: int
+    name: str
+    elements: int
+    nbytes: int
+    dtype: DType | None = None
+
+
+def _plain(number: int, name: str, dtype: str) -> BlockType:
+    return BlockType(number, name, 1, DTYPES[dtype].itemsize, DTYPES[dtype])
+
+
+_ROWS = (
+    _plain(0, "F32", "float32"), _plain(1, "F16", "float16"), _plain(30, "BF16", "bfloat16"), _plain(28, "F64", "float64"),
+    _plain(24, "I8", "int8"), _plain(25, "I16", "int16"), _plain(26, "I32", "int32"), _plain(27, "I64", "int64"),
+    BlockType(2, "Q4_0", 32, 18), BlockType(3, "Q4_1", 32, 20), BlockType(6, "Q5_0", 32, 22), BlockType(7, "Q5_1", 32, 24),
+    BlockType(8, "Q8_0", 32, 34), BlockType(10, "Q2_K", 256, 84), BlockType(11, "Q3_K", 256, 110),
+    BlockType(12, "Q4_K", 256, 144), BlockType(13, "Q5_K", 256, 176), BlockType(14, "Q6_K", 256, 210),
+    BlockType(16, "IQ2_XXS", 256, 66), BlockType(17, "IQ2_XS", 256, 74), BlockType(18, "IQ3_XXS", 256, 98),
+    BlockType(19, "IQ1_S", 256, 50), BlockType(20, "IQ4_NL", 32, 18), BlockType(21, "IQ3_S", 256, 110),
+    BlockType(22, "IQ2_S", 256, 82), BlockType(23, "IQ4_XS", 256, 136), BlockType(29, "IQ1_M", 256, 56),
+    BlockType(34, "TQ1_0", 256, 54), BlockType(35, "TQ2_0", 256, 66), BlockType(39, "MXFP4", 32, 17),
+    BlockType(40, "NVFP4", 64, 36),
+)  # fmt: skip
+BY_NUMBER = {row.number: row for row in _ROWS}
+BY_NAME = {row.name: row for row in _ROWS}
+# Types that have been in ggml and are not in files of models, or of which no reference says what they mean.
+UNREAD = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 41: "Q1_0"}
+
+
+Q8_0 = BY_NAME["Q8_0"]
+
+
+def quantised(content: Content, dtype: DType, name: str) -> Computed:
+    """The blocks of a tensor whose rows are whole blocks."""
+
+    def work() -> Iterator[bytes]:
+        for block in numbers(content, dtype):
+            yield _blocks(block, name)
+
+    return Computed(content.length // dtype.itemsize // Q8_0.elements * Q8_0.nbytes, work, content)
+
+
+def _blocks(values: torch.Tensor, name: str) -> bytes:
+    import torch
+
+    rows = values.float().reshape(-1, Q8_0.elements)
+    scale = rows.abs().amax(dim=1, keepdim=True) / 127
+    half = scale.half()
+    if not bool(half.isfinite().all()):
+        raise ConvertError(
+            f"{name!r} has values that Q8_0 cannot hold: not finite, or beyond 8 million.",
+            fix="Leave it out of `quantize`: write float32.",
+        )
+    scaled = rows * torch.where(scale == 0, 0.0, 1 / scale)
+    size = scaled.abs()
+    whole = size.floor()
+    rounded = (whole + (2 * (size - whole)).floor()) * scaled.sign()  # halves away from zero, as C's roundf
+    made = torch.cat([half.view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)], dim=1)
+    out = bytearray(made.numel())
+    torch.frombuffer(out, dtype=torch.uint8).copy_(made.flatten())
+    return bytes(out)

@@ -1,1 +1,0 @@
-"""The block types of ggml: their sizes, and the numbers that they mean."""
