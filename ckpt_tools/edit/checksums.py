@@ -1,14 +1,16 @@
 """The CRC-32 of records whose bytes leave them: into another container, or through a computation.
 
-A record that is read from its start to its end is checked on the way (`io/content.py`); what is left is read for it.
+A record that is read from its start to its end is checked on the way (`io/content.py`, `io/writer.py`); what is left is read
+for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckpt_tools.formats.zip.directory import Recorded, RecordRange
-from ckpt_tools.io.content import Checksum, Piece, Range, chunks, made_of
+from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.io.content import CHUNK, Content, Joined, Part, Piece, Range, chunks, crc32, made_of
+from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Node, Storage
 from ckpt_tools.tree.visit import reachable
 
@@ -20,26 +22,28 @@ class Leaving:
 
     def __init__(self, root: Node, *, keeps: bool) -> None:
         """Of a tree that is about to be written; `keeps`: as a torch zip, where a whole record keeps its CRC-32."""
-        self.records: dict[_Key, Recorded] = {}
+        self.records: dict[_Key, Range] = {}
         self.passed: set[_Key] = set()
-        for content in _sources(root, whole=not keeps):
-            if content.length and content.record.crc:
+        for content, record in _sources(root, whole=not keeps):
+            if content.length and _key(content) not in self.records:
                 self.records[_key(content)] = content
-                content.source.expected[content.offset, content.length] = content.record.crc, content.record.name
+                head = content.offset - record.offset
+                before = crc32(record.source.read(record.offset, head)) if head else 0
+                content.source.expected[content.offset, content.length] = record.record.crc, record.record.name, before
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces, those that are whole records with their checksum."""
+        """The pieces; the checksum of one that is a whole record is that of the record."""
         return [self._piece(piece) for piece in pieces]
 
     def _piece(self, piece: Piece) -> Piece:
         content, checksum = piece.content, piece.checksum
-        if not isinstance(content, Range) or _key(content) not in self.records:
-            return piece
-        self.passed.add(_key(content))
-        record = self.records[_key(content)].record
-        if checksum is None:
-            return Piece(content, Checksum(content.length, record.crc, record.name))
-        checksum.expected, checksum.label = record.crc, record.name
+        if isinstance(content, Joined):
+            self.passed.update(_key(part) for part in content.parts if isinstance(part, Range))
+        elif isinstance(content, Range) and _key(content) in self.records:
+            self.passed.add(_key(content))
+            if checksum is not None and isinstance(content, RecordRange):
+                checksum.expected, checksum.label = content.record.crc, content.record.name
+                content.source.expected.pop((content.offset, content.length), None)
         return piece
 
     def check_rest(self, rank: int = 0, world: int = 1) -> None:
@@ -55,8 +59,22 @@ def _key(content: Range) -> _Key:
     return id(content.source), content.offset, content.length
 
 
-def _sources(root: Node, *, whole: bool) -> Iterator[Recorded]:
-    """The records that the tree's storages are worked out of, and with `whole` those that they are."""
+def _sources(root: Node, *, whole: bool) -> Iterator[tuple[Range, RecordRange]]:
+    """What the tree's storages are worked out of, and with `whole` the records that they are: what is to be read, to know the
+    CRC-32 of which record."""
     for node in reachable(root, dicts=False):
         if type(node) is Storage and (whole or not isinstance(node.content, RecordRange)):
-            yield from (content for content in made_of(node.content) if isinstance(content, Recorded))
+            for content in made_of(node.content):
+                yield from _checked(content)
+
+
+def _checked(content: Content) -> Iterator[tuple[Range, RecordRange]]:
+    of = content.of if isinstance(content, Part) else content
+    if isinstance(of, RecordRange) and of.record.crc:
+        assert isinstance(content, Range)
+        is_rest = content.offset + content.length == of.offset + of.length and of.length - content.length < CHUNK
+        yield (content if is_rest else of), of  # the rest of a record behind a header is read once
+    elif isinstance(of, Range) and isinstance(of.source, Window) and of.source.record is not None:
+        record = of.source.record
+        if isinstance(record, RecordRange) and record.record.crc:
+            yield record, record

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ContainerLimitError, NothingMatchedError
+from ckpt_tools.formats.contents import is_extra
 from ckpt_tools.formats.open import (
     StateDict,
     find_optimizers,
@@ -22,7 +23,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content
-from ckpt_tools.text import did_you_mean, dotted, some
+from ckpt_tools.text import did_you_mean, dotted, listed, some
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -216,6 +217,9 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     for number, node in values.items:  # what was dropped is not there, and told as such
         assert type(number) is int
         _value(found[number][0], node, texts, flat)
+    if extra := [dotted(where) for where, _ in found if where and is_extra(where[-1])]:
+        text = f"What `set_extra_state` takes is text in the metadata, which no module is given back: {listed(extra, 3)}."
+        flat.notes.append(("extra-state", text))
 
 
 def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:

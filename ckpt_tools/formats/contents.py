@@ -222,7 +222,8 @@ def _are_scores(node: Dict, names: list[str]) -> bool:
     values = [value for _, value in node.items if is_tensor(value)]
     if not all(type(value) is Entry and not value.shape for value in values):
         return False
-    beside_others = len(values) < len(node.items) and not any("." in name for name in names)
+    others = [key for key, value in node.items if not (is_tensor(value) or is_extra(key))]
+    beside_others = bool(others) and not any("." in name for name in names)
     return beside_others or not all(map(_NAME.fullmatch, names))
 
 

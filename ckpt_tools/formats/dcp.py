@@ -36,10 +36,11 @@ from ckpt_tools.formats.base import Decoded, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.formats.zip import archives
-from ckpt_tools.formats.zip.directory import Recorded
+from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.io.content import (
     Computed,
     Content,
+    Part,
     Range,
     chunks,
 )
@@ -118,7 +119,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
     restore_state_numbers(root)
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
-    decoded.has_checksums = False  # those of the chunks' archives are not looked at
+    decoded.has_checksums = False  # a chunk's record is not one to be copied with its header
     decoded.globals = [*_unexpected(machine), *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
     decoded.locate, decoded.misplaced = reader.locate, reader.misplaced
@@ -354,12 +355,16 @@ class _Reader:
                     f"{source.path}, at byte {place.offset}: big-endian, and a view with elements of another size."
                 )
             return swapped(content, dtype.swap_width)
-        if isinstance(content, Range) and isinstance(content.source, Window):
-            at = content.source.start + content.offset
-            if isinstance(content, Recorded):
-                return Recorded(source, at, content.length, content.record)
-            return Range(source, at, content.length)
-        return content
+        return self._outside(content, name) if isinstance(content, Range) else content
+
+    def _outside(self, content: Range, name: str) -> Range:
+        """A range of a chunk's archive as one of the file, which the kernel can copy; its CRC-32 stays known."""
+        of = content.of if isinstance(content, Part) else content
+        if not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
+            return content
+        source, record = window.source, replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
+        whole = RecordRange(source, window.start + of.offset, of.length, record)
+        return whole if of is content else Part(source, window.start + content.offset, content.length, whole)
 
     def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
         """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""

@@ -15,12 +15,12 @@ CHUNK = 4 << 20
 
 
 class Checksum:
-    """A running CRC-32. With `expected`, a mismatch is a ChecksumError once `length` bytes have passed."""
+    """A running CRC-32, from `value` on. With `expected`, a mismatch is a ChecksumError once `length` bytes have passed."""
 
     __slots__ = ("expected", "label", "left", "value")
 
-    def __init__(self, length: int, expected: int | None = None, label: str = "") -> None:
-        self.value = 0
+    def __init__(self, length: int, expected: int | None = None, label: str = "", value: int = 0) -> None:
+        self.value = value
         self.left, self.expected, self.label = length, expected, label
 
     def update(self, data: bytes | memoryview) -> None:
@@ -54,6 +54,13 @@ class Range:
     source: Source
     offset: int
     length: int
+
+
+@frozen
+class Part(Range):
+    """A part of a range that a file says the checksum of."""
+
+    of: Range
 
 
 @frozen

@@ -62,8 +62,9 @@ class Source:
     _identity: object = None
 
     @cached_property
-    def expected(self) -> dict[tuple[int, int], tuple[int, str]]:
-        """The CRC-32 and name of ranges that are checked when they are read whole, by offset and length."""
+    def expected(self) -> dict[tuple[int, int], tuple[int, str, int]]:
+        """Of ranges that are checked when they are read whole, by offset and length: the CRC-32, a name, and the CRC-32 of
+        what it counts in before the range."""
         return {}
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -10,11 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from io import RawIOBase
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UsageError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, identity_of, open_regular
+
+if TYPE_CHECKING:
+    from ckpt_tools.io.content import Range
 
 OPEN_FILES = 64  # of one checkpoint at a time; systems allow 256 (macOS) to 1024 in a process
 Opener: TypeAlias = Callable[[str], Source]
@@ -113,15 +116,18 @@ class Member(Source):
 
 
 class Window(Source):
-    """A part of a source as a source of its own: an archive among several in one file."""
+    """A part of a source as a source of its own: an archive among several in one file.
 
-    def __init__(self, source: Source, start: int, size: int) -> None:
+    `record` is the range of the source that it is, where the source says the checksum of that.
+    """
+
+    def __init__(self, source: Source, start: int, size: int, record: Range | None = None) -> None:
         if start < 0 or size < 0 or start + size > source.size:
             raise NotACheckpointError(
                 f"{source.path} has {source.size} bytes; bytes {start} to {start + size} of it are referred to.",
                 why="The file is cut off, or belongs to another checkpoint.",
             )
-        self.source, self.start, self.size = source, start, size
+        self.source, self.start, self.size, self.record = source, start, size, record
         self.path = source.path
         self._fd, self._identity = -1, object()
 

@@ -15,6 +15,7 @@ from ckpt_tools.io.content import (
     CHUNK,
     Checksum,
     Computed,
+    Content,
     Joined,
     Late,
     Piece,
@@ -41,7 +42,7 @@ _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, er
 
 def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
     """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 4 MiB."""
-    works = any(piece.checksum is not None or isinstance(piece.content, Computed) for piece in pieces)
+    works = any(piece.checksum is not None or _works(piece.content) for piece in pieces)
     loop = _Loop(output, total(pieces), progress, clone, works=works)
     try:
         if clone is None or not clone.done:
@@ -85,7 +86,8 @@ class _Loop:
         if isinstance(content, Range):
             if piece.checksum is None and self.pass_over(content):
                 return
-            if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copies(content):
+            free = piece.checksum is None and not _works(content)
+            if free and content.length >= KERNEL_COPY and self.kernel_copies(content):
                 content = self.copy_in_kernel(content)
             self.copy(content, piece.checksum)
         elif isinstance(content, Late):
@@ -115,13 +117,14 @@ class _Loop:
         self.advance(content.length)
         return True
 
-    def part(self, length: int, checksum: Checksum | None) -> memoryview:
-        """Room in a buffer for up to `length` bytes, which count into the checksum."""
+    def part(self, length: int, *checksums: Checksum | None) -> memoryview:
+        """Room in a buffer for up to `length` bytes, which count into the checksums."""
         if not self.pipeline.room:
             self.pipeline.flush()
         part = self.pipeline.buffer.take(length)
-        if checksum is not None:
-            self.pipeline.buffer.steps.append(partial(checksum.update, part))
+        for checksum in checksums:
+            if checksum is not None:
+                self.pipeline.buffer.steps.append(partial(checksum.update, part))
         self.advance(len(part))
         return part
 
@@ -135,8 +138,10 @@ class _Loop:
     def copy(self, content: Range, checksum: Checksum | None) -> None:
         """A range through the buffers: many small ones share a write."""
         offset, left = content.offset, content.length
+        expected = content.source.expected.pop((offset, left), None)
+        own = None if expected is None else Checksum(left, *expected)
         while left:
-            part = self.part(left, checksum)
+            part = self.part(left, checksum, own)
             content.source.read_into(offset, part)
             offset, left = offset + len(part), left - len(part)
 
@@ -196,6 +201,15 @@ class _Loop:
         before, self.position = self.position, self.position + count
         if self.progress is not None and (before // CHUNK != self.position // CHUNK or self.position == self.size):
             self.progress(self.position, self.size)
+
+
+def _works(content: Content | Late) -> bool:
+    """Whether there is work on the bytes of a content: to make them, or to compare them with a CRC-32."""
+    if isinstance(content, Joined):
+        return any(map(_works, content.parts))
+    return isinstance(content, Computed) or (
+        isinstance(content, Range) and (content.offset, content.length) in content.source.expected
+    )
 
 
 def _fill(part: memoryview, make: Callable[[], bytes]) -> None:

@@ -17,6 +17,7 @@ from ckpt_tools.io.content import (
     Content,
     Joined,
     Literal,
+    Part,
     Range,
     chunks,
     equal_chunks,
@@ -169,8 +170,10 @@ def part(content: Content, start: int, length: int) -> Content:
     """A range of a content."""
     if start == 0 and length == content.length:
         return content
-    if isinstance(content, Range):
+    if type(content) is Range:
         return Range(content.source, content.offset + start, length)
+    if isinstance(content, Range):
+        return Part(content.source, content.offset + start, length, content.of if isinstance(content, Part) else content)
     if isinstance(content, Literal):
         return Literal(content.data[start : start + length])
     if isinstance(content, Joined):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckpt_tools
 from ckpt_tools.edit import selection
@@ -57,3 +58,11 @@ def test_renamed_names_are_tensors(tmp_path: Path) -> None:
     assert [(row.tensors, row.renamed) for row in report.state_dicts] == [(2, 2)]
     assert list(torch.load(tmp_path / "out.pth")["model"]) == ["a.weight", "a.bias", "a._extra_state"]
     assert "2 of 2" in ckpt("convert", tmp_path / "in.pth", tmp_path / "again.pth", "--strip-module").output
+
+
+def test_a_module_of_one_number_and_extra_state(tmp_path: Path) -> None:
+    """A single number beside what `get_extra_state` gave is a parameter, and no score; the extra state is said."""
+    torch.save({"param": torch.tensor(3.0), "_extra_state": {"custom_key": 123}}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
+    assert {name: tensor.item() for name, tensor in load_file(tmp_path / "out.safetensors").items()} == {"param": 3.0}
+    assert [note.code for note in report.notes] == ["extra-state"]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_tools import CkptError, convert, inspect, limits, scan
-from ckpt_tools.errors import CollisionError, ContainerLimitError, DamagedFileError, LimitError, OutputError
+from ckpt_tools.errors import ChecksumError, CollisionError, ContainerLimitError, DamagedFileError, LimitError, OutputError
+from tests.support.damage import flip_bit
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,6 +91,12 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
     assert torch.equal(back["columns"], columns)
     assert back["nested"]["lr"] == 0.5
     assert back["nested"]["list"][1] == {"x": [1, 2]}
+    flip_bit(tmp_path / "theirs" / "__1_0.distcp", columns[-1, 4:].numpy().tobytes())
+    ways: list[tuple[str, Literal["pth", "dcp"]]] = [("flipped.pth", "pth"), ("flipped", "dcp")]
+    for out, fmt in ways:
+        with pytest.raises(ChecksumError, match=r"of a chunk of 'columns' in __1_0\.distcp"):
+            convert(tmp_path / "theirs", tmp_path / out, format=fmt)
+        assert not (tmp_path / out).exists()
 
 
 def test_safetensors_variants(tmp_path: Path) -> None:

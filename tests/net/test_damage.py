@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
+import io
+import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError
 from tests.support.commands import ckpt
+from tests.support.damage import flip_bit
 
 
 def flipped(state: object, path: Path) -> None:
@@ -70,19 +75,66 @@ def test_what_keeps_its_checksum_is_copied(tmp_path: Path) -> None:
     assert [finding.code for finding in ckpt_tools.check(tmp_path / "out.pth").findings] == ["damaged-record"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_output_of_a_damaged_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """The archives in a .distcp have checksums too."""
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings(action="ignore"):  # that it is one process
-        dcp.save(dict(STATE), checkpoint_id="in", no_dist=True)
-    if "--verify" not in way:  # which compares nothing of a distributed checkpoint
-        ckpt("convert", "in", *way.replace("out", "well", 1).split())
-    [path] = Path("in").glob("*.distcp")
-    data = bytearray(path.read_bytes())
-    data[data.index(torch.arange(3000.0)[-4:].numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-    ckpt("convert", "in", *way.split(), code=3)
-    assert not Path(way.split()[0]).exists()
-    if "--verify" not in way:
-        ckpt("convert", "in", *way.split(), "--no-verify")
+STORED = STATE["a.bias"][5:9].numpy().tobytes()  # bytes that every container below has as they are
+
+
+def _saved(**options: bool) -> bytes:
+    data = io.BytesIO()
+    torch.save(STATE, data, **options)
+    return data.getvalue()
+
+
+def _npz(file: Path | io.BytesIO) -> None:
+    np.savez(file, **{name: tensor.numpy() for name, tensor in STATE.items()})  # type: ignore[arg-type]
+
+
+def _zip_of(path: Path, name: str, data: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, data)
+        archive.writestr("data", "{}")
+    return path
+
+
+def _dcp(path: Path) -> Path:
+    dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    return path / "__0_0.distcp"
+
+
+def _arrays(path: Path) -> Path:
+    _npz(path.with_suffix(".npz"))
+    return path.with_suffix(".npz")
+
+
+def _zipped_arrays(path: Path) -> Path:
+    data = io.BytesIO()
+    _npz(data)
+    return _zip_of(path, "arrays.npz", data.getvalue())
+
+
+def _in_bytes(path: Path) -> Path:
+    path.write_bytes(pickle.dumps({"module": _saved()}))
+    return path
+
+
+NESTED: dict[str, Callable[[Path], Path]] = {
+    "dcp": _dcp, "npz": _arrays, "npz in a zip": _zipped_arrays, "torch.save in bytes": _in_bytes,
+    "safetensors in a zip": lambda path: _zip_of(path, "model.safetensors", save(STATE)),
+    "legacy in a zip": lambda path: _zip_of(path, "policy.pth", _saved(_use_new_zipfile_serialization=False)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", NESTED)
+def test_checksums_inside_other_containers(tmp_path: Path, kind: str) -> None:
+    """A CRC-32 that a container keeps of its members or chunks is compared on every way out, .pth too; whole ones pass."""
+    file = NESTED[kind](tmp_path / "in")
+    place = file.parent if file.suffix == ".distcp" else file
+    ways = [("out.pth", {}), ("out.safetensors", {}), ("cast.safetensors", {"dtype": "bf16"}), ("parts", {"format": "dcp"})]
+    for name, options in ways:
+        ckpt_tools.convert(place, tmp_path / f"good-{name}", **options)  # type: ignore[arg-type]
+    flip_bit(file, STORED)
+    for name, options in ways:
+        with pytest.raises(ChecksumError):
+            ckpt_tools.convert(place, tmp_path / name, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / name).exists()
+        ckpt_tools.convert(place, tmp_path / name, no_verify=True, **options)  # type: ignore[arg-type]

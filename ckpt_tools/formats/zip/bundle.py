@@ -33,7 +33,7 @@ from ckpt_tools.formats.frameworks import keras
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip.inner import decode_inner
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.journal import write_all
@@ -108,7 +108,7 @@ class _Bundle:
         if head.startswith(_ZIP):
             self._merge(record.name, decode_archive(*self.inflated.place(record), record))
         elif decode is not None:
-            window = Window(*self.inflated.place(record), record.size)
+            window = Window(*self.inflated.place(record), record.size, self._stored(record))
             with _named(record):
                 refuse_polyglot(window, head)
                 member = decode(window)
@@ -118,10 +118,14 @@ class _Bundle:
         else:
             self._keep(record)
 
+    def _stored(self, record: Record) -> RecordRange | None:
+        """A member whose bytes are checked by its CRC-32 when they leave; a deflated one was, as it was inflated."""
+        return None if record.deflated else RecordRange(self.source, record.data, record.size, record)
+
     def _pickle(self, record: Record) -> Decoded | None:
         """A member that looks like a pickle; None when it is not one of those that can be read, and is kept as bytes."""
         try:
-            return plain_pickle.decode(Window(*self.inflated.place(record), record.size))
+            return plain_pickle.decode(Window(*self.inflated.place(record), record.size, self._stored(record)))
         except LimitError:
             raise
         except CkptError as error:

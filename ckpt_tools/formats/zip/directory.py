@@ -70,15 +70,10 @@ class Record:
 
 
 @frozen
-class Recorded(Range):
-    """The bytes of a stored record, whose CRC-32 is known."""
+class RecordRange(Range):
+    """The bytes of a stored record, which may be copied together with the zip header before them."""
 
     record: Record
-
-
-@frozen
-class RecordRange(Recorded):
-    """The same, which may be copied together with the zip header before them."""
 
 
 @frozen

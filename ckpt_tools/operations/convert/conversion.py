@@ -74,9 +74,9 @@ def records_leaving(root: Node, decoded: Decoded, edits: Edits, report: Converte
         return None
     from ckpt_tools.edit.checksums import Leaving
 
-    leaving = Leaving(root, keeps=edits.kind == "pth" and not edits.options.verify)
+    leaving = Leaving(root, keeps=edits.kind == "pth" and decoded.has_checksums and not edits.options.verify)
     if edits.options.verify and not leaving.records and not decoded.has_checksums:
-        report.notes.append(_not_verified(decoded))
+        report.notes.append(Note("no-checksums", "`verify`: the input carries no checksums."))
     return leaving
 
 
@@ -126,13 +126,6 @@ def report_flat(flat: Flat, report: Converted) -> None:
         text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
         report.notes.append(Note("aliases", text))
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
-
-
-def _not_verified(decoded: Decoded) -> Note:
-    """Why --verify compares nothing."""
-    if decoded.container == "dcp":
-        return Note("not-verified", "`verify`: the checksums of a distributed checkpoint are compared by ckpt check, not here.")
-    return Note("no-checksums", "`verify`: the input carries no checksums.")
 
 
 def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
