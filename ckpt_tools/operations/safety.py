@@ -71,7 +71,8 @@ class Safety:
             return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
         if self.verdict == "needs-code":
             names = listed(self.classes, 3) if self.classes else "a program"
-            return f"needs code: {cut(printable(names), room - 35)}; none known to do harm"
+            trusted = "; load it only if you trust these packages"
+            return f"needs code: loading it runs {cut(printable(names), room - 27 - len(trusted))}{trusted}"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
