@@ -70,9 +70,10 @@ class Safety:
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
             return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
         if self.verdict == "needs-code":
-            names = listed(self.classes, 3) if self.classes else "a program"
+            if not self.classes:
+                return "needs code: it is a program; load it only if you trust who made it"
             trusted = "; load it only if you trust these packages"
-            return f"needs code: loading it runs {cut(printable(names), room - 27 - len(trusted))}{trusted}"
+            return f"needs code: loading it runs {cut(printable(listed(self.classes, 3)), room - 27 - len(trusted))}{trusted}"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
