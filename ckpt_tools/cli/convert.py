@@ -107,7 +107,9 @@ def convert(
         raise click.UsageError("--jobs is for --to-dir.")
     _check_provable(asked, prove, prove_model, in_place=in_place)
     if in_place:
-        _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)
+        with show_progress(quiet=quiet) as progress:
+            report = _edit_in_place(source, target, asked | {"progress": progress})
+        _report(report, quiet=quiet, as_json=as_json)
         return
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
@@ -179,9 +181,7 @@ def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Con
     if target is not None:
         raise click.UsageError("--in-place edits IN itself; give no OUT.")
     if other := [name for name in asked if name not in InPlaceOptions.options]:
-        raise click.UsageError(
-            f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."
-        )
+        raise click.UsageError(f"--in-place does not go with --{other[0].replace('_', '-')}: it writes the file that IN is.")
     return edit_in_place(path, **asked)
 
 

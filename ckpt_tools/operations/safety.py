@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -166,16 +166,6 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
     return of_pickles(whole)
 
 
-def as_it_lies(found: Safety, files: Iterable[Source]) -> Safety:
-    """The answer for files of which some may be half edited: those are read through a journal, and lie there otherwise."""
-    why = "half-edited: an edit in place was interrupted, and other programs do not read these bytes"
-    half = [(file.path.name, why) for file in files if file.half_edited]
-    if not half:
-        return found
-    verdict: Verdict = "dangerous" if found.calls else "unexamined"
-    return replace(found, verdict=verdict, unexamined=[*half, *found.unexamined])
-
-
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
     """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
     if isinstance(error, RemoteError):
@@ -206,10 +196,6 @@ def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
-    return as_it_lies(_of_checkpoint(checkpoint), checkpoint.files)
-
-
-def _of_checkpoint(checkpoint: Checkpoint) -> Safety:
     decoded = checkpoint.decoded
     if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
         return _of_data(examine(checkpoint.packed.whole), decoded.globals)

@@ -233,14 +233,18 @@ class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All about the output."""
 
 
-class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions, DryRunOption):
+class EditOptions(
+    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
+    SlimOptions,
+):  # fmt: skip
+    """All that a conversion does to tensors."""
+
+
+class InPlaceOptions(EditOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All that `edit_in_place` takes."""
 
 
-class ConvertOptions(
-    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
-    SlimOptions, SaveOptions,
-):  # fmt: skip
+class ConvertOptions(EditOptions, SaveOptions):
     """All that `convert` takes."""
 
     def check(self) -> None:
