@@ -46,7 +46,7 @@ from ckpt_tools.values.pytorch import need_torch
     "--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is that of neither --from nor --like."
 )
 @out_option
-@click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
+@click.option("--in-place", is_flag=True, help="Put what is written in the place of IN; no OUT.")
 @click.option(
     "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
