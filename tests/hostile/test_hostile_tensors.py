@@ -225,7 +225,6 @@ def test_what_makes_no_tensor_is_not_made_plain(tmp_path: Path) -> None:
         p.glob("builtins", "object"), p.glob("torch", "Size"), p.tuple_of(p.tensor()), p.EMPTY_DICT,
     )  # fmt: skip
     path = write(tmp_path, one(made))
-    assert ckpt_tools.inspect(path).safety.verdict == "dangerous"
     with pytest.raises(ObjectsError, match="would be lost"):
         ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
 
