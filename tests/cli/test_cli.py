@@ -13,7 +13,6 @@ import click
 import pytest
 import torch
 
-import ckpt_tools
 from tests.support.commands import ckpt as exactly
 from tests.support.commands import main
 from tests.support.samples import FIXTURES
@@ -134,7 +133,7 @@ def test_the_documentation_lists_every_option(name: str) -> None:
 def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
     """Of several wrappers the stronger option alone is in the last command; a file of objects gets --objects with each."""
     path = tmp_path / "file.pth"
-    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {f"_orig_mod.module.y.x": torch.ones(2)}}
+    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {"_orig_mod.module.y.x": torch.ones(2)}}
     torch.save({**networks, "args": ast.Constant(1)}, path)
     lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
     assert [line.partition(".fixed.pth ")[2] for line in lines] == [
