@@ -156,7 +156,7 @@ class HttpObject:
         self.url = self.place = url
         self.whole: bytes | None = None
         self.size = 0
-        self._version: object = None
+        self._version: tuple[Any, ...] = ()
         self.first = self.fetch(0, FIRST)
 
     def fetch(self, start: int, end: int) -> bytes:
@@ -216,7 +216,7 @@ class HttpObject:
 
     def _note(self, size: int, headers: Any) -> None:
         version = (size, headers.get("ETag"), headers.get("Last-Modified"))
-        if self._version is None:
+        if not self._version:
             self.size, self._version = size, version
         elif version != self._version:
             raise unreachable(self.url, "The file on the server changed while it was read.")
@@ -238,7 +238,7 @@ class HttpObject:
         self.whole = whole
         return whole[start:end]
 
-    def version(self) -> object:
+    def version(self) -> tuple[Any, ...]:
         """Size, ETag and date as the server says now."""
         if self.size and self.whole is None:
             self.fetch(0, 1)

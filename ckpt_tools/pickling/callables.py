@@ -39,6 +39,8 @@ _ENUMERATIONS = _named(
     "ComputeEnvironment,SageMakerDistributedType,RNGType,LoggerType "
     "pytorch_lightning.utilities.enums:GradClipAlgorithmType,AMPType,DistributedType,DeviceType,PrecisionType "
     "lightning.pytorch.utilities.enums:GradClipAlgorithmType "
+    "torchao.quantization.quantize_.common.kernel_preference:KernelPreference "
+    "torchao.quantization.quant_primitives:MappingType,ZeroPointDomain,TorchAODType "
 )  # fmt: skip
 # They keep what they are given, and do nothing before they are raised.
 _EXCEPTIONS = _named(

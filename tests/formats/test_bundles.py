@@ -168,4 +168,4 @@ def test_members_of_both_byte_orders_are_refused(tmp_path: Path) -> None:
         ckpt_tools.inspect(bundle(tmp_path / "both.zip", members))
     found = ckpt_tools.convert(bundle(tmp_path / "one.zip", {"big.pth": members["big.pth"]}), tmp_path / "out.pth")
     assert found.tensors == 1
-    assert torch.load(tmp_path / "out.pth", weights_only=True)["big.pth"]["a.w"].tolist() == [0, 1, 2]
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["a.w"].tolist() == [0, 1, 2]

@@ -10,9 +10,9 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError
-from tests.hostile.pickles import call, dict_of, glob, integer, tensor, text, tuple_of
+from tests.hostile.pickles import BUILD, ORDERED_DICT, call, dict_of, glob, integer, pickle, tensor, text, tuple_of
 from tests.hostile.refusals import expect_warned, write
-from tests.support.legacy import MAGIC, floats, legacy, persistent, stream, view_of
+from tests.support.legacy import MAGIC, PROTOCOL, floats, legacy, persistent, stream, view_of
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 ONE = dict_of(w=tensor(on=persistent()))
@@ -57,6 +57,16 @@ def test_53_bad_ids(bad: bytes, tmp_path: Path) -> None:
     """Persistent ids of another kind, arity or range, and views outside their storage."""
     path = write(tmp_path, stream(dict_of(w=bad), ("0", SIX)))
     with pytest.raises(DamagedFileError):
+        ckpt_tools.inspect(path)
+
+
+def test_a_frame_that_torch_does_not_load(tmp_path: Path) -> None:
+    """torch runs the pickle about the machine as well: one that sets a number as the state of a dict is refused."""
+    frame = MAGIC + PROTOCOL + pickle(ORDERED_DICT, integer(5), BUILD)
+    path = write(tmp_path, stream(ONE, ("0", SIX), head=frame))
+    with pytest.raises(TypeError):
+        torch.load(path)
+    with pytest.raises(CkptError):
         ckpt_tools.inspect(path)
 
 

@@ -60,7 +60,8 @@ class Handler(BaseHTTPRequestHandler):
         if partial:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.send_header("Content-Length", str(end - start))
-        self.send_header("ETag", server.tag)
+        if server.tag:
+            self.send_header("ETag", server.tag)
         self.end_headers()
         with open(path, "rb") as file:
             file.seek(start)
