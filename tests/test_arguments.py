@@ -102,14 +102,6 @@ def test_what_no_call_takes(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-WORDS = {
-    "half": torch.half, "torch.half": torch.half, "fp16": torch.half, "F16": torch.half, "float": torch.float,
-    "FP32": torch.float, "double": torch.double, "BF16": torch.bfloat16, "bfloat": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "e4m3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
 def test_numbers_of_other_kinds(tmp_path: Path) -> None:
     """NumPy's numbers, a size as a float, weights as a tensor, globs as a set."""
     ckpt_tools.convert(SINGLE, tmp_path / "shards", shard_size=1e6, overwrite=np.bool_(True))  # type: ignore[arg-type]

@@ -99,9 +99,6 @@ def write_params(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "params.json").write_text(text)
 
 
-QKV = "layers.0.attention.wqkv.weight"
-
-
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [

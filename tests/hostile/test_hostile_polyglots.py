@@ -180,12 +180,6 @@ def test_attributes_in_another_order(tmp_path: Path) -> None:
     assert [row["name"] for row in ckpt_tools.inspect(path).tensors if row["name"]] == list(jit_loaded(path))
 
 
-def exported(tmp_path: Path) -> list[Rec]:
-    """The records of an exported program."""
-    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "good.pt2")
-    return records((tmp_path / "good.pt2").read_bytes())
-
-
 # --- members of a tar
 
 

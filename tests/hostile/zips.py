@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-DESCRIPTOR_FOLLOWS = 8
 UTF8 = 0x800
 
 

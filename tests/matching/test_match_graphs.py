@@ -31,13 +31,6 @@ def modules(found: Any) -> dict[str, str]:
     return {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched}
 
 
-def named(count: int, seed: int, first: str) -> list[str]:
-    """Names that say nothing, in an order that says nothing."""
-    names = [f"{first}{number:04d}".translate(str.maketrans("0123456789", "bcdfghjkmp")) for number in range(count)]
-    random.Random(seed).shuffle(names)
-    return names
-
-
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], list[str]]] = {
     "called in another order": (opaque.chain_a, opaque.chain_b, ["2x8"]),
     "attention as one operation and written out": (opaque.attention_a, opaque.attention_b, ["2x5x8"]),
@@ -133,17 +126,6 @@ def test_a_layer_that_the_checkpoint_lacks_is_a_layer_all_the_same() -> None:
 
 
 # --- chains, streams, random networks
-
-
-def chain(names: list[str]) -> nn.Module:
-    """Layers of one shape, one behind the other; defined in the order of the alphabet."""
-
-    def computed(net: nn.Module, x: Tensor) -> Tensor:
-        for name in names:
-            x = torch.relu(getattr(net, name)(x))
-        return x
-
-    return opaque.Layers(opaque.linear(" ".join(sorted(names)), 4), computed)
 
 
 def test_every_layer_along_a_residual_stream_is_decided() -> None:

@@ -92,12 +92,6 @@ class Pair(NamedTuple):
     second: Any
 
 
-class Single(NamedTuple):
-    """A tuple with one name."""
-
-    only: Any
-
-
 class Colour(enum.Enum):
     """An enum of numbers."""
 
