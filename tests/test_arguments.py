@@ -1,7 +1,5 @@
 """Arguments of public calls: what is natural in Python is taken, and anything else is one clear UsageError."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import inspect

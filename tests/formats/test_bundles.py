@@ -1,7 +1,5 @@
 """Archives of checkpoints, as stable-baselines3 and zip tools write them: each member is a subtree."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Exported programs (`.pt2`): torch.export is the oracle; damage is done to its files' tables by hand."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

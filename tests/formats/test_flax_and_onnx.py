@@ -1,7 +1,5 @@
 """Flax's msgpack and ONNX's initializers: as those libraries read them, and bytes that break a promise."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF: every type as gguf-py dequantises it, the header's texts, models in several files, and bytes that break a promise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """npy and npz: arrays that NumPy saved are tensors; what it pickled is data that nobody runs."""
 
-from __future__ import annotations
-
 import io
 import warnings
 import zlib

@@ -1,7 +1,5 @@
 """A checkpoint in a compressed file or a tar is read as what it is; what could mean two things is refused."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

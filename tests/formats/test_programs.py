@@ -1,7 +1,5 @@
 """TorchScript programs: torch.jit is the oracle, its samples and those that 1.0 wrote by hand."""
 
-from __future__ import annotations
-
 import json
 import warnings
 import zipfile
@@ -145,6 +143,9 @@ def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes)
 class Optionals(nn.Module):
     """A buffer that may be absent, which torch.jit.load leaves out of the state dict, and a constant."""
 
+    mean: torch.Tensor | None
+    text: Final[str]
+
     def __init__(self) -> None:
         super().__init__()
         self.text = "(\n"
@@ -153,9 +154,6 @@ class Optionals(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
-
-
-Optionals.__annotations__ |= {"mean": torch.Tensor | None, "text": Final[str]}  # torch.jit reads no text here
 
 
 def test_an_optional_buffer_is_no_part_of_the_state_dict(tmp_path: Path) -> None:

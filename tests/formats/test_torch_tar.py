@@ -1,7 +1,5 @@
 """torch-tar: what torch 0.1 wrote is listed as the torch of today loads it, and never unpacked."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inputs that fixtures/ has not, made by torch, NumPy and the standard library: other containers, pairs of models, adapters."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

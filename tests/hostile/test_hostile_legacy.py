@@ -1,7 +1,5 @@
 """torch-legacy streams that break a promise: rows 49 and 77 to 80, and what a legacy pickle shares with any other."""
 
-from __future__ import annotations
-
 import pickle as pickle_module
 from pathlib import Path
 

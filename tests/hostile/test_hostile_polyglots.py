@@ -1,7 +1,5 @@
 """Files that two programs read as two: torch and we, torch in two ways, or two of torch's loaders. Ours is torch's, or none."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct

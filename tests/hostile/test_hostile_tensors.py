@@ -1,7 +1,5 @@
 """Tensors that do not fit their storages, and unusual ones: rows 69 to 76."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A zip writer that writes what it is told, lies included: no size, name or checksum is made right by itself."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

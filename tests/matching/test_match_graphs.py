@@ -1,7 +1,5 @@
 """Matching by what models compute: pairs that names and shapes leave open are decided, and none is wrong."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Every option of `convert`, checked on what torch loads from the result."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One model's state in every container that `inspect` reads, each written by the library that it comes from."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import tarfile

@@ -1,7 +1,5 @@
 """torch-legacy files: saved by torch itself, or put together by hand."""
 
-from __future__ import annotations
-
 import io
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """The checkpoints that tests run over: our fixtures, and the corpus of real files where CKPT_CORPUS names it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """torch-tar files, put together as torch 0.1 did; the torch of today reads them."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tarfile

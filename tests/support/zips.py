@@ -1,7 +1,5 @@
 """torch-zips written again by hand: deflated, big-endian, damaged. Every byte of content is torch's own."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
