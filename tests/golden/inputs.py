@@ -48,9 +48,9 @@ def _packed(folder: Path, data: bytes) -> None:
     (folder / "ddp.pth.gz").write_bytes(gzip.compress(data, mtime=0))
     (folder / "ddp.pth.bz2").write_bytes(bz2.compress(data))
     (folder / "ddp.pth.xz").write_bytes(lzma.compress(data))
-    (folder / "ddp.tar").write_bytes(tar(**{"ddp.pth": data}))
-    (folder / "two.tar").write_bytes(tar(**{"ddp.pth": data, "single.pth": (FIXTURES / "single.pth").read_bytes()}))
-    packed = tar(**{"model.safetensors": (FIXTURES / "single.safetensors").read_bytes()})
+    (folder / "ddp.tar").write_bytes(tar({"ddp.pth": data}))
+    (folder / "two.tar").write_bytes(tar({"ddp.pth": data, "single.pth": (FIXTURES / "single.pth").read_bytes()}))
+    packed = tar({"model.safetensors": (FIXTURES / "single.safetensors").read_bytes()})
     (folder / "model.tar.gz").write_bytes(gzip.compress(packed, mtime=0))
     with zipfile.ZipFile(folder / "bundle.zip", "w") as bundle:
         bundle.writestr("weights/best.pth", data)

@@ -18,19 +18,12 @@ from tests.hostile.pickles import dict_of, pickle, storage, tensor, tuple_of
 from tests.hostile.refusals import write
 from tests.hostile.zips import Rec, build
 from tests.support import tars
-from tests.support.legacy import floats
+from tests.support.legacy import floats, saved
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 GOOD_TAR = tars.torch_tar(
     dict_of(w=tars.persistent(2)), tars.storages((1, "FloatStorage", SIX)), tars.tensors((2, 1, (6,), (1,), 0))
 )
-
-
-def saved(value: object) -> bytes:
-    """What torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def records(data: bytes) -> list[Rec]:
@@ -192,7 +185,7 @@ def without_ends(data: bytes) -> bytes:
 
 def prefixed(prefix: bytes) -> bytes:
     """A second pickle whose header has a prefix, which is a folder."""
-    block = bytearray(tars.tar(pickle=EVIL)[:1024])
+    block = bytearray(tars.tar({"pickle": EVIL})[:1024])
     block[345 : 345 + len(prefix)] = prefix
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block[:512])
