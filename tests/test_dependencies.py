@@ -1,7 +1,5 @@
 """Whatever is imported from elsewhere is declared in pyproject.toml, where whoever installs it gets it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

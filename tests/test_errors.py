@@ -1,7 +1,5 @@
 """Errors: Python's own classes where there are some, what they say now, arguments as Python or the command line calls them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files as they are met on other people's disks (fixtures/found), with the first command that a user would try."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields

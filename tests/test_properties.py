@@ -1,7 +1,5 @@
 """Random object graphs and random tensors: what we write, torch loads as it loads the original."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math

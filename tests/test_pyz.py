@@ -1,7 +1,5 @@
 """dist/ckpt.pyz: one file that is `ckpt`, for a Python without any package."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

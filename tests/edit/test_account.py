@@ -1,7 +1,5 @@
 """Nothing is lost: what a conversion opens it writes, leaves out by the user's word, or refuses by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

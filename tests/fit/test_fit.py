@@ -1,7 +1,5 @@
 """A checkpoint fitted to a target by `convert`: heads, overlaps, adaptation, plans; what nobody decided is refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: read without executing them, written so that jobs of any size load them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """`diff`, `stats`, `average` and `report` over every container that `inspect` reads, and over what nobody can read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder of torch_checkpointing becomes what was saved: DTensors, and plain tensors that only metadata.pkl places."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Keras's HDF5: as h5py reads it, what it may not lead to, and what is said where h5py is missing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

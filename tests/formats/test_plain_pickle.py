@@ -1,7 +1,5 @@
 """pickle: state dicts that pickle.dump wrote without torch.save, their storages inside as bytes."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

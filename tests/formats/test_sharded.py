@@ -1,7 +1,5 @@
 """Checkpoints in several files with an index: read as one, written as the ecosystem writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import OrderedDict

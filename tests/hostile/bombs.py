@@ -3,8 +3,6 @@
 A row is a builder, the arguments of `ckpt` (IN is the file) and the exit code; costs are CPU seconds and MB of a process.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """What "refused" means: the same error from `inspect` and `convert`, its message told, and nothing written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters that mean harm or nothing: refused by name, in little time and memory, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

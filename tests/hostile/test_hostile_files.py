@@ -1,7 +1,5 @@
 """The file as a whole: rows 1 to 13."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """A stranger's folder is the current one: whatever its modules are called, no command and no process of one runs them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What the fuzzer once found (`make fuzz`)."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

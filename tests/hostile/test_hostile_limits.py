@@ -1,7 +1,5 @@
 """What a file may hold, and that nothing in it runs; tests/hostile/bombs.py has those that are made to cost much."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pickle in a checkpoint: rows 46 to 68."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

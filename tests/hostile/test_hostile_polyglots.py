@@ -1,7 +1,5 @@
 """Files that two programs read as two: torch and we, torch in two ways, or two of torch's loaders. Ours is torch's, or none."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct
@@ -20,19 +18,12 @@ from tests.hostile.pickles import dict_of, pickle, storage, tensor, tuple_of
 from tests.hostile.refusals import write
 from tests.hostile.zips import Rec, build
 from tests.support import tars
-from tests.support.legacy import floats
+from tests.support.legacy import floats, saved
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 GOOD_TAR = tars.torch_tar(
     dict_of(w=tars.persistent(2)), tars.storages((1, "FloatStorage", SIX)), tars.tensors((2, 1, (6,), (1,), 0))
 )
-
-
-def saved(value: object) -> bytes:
-    """What torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def records(data: bytes) -> list[Rec]:
@@ -180,12 +171,6 @@ def test_attributes_in_another_order(tmp_path: Path) -> None:
     assert [row["name"] for row in ckpt_tools.inspect(path).tensors if row["name"]] == list(jit_loaded(path))
 
 
-def exported(tmp_path: Path) -> list[Rec]:
-    """The records of an exported program."""
-    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "good.pt2")
-    return records((tmp_path / "good.pt2").read_bytes())
-
-
 # --- members of a tar
 
 
@@ -200,7 +185,7 @@ def without_ends(data: bytes) -> bytes:
 
 def prefixed(prefix: bytes) -> bytes:
     """A second pickle whose header has a prefix, which is a folder."""
-    block = bytearray(tars.tar(pickle=EVIL)[:1024])
+    block = bytearray(tars.tar({"pickle": EVIL})[:1024])
     block[345 : 345 + len(prefix)] = prefix
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block[:512])

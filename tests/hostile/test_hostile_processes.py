@@ -1,7 +1,5 @@
 """Real processes: two that write one output, outputs that are not files, Ctrl-C in the middle of long work. Rows 90, 91, 94."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """safetensors headers: rows 81 to 88, and every refusal compared with safetensors' own."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing: rows 89 to 95. Whatever happens, the target is the whole new file or what it was before."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

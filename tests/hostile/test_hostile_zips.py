@@ -1,7 +1,5 @@
 """The zip around a checkpoint: rows 14 to 45."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

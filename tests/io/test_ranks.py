@@ -1,7 +1,5 @@
 """Sharded conversion by several processes, as torchrun starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

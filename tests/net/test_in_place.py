@@ -1,7 +1,5 @@
 """Edits in place: what a copy gives, edit after edit; killed at any call, or on a full disk, the old file or the new one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

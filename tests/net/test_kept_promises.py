@@ -1,7 +1,5 @@
 """Behaviour that no other file of the net holds: each test was written for a bug that was planted and stayed unseen."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Files of a PyTorch that is newer than the one here."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

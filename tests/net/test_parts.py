@@ -1,7 +1,5 @@
 """Parts of a job put together: what comes out is the model that was cut, or the error names what does not belong together."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files behind an address: what comes is the file that is there, in few bytes; bytes that change meanwhile are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

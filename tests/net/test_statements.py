@@ -1,7 +1,5 @@
 """What is said of files that look like something else: a true sentence and the right exit code."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """What is written: strides and views, `_metadata`, `param_names`, the places of tensors, storages beyond 4 GB."""
 
-from __future__ import annotations
-
 import os
 import struct
 import tempfile

@@ -1,7 +1,5 @@
 """`ckpt average`, against means that torch works out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ckpt sign and ckpt verify: one signature for every container, and every tensor that is another is named."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A web server for files, which counts what it sends and can be told to behave badly."""
 
-from __future__ import annotations
-
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any

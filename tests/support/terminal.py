@@ -1,7 +1,5 @@
 """The command line in a process of its own, and as it looks on a terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Load hooks of a model: load_into names those that it does not run, and runs them as load_state_dict does with hooks=True."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """load_into: any file into any model, straight into its memory; everything is checked before anything changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What load_into refuses is named before anything of the model changes."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Callable

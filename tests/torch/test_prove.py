@@ -1,7 +1,5 @@
 """ckpt prove: equal models are equal however they are written, and a planted fault is found in its layer, with its reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The load code: live tensors as torch.load gives them, names as the plain model has them, files whole or not there."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading
