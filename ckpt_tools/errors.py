@@ -43,7 +43,7 @@ CkptError                      exit code 3 unless noted
 
 A missing file is caught as in all of Python: `except FileNotFoundError`; a bad argument by `except ValueError`. The messages
 call an argument as Python does, between backticks:
-`dtype_only`; the command line says --dtype-only in its place (`ckpt_tools.render.wording`).
+`strip_module`; the command line says --strip-module in its place (`ckpt_tools.render.wording`).
 """
 
 from __future__ import annotations

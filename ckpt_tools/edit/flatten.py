@@ -37,20 +37,19 @@ from ckpt_tools.values.numeric import row_major, view_of
 
 @frozen
 class MetadataEdit:
-    """Texts to be set by key, and keys to be dropped."""
+    """Texts to be set by key; with an empty one the key is to be dropped."""
 
     texts: Sequence[tuple[str, str]] = ()
-    dropped: Sequence[str] = ()
 
     def apply(self, metadata: dict[str, str]) -> None:
         """Edit the metadata that the output would have."""
-        for key in self.dropped:
+        for key in (key for key, text in self.texts if not text):
             if key not in metadata:
                 there = f"There are {some(list(metadata))}." if metadata else "It has none."
                 why = did_you_mean(key, metadata) or there
-                raise NothingMatchedError(f"`drop_metadata={key!r}` is not in the metadata.", why=why)
+                raise NothingMatchedError(f"`set_metadata={f'{key}='!r}`: {key!r} is not in the metadata.", why=why)
             del metadata[key]
-        metadata.update(self.texts)
+        metadata.update((key, text) for key, text in self.texts if text)
 
 
 UNEDITED = MetadataEdit()

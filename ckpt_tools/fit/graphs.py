@@ -7,7 +7,7 @@ compared with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the user asked for: the model of IN, with its arguments, and what both models are given."""
+    """What the user asked for: the model of IN, and what both models are given."""
 
     model: Any = None
-    arguments: str | Mapping[str, Any] | None = None
     inputs: str | Sequence[str] = ()
 
 
@@ -107,7 +106,7 @@ def _compare(params: Sequence[Param], own: _Side, other: _Side, question: Questi
 
 def _own_side(params: Sequence[Param], checkpoint: Checkpoint | None, question: Question) -> _Side | None:
     if question.model is not None:
-        own = read_target(question.model, args=question.arguments, option="from")
+        own = read_target(question.model)
         return _Side(own.label, target=own)
     if checkpoint is None or (graph := graph_in(checkpoint.decoded)) is None:
         return None

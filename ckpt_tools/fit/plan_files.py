@@ -126,11 +126,17 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return plan
 
 
+_REVERSE = ":reverse"
+
+
 def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
     """Read a plan file of names or of patterns, or the plan that is shipped under this name."""
-    found = find_shipped(os.fspath(path))
+    text = os.fspath(path)
+    reverse = text.endswith(_REVERSE) and not os.path.exists(text)
+    text = text.removesuffix(_REVERSE) if reverse else text
+    found = find_shipped(text)
     try:
-        document = load_toml(_text(Path(path)) if found is None else shipped_text(found[0]))
+        document = load_toml(_text(Path(text)) if found is None else shipped_text(found[0]))
     except ValueError as error:
         raise MatchPlanError(f"The plan {path} is not TOML.", why=f"{error}.") from None
     try:
@@ -138,7 +144,9 @@ def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
             raise MatchPlanError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
         if read_flag(document.get("patterns", False), "patterns"):
             patterns = read_pattern_plan(document, str(path))
-            return patterns.reversed() if found is not None and found[1] else patterns
+            return patterns.reversed() if (found is not None and found[1]) != reverse else patterns
+        if reverse:
+            raise MatchPlanError("`:reverse` is for plans of patterns; this one names every tensor.")
         plan = _plan(document)
         check(plan)
     except MatchPlanError as error:

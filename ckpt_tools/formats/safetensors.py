@@ -328,7 +328,7 @@ def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Map
     if len(raw) > room:
         raise ContainerLimitError(
             f"The header would take {len(raw)} bytes, and {room} is the room that it has.",
-            fix="Convert to another file; `reserve` leaves room for the next edit.",
+            fix="Convert to another file, which leaves room for the next edit.",
         )
     return [
         Piece(Literal(room.to_bytes(8, "little") + raw.ljust(room))),

@@ -87,7 +87,7 @@ def load_state_dict(
             renaming.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(loadable(state_dict.node, as_path(path)), checkpoint.decoded.byteorder)
         if target is not None:
-            root, _ = casts.cast_floats(root, target)
+            root, _ = casts.cast_floats(root, target, {})
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
         checkpoint.decoded.source.check_unchanged()
         return loaded

@@ -75,7 +75,7 @@ def test_help_has_an_example_and_every_option() -> None:
     for option in (name for parameter in command.params for name in parameter.opts if name.startswith("--")):
         assert f" {option}" in whole
     assert all(option in short for option in ("--strip-module", "--select", "--map-location", "--like", "--help-all"))
-    assert "--reserve" not in short
+    assert "--plan-value" not in short
     assert [line for line in whole.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
         "Names:", "What to keep:", "Values and devices:", "Target model:", "Objects:", "Output:", "Other:",
     ]  # fmt: skip
@@ -139,8 +139,8 @@ def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
     ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep", allow_dangerous=True)
     lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
     assert [line.partition(".fixed.pth ")[2] for line in lines] == [
-        "--strip-module --objects plain", "--unwrap --objects plain", "--compact --objects plain", "--objects plain",
-        "--unwrap --compact --objects plain",
+        "--strip-module --objects plain", "--unwrap --objects plain", "--objects plain", "--objects plain",
+        "--unwrap --objects plain",
     ]  # fmt: skip
     assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 5
 

@@ -79,7 +79,7 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     path = saved(tmp_path, value)
     found = [row for row in ckpt_tools.inspect(path).findings if row.code == "oversized-storage"]
     assert [row.fix.endswith("--slim") for row in found] == [True]
-    loaded, report = converted(path, slim=True, verify=True)
+    loaded, report = converted(path, slim=True)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
         name: tensor.tolist() for name, tensor in value.items()
     }

@@ -46,7 +46,7 @@ def test_there_and_back(plan: str, tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, state[name]), name
     assert again.keys() == state.keys()
-    reverse = converted(made, tmp_path, plan, plan_value=sizes | more, reverse=True)  # is the same plan
+    reverse = converted(made, tmp_path, f"{plan}:reverse", plan_value=sizes | more)  # is the same plan
     assert list(reverse) == list(again)
     assert all(torch.equal(tensor, again[name]) for name, tensor in reverse.items())
 

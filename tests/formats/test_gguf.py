@@ -145,17 +145,17 @@ def test_dtypes_that_gguf_has(tmp_path: Path) -> None:
 
 def test_q8_0(tmp_path: Path) -> None:
     """Matrices with rows of whole blocks become what gguf-py makes of them; what cannot be held is refused."""
-    report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", quantize="q8_0", dtype="fp32")
+    report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", dtype={"*": "fp32", "": "q8_0"})
     assert any("5 of 5 tensors become Q8_0" in note.text for note in report.notes)
     made, wanted = ckpt_tools.torch.load(tmp_path / "out.gguf"), load_file(HERE / "q8_0.safetensors")
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
     for odd in (float("nan"), float("inf"), 1e7):
         torch.save({"w.x": torch.full((2, 32), odd)}, tmp_path / "in.pth")
         with pytest.raises(ConvertError, match="Q8_0 cannot hold"):
-            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf", quantize="q8_0")
+            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf", dtype="q8_0")
     assert not (tmp_path / "no.gguf").exists()
-    with pytest.raises(UsageError, match="`quantize` is for a GGUF"):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", quantize="q8_0")
+    with pytest.raises(UsageError, match="`dtype='q8_0'` is for a GGUF"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", dtype="q8_0")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def made(folder: Path, name: str) -> Path:
     state = {f"module.layer.{index}.w": torch.full((30, 7), float(index)) for index in range(8)}
     if name == "model.safetensors":
         save_file(state, folder / "source.safetensors")
-        ckpt_tools.convert(folder / "source.safetensors", folder / name, reserve=4000)
+        ckpt_tools.convert(folder / "source.safetensors", folder / name)
         return folder / name
     state |= {"module.tied.w": state["module.layer.0.w"], "module.view.w": torch.arange(40.0)[3:30:3]}
     value = {"model": state, "epoch": 3} if name == "model.pth" else state

@@ -146,8 +146,7 @@ def test_unusual_parameters_are_named(kind: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"rows": [1]}, {"select": 0},
-        {"on_mismatch": "overlap", "rows": [-1]},
+        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"select": 0},
     ],
     ids=str,
 )  # fmt: skip

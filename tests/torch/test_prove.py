@@ -313,25 +313,6 @@ def test_sets_of_inputs_are_bounded(paths: dict[type[nn.Module], Path], runs: in
     assert (refused.exit_code, "range 1<=x<=1000" in refused.stderr) == (2, True)
 
 
-def test_convert_proves_what_it_wrote(paths: dict[type[nn.Module], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`convert --like MODEL --prove INPUT` runs both at the end; a model that computes something else is exit code 1."""
-    monkeypatch.chdir(paths[Text].parent)
-    models = ROOT / "tests" / "support" / "proving.py"
-    common = ("convert", paths[Text].name, "out.safetensors", "--like", f"{models}:Text", "--overwrite")
-    right = ckpt(*common, "--prove", TEXT)
-    assert right.exit_code == 0, right.output
-    assert "wrote out.safetensors" in right.output
-    assert "equal: the largest difference is " in right.output
-    wrong = ckpt(*common, "--prove", TEXT, "--prove-model", f"{models}:text_with_another_eps")
-    assert wrong.exit_code == 1
-    assert "part at   norm (LayerNorm)" in wrong.output
-    as_json = [json.loads(line) for line in ckpt(*common, "--prove", TEXT, "--json").stdout.splitlines()]
-    assert ("target" in as_json[0], as_json[1]["equal"]) == (True, True)
-    assert ckpt("convert", paths[Text].name, "no.pth", "--prove", TEXT).exit_code == 2
-    assert ckpt(*common, "--prove", TEXT, "--dry-run").exit_code == 2
-    assert not Path("no.pth").exists()
-
-
 def test_the_certificate(paths: dict[type[nn.Module], Path]) -> None:
     """Written where it is asked for alone: the report, and digests that do not depend on the container."""
     old = paths[Image]

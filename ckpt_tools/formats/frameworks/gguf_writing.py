@@ -50,7 +50,7 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     """A tensor's type, and its bytes in that."""
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
-        need_torch("`quantize` works blocks out with it.")
+        need_torch("`dtype='q8_0'` works blocks out with it.")
         from ckpt_tools.values.ggml import Q8_0, quantised
 
         return Q8_0, quantised(content, dtype, name)
