@@ -337,7 +337,7 @@ def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) 
         else:
             os.truncate(source, size // 2 if change == "shrinks" else size + 1)
 
-    with pytest.raises((ChangedFileError, ChecksumError), match="changed (while it was read|after they were saved)"):
+    with pytest.raises((ChangedFileError, ChecksumError), match=r"changed (while it was read|after they were saved)"):
         ckpt_tools.convert(source, tmp_path / "out.pth", progress=progress, **options)
     assert list(tmp_path.iterdir()) == [source]
 
