@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import TargetError, UsageError
+from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.targets import Target, read_target
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import open_whole
@@ -99,7 +99,7 @@ def _compare(params: Sequence[Param], own: _Side, other: _Side, question: Questi
             seen = Seen(ran, read, tuple(map(str, tried)) if ran else ())
             return Compared((graphs[0].renamed(names), graphs[1]), seen)
     if asked:
-        raise TargetError("A model raised when it ran.", why=problem,
+        raise ConvertError("A model raised when it ran.", why=problem,
                           fix="Give the inputs that both take: NAME=SHAPE by name, SHAPE:N for integers below N.")  # fmt: skip
     return Compared(seen=Seen(problem=problem))
 
@@ -129,7 +129,7 @@ def _names_in_checkpoint(params: Sequence[Param], own: Target) -> dict[str, str]
     if not matching.matched or matching.mismatched:
         matched, other = len(matching.matched), len(matching.mismatched)
         why = f"{matched} of its {len(params)} tensors are the model's, {other} have other shapes."
-        raise TargetError(f"{own.label} is not the model of the checkpoint.", why=why)
+        raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
     return {row.new: row.old for row in matching.matched}
 
 

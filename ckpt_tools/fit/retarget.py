@@ -13,7 +13,7 @@ from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import (
     ConvertError,
-    MatchPlanError,
+    MatchError,
     NothingMatchedError,
     UsageError,
 )
@@ -145,7 +145,7 @@ def _for_target(plan: Plan, target: Target) -> Plan:
     for name, shape in made.items():
         if wanted.get(name) != shape:
             has = f"wants {list(wanted[name])}" if name in wanted else "has no such name"
-            raise MatchPlanError(f"The plan makes {name!r} {list(shape)}; {target.label} {has}.",
+            raise MatchError(f"The plan makes {name!r} {list(shape)}; {target.label} {has}.",
                                  fix="Make a plan for this target: ckpt match IN --like TARGET -o PLAN.")  # fmt: skip
     doubtful = {new for new, _, _ in plan.ambiguous}
     return replace(plan, missing=tuple(name for name in wanted if name not in made and name not in doubtful))

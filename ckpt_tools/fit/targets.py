@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from ckpt_tools.edit import renaming, selection
 from ckpt_tools.edit.objects import plain
-from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -193,7 +193,7 @@ def _called(spec: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
     except (Exception, SystemExit) as error:
-        raise TargetError(
+        raise ConvertError(
             f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
             fix="The arguments of `like` go into `like_args` as a JSON object; or name a function that calls it with them.",
         ) from error  # fmt: skip
@@ -209,16 +209,16 @@ def _imported(spec: str) -> Callable[..., Any]:
             fix = "The current folder and what is installed here can be imported." if isinstance(error, ImportError) else ""
             if isinstance(error, SystemExit):  # a script that parses its arguments, or runs, when it is imported
                 fix = """Put what it runs under: if __name__ == "__main__"."""
-            raise TargetError(
+            raise ConvertError(
                 f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}", fix=fix
             ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = did_you_mean(part, (name for name in dir(found) if not name.startswith("_")))
-            raise TargetError(f"The target {spec} is not there: {module_name} has no {attribute!r}.", fix=near)
+            raise ConvertError(f"The target {spec} is not there: {module_name} has no {attribute!r}.", fix=near)
         found = getattr(found, part)
     if not callable(found):
-        raise TargetError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")
+        raise ConvertError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")
     return cast("Callable[..., Any]", found)
 
 
@@ -273,7 +273,7 @@ def _from_live(made: Any, label: str) -> Target:
         return Target(label, params, made, on_meta, tensors=tensors)
     if isinstance(made, Mapping) and (tensors := _tensors(made)):
         return Target(label, tuple(_live_param(name, value) for name, value in tensors.items()), tensors=tensors)
-    raise TargetError(
+    raise ConvertError(
         f"The target {label} gives a {type(made).__name__}.",
         why="A torch.nn.Module or a state dict (names to tensors) is wanted.",
     )
@@ -289,7 +289,7 @@ def _live_param(name: str, value: Any, module: str | None = None) -> Param:
     import torch
 
     if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
-        raise TargetError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
+        raise ConvertError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     return Param(name, shape, dtype, _tie(value), module)
 

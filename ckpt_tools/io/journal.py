@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.errors import ChangedFileError, CkptError, ContainerLimitError, OutputError
+from ckpt_tools.errors import ChangedFileError, CkptError, ConvertError, OutputError
 from ckpt_tools.io import attributes
 from ckpt_tools.io.marks import BINARY, MARKED, is_marked, journal_path, read_at
 from ckpt_tools.io.rollback import Journal, Record, Region, beside, close, half_edited, most_bytes, new_mark, unpack
@@ -53,11 +53,11 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
 
 
 def _check_room(path: Path, record: Record) -> None:
-    """Raise ContainerLimitError where the journal would not be believed, since it has to be held in memory."""
+    """Raise ConvertError where the journal would not be believed, since it has to be held in memory."""
     held = sum(len(region.old) + len(region.new) for region in record.regions)
     if not record.is_sound() or held > most_bytes(min(record.size, record.new_size)) - _ROOM:
         why = "The old bytes and the new ones have to be kept beside it until the edit is done."
-        raise ContainerLimitError(f"{held} bytes of {path} would change.", why=why, fix="Convert it to another file.")
+        raise ConvertError(f"{held} bytes of {path} would change.", why=why, fix="Convert it to another file.")
 
 
 def _regions(fd: int, patches: Sequence[Patch], size: int) -> Iterator[Region]:

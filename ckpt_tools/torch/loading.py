@@ -76,7 +76,7 @@ def load_state_dict(
             mmap=False reads everything now. Files below 1 MiB, compressed or cast tensors are always read.
 
     Raises:
-        NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
+        NothingMatchedError: no state dict there, or several and no `select`. ConvertError: two names would become one.
         UsageError: a dtype that is not a float, a device that is not there, a select that is not text.
         CkptError: the file cannot be read.
     """

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MatchPlanError, UsageError
+from ckpt_tools.errors import CkptError, MatchError, UsageError
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
 State = dict[str, torch.Tensor]
@@ -220,7 +220,7 @@ def test_a_plan_that_is_not_clear_is_refused(plan: str, message: str, tmp_path: 
 )  # fmt: skip
 def test_parts_that_do_not_stack(state: State, message: str, tmp_path: Path) -> None:
     """Numbers with a gap, not from 0, twice, of twenty digits; shapes and dtypes that differ."""
-    with pytest.raises(MatchPlanError, match=message):
+    with pytest.raises(MatchError, match=message):
         converted(state, table("e.{e}.w", "all", step="stack"), tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_parts_that_do_not_stack(state: State, message: str, tmp_path: Path) -> 
 def test_a_step_without_an_inverse_is_named(step: str, tmp_path: Path) -> None:
     """The reverse of a step that does not say what was before."""
     fields: dict[str, object] = {"reshape": {"to": [24]}, "flatten": {}, "pad": {"size": 9}}[step]  # type: ignore[assignment]
-    with pytest.raises(MatchPlanError, match="inverse"):
+    with pytest.raises(MatchError, match="inverse"):
         converted({"b.w": X}, table("a.w", "b.w", step=step, **fields), tmp_path, reverse=True)
 
 
@@ -240,7 +240,7 @@ def test_options_about_patterns_need_a_plan_of_patterns(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text('format = "ckpt-plan-1"\n[[tensor]]\nold = "a.w"\nnew = "b"\nshape = [4, 6]\n')
     with pytest.raises(UsageError, match="plans of patterns"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", plan_value={"n": 1})
-    with pytest.raises(MatchPlanError, match="plans of patterns"):
+    with pytest.raises(MatchError, match="plans of patterns"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=f"{tmp_path}/p.toml:reverse")
     with pytest.raises(UsageError, match="from 1 up"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", plan_value="n=0")
@@ -254,7 +254,7 @@ def test_a_plan_of_names_has_the_same_steps(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml")
     assert torch.equal(torch.load(tmp_path / "out.pth")["b"], X[[0, 2, 1, 3]])
     (tmp_path / "p.toml").write_text(text + "to = [6, 4]\n")
-    with pytest.raises(MatchPlanError, match="it makes"):
+    with pytest.raises(MatchError, match="it makes"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "new.pth", plan=tmp_path / "p.toml")
 
 

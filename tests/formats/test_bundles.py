@@ -17,7 +17,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, LimitError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, UnsupportedContainerError
 from ckpt_tools.limits import raised
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same, element_bytes
@@ -163,7 +163,7 @@ def test_members_of_both_byte_orders_are_refused(tmp_path: Path) -> None:
     torch.save({"a.w": torch.arange(3.0)}, tmp_path / "little.pth")
     big_endian(tmp_path / "little.pth", tmp_path / "big.pth", {"0": 4})
     members = {name: (tmp_path / name).read_bytes() for name in ("little.pth", "big.pth")}
-    with pytest.raises(ZipError, match="of both byte orders"):
+    with pytest.raises(DamagedFileError, match="of both byte orders"):
         ckpt_tools.inspect(bundle(tmp_path / "both.zip", members))
     found = ckpt_tools.convert(bundle(tmp_path / "one.zip", {"big.pth": members["big.pth"]}), tmp_path / "out.pth")
     assert found.tensors == 1

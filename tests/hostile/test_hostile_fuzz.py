@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, LimitError, TensorError
+from ckpt_tools.errors import ConvertError, LimitError, TensorError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import build, deflated, torch_records, torch_zip
@@ -42,7 +42,7 @@ def test_edit_in_place_without_room_in_front(tmp_path: Path) -> None:
     order = ("archive/version", "archive/data/0", "archive/data.pkl", "archive/byteorder")
     path = write(tmp_path, build([rows[name.encode()] for name in order]))
     before = path.read_bytes()
-    with pytest.raises(ContainerLimitError, match="no room for a record before"):
+    with pytest.raises(ConvertError, match="no room for a record before"):
         ckpt_tools.edit_in_place(path, add_module=True)
     assert path.read_bytes() == before
     ckpt_tools.convert(path, tmp_path / "out.pth", add_module=True)

@@ -12,7 +12,7 @@ import torch
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import ContainerLimitError, DamagedFileError
+from ckpt_tools.errors import ConvertError, DamagedFileError
 from tests.hostile.refusals import journal
 from tests.support.commands import ckpt
 
@@ -157,6 +157,6 @@ def test_a_size_that_the_journal_does_not_hold(small: Path) -> None:
 def test_an_edit_whose_journal_would_be_too_large(small: Path) -> None:
     """What no reader would believe is not written: the command says what to do, and the file stays."""
     old = small.read_bytes()
-    with pytest.raises(ContainerLimitError, match="Convert it to another file"):
+    with pytest.raises(ConvertError, match="Convert it to another file"):
         ckpt_tools.edit_in_place(small, add_prefix="a" * (9 << 20))
     assert small.read_bytes() == old

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt_tools.torch
-from ckpt_tools.errors import ChecksumError, CkptError, TensorError, ZipError
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_warned, listing, write
 from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
@@ -101,14 +101,14 @@ def test_35_size_lie(size: int, said: str, tmp_path: Path) -> None:
     lie = p.pickle(p.dict_of(w=p.tensor(p.sizes(size), p.sizes(1), on=p.storage("0", size, "ByteStorage"))))
     rows = torch_records(lie, FLOATS)
     rows[2] = deflated(b"archive/data/0", FLOATS["0"], size=size)
-    expect_convert_refused(write(tmp_path, build(rows)), ZipError, f"holds {said} than the zip directory says")
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, f"holds {said} than the zip directory says")
 
 
 def test_35_bomb_stops_at_the_declared_size(tmp_path: Path) -> None:
     """A hundred megabytes behind a declared size of 24: nothing of it is kept."""
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = deflated(b"archive/data/0", bytes(100 << 20), size=24)
-    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes")
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "holds more bytes")
 
 
 def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
@@ -117,14 +117,14 @@ def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
     packed = packer.compress(FLOATS["0"]) + packer.flush(zlib.Z_SYNC_FLUSH)
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(FLOATS["0"]), size=24, compressed=len(packed))
-    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "A deflated record is cut off")
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "A deflated record is cut off")
 
 
 def test_35_broken_deflate_stream(tmp_path: Path) -> None:
     """Bytes that do not inflate."""
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = Rec(b"archive/data/0", b"\xff" * 24, method=8, size=24)
-    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "cannot be inflated")
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "cannot be inflated")
 
 
 def test_41_crc_of_a_storage(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from tests.support.commands import ckpt
 from tests.support.rank_files import rank_of
 from tests.support.servers import Handler, Server
@@ -251,7 +251,7 @@ def test_a_shard_of_an_index_is_not_renamed(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out", shard_size="1300B", format="safetensors")
     shard = min((tmp_path / "out").glob("*.safetensors"))
     before = shard.read_bytes()
-    with pytest.raises(ContainerLimitError, match="is a shard of a model"):
+    with pytest.raises(ConvertError, match="is a shard of a model"):
         ckpt_tools.edit_in_place(shard, strip_module=True)
     assert shard.read_bytes() == before
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_tools import Matched, convert, match
-from ckpt_tools.errors import CkptError, TargetError, UsageError, ZipError
+from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, UsageError
 from ckpt_tools.torch import load_state_dict
 from tests.support import attention
 from tests.support.terminal import run
@@ -150,8 +150,8 @@ REFUSED: list[tuple[dict[str, Any], type[CkptError], str]] = [
     ({"input": "1x8"}, UsageError, "`input` is for models that run; `from_` names that of IN"),
     ({"from_": OLD, "match": "position"}, UsageError, "leaves nothing to it"),
     ({"from_": OLD, "input": "8x"}, UsageError, "`input='8x'` is not an input"),
-    ({"from_": OLD, "input": "3x3"}, TargetError, "raised when it ran"),
-    ({"from_": PLAIN}, TargetError, "is not the model of the checkpoint"),
+    ({"from_": OLD, "input": "3x3"}, ConvertError, "raised when it ran"),
+    ({"from_": PLAIN}, ConvertError, "is not the model of the checkpoint"),
     ({"from_": "single.pth"}, UsageError, "`from_` does not make a model"),
 ]
 
@@ -244,7 +244,7 @@ BROKEN: list[Callable[[dict[str, Any]], object]] = [
 def test_a_malformed_graph_is_refused(exported: dict[str, Path], tmp_path: Path, number: int) -> None:
     """A graph that cannot be read is named; what does not look at it reads the file all the same."""
     path = changed(exported["old"], tmp_path / "broken.pt2", BROKEN[number])
-    with pytest.raises(ZipError, match=r"model.json is malformed"):
+    with pytest.raises(DamagedFileError, match=r"model.json is malformed"):
         match(path, like=exported["new"], match="structure")
     assert len(match(path, like=exported["old"]).matching.matched) == 8
 

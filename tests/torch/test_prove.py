@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import MatchError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support.proving import Image, RenamedText, Text, trained
 
@@ -295,9 +295,9 @@ def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
         ckpt_tools.prove(old, old, model=Image, inputs=[])
     with pytest.raises(MatchError):
         ckpt_tools.prove(old, paths[Text], model=Image, inputs=IMAGE)
-    with pytest.raises(TargetError, match=r"OLD raised RuntimeError when it ran, in stem\.0 \(Conv2d\)"):
+    with pytest.raises(ConvertError, match=r"OLD raised RuntimeError when it ran, in stem\.0 \(Conv2d\)"):
         ckpt_tools.prove(old, old, model=Image, inputs="2x7")
-    with pytest.raises(TargetError, match=r"NEW raised ZeroDivisionError when it ran, in mix \(Linear\)"):
+    with pytest.raises(ConvertError, match=r"NEW raised ZeroDivisionError when it ran, in mix \(Linear\)"):
         ckpt_tools.prove(old, old, model=[Image, raising()], inputs=IMAGE)
     with pytest.raises(UsageError, match="One model for both"):
         ckpt_tools.prove(old, old, model=[Image] * 3, inputs=IMAGE)

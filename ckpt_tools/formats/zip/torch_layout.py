@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.errors import ContainerLimitError, TensorError
+from ckpt_tools.errors import ConvertError, TensorError
 from ckpt_tools.formats.base import moves_tensors, repeated
 from ckpt_tools.formats.zip.directory import Record, RecordRange, is_record_name
 from ckpt_tools.formats.zip.headers import ALIGNMENT
@@ -60,7 +60,7 @@ def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> l
     while head and layout.room(head) > anchor:
         tail.insert(0, head.pop(0))
     if anchor and not head:  # a zip must begin with a record
-        raise ContainerLimitError("The file has no room for a record before its tensors.", fix="Convert to another file.")
+        raise ConvertError("The file has no room for a record before its tensors.", fix="Convert to another file.")
     _add_small(layout, head)
     for run in _runs(storages, dict(zip((storage.key for storage in storages), records, strict=True))):
         content = run[0].content

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckpt_tools.edit import flatten
-from ckpt_tools.errors import ContainerLimitError, OutputError
+from ckpt_tools.errors import ConvertError, OutputError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX
 from ckpt_tools.formats.legacy import torch_legacy
@@ -54,7 +54,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         The report of `convert`; its `bytes` are the file's new size.
 
     Raises:
-        ContainerLimitError: the edit would move tensor bytes, or there is no room for it before them; the file is one of
+        ConvertError: the edit would move tensor bytes, or there is no room for it before them; the file is one of
             several, and another one says where in it things lie, or what they are called.
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
@@ -68,7 +68,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     with ExitStack() as stack, open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
-            raise ContainerLimitError(
+            raise ConvertError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         _check_alone(checkpoint.path)
@@ -93,20 +93,20 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
 
 
 def _check_alone(path: Path) -> None:
-    """Raise ContainerLimitError for a part of a distributed checkpoint: each place in it stands in .metadata too."""
+    """Raise ConvertError for a part of a distributed checkpoint: each place in it stands in .metadata too."""
     for place in (path, Path(os.path.realpath(path))):
         if place.suffix == ".distcp" and (place.parent / DCP_METADATA).exists():
             why = f"{DCP_METADATA} says where everything in it lies, and would not be true any more."
-            raise ContainerLimitError(f"{path} is a part of a distributed checkpoint.", why=why, fix=_whole(place.parent))
+            raise ConvertError(f"{path} is a part of a distributed checkpoint.", why=why, fix=_whole(place.parent))
 
 
 def _check_not_indexed(path: Path) -> None:
-    """Raise ContainerLimitError for a shard whose index has its names, when these change."""
+    """Raise ConvertError for a shard whose index has its names, when these change."""
     for place in (path, Path(os.path.realpath(path))):
         for index in place.parent.glob(f"*{INDEX_SUFFIX}"):
             if place.name in (indexed_files(index) or ()):
                 why = f"The names in it stand in {index.name} too, and would not be true any more."
-                raise ContainerLimitError(f"{path} is a shard of a model.", why=why, fix=_whole(place.parent))
+                raise ConvertError(f"{path} is a shard of a model.", why=why, fix=_whole(place.parent))
 
 
 def _whole(folder: Path) -> str:
@@ -136,7 +136,7 @@ def _patches(pieces: Sequence[Piece], source: Source) -> dict[int, bytearray]:
         else:
             amount += content.length
             if amount > _LIMIT:
-                raise ContainerLimitError(
+                raise ConvertError(
                     f"The edit would rewrite more than {_LIMIT >> 20} MiB of the file.", fix="Convert to another file."
                 )
             patches.setdefault(start, bytearray()).extend(to_bytes([piece]))

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, OutputFolderError, UsageError
+from ckpt_tools.errors import CkptError, OutputError, UsageError
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
@@ -55,7 +55,7 @@ def convert_several(sources: Sequence[Path], made: Sequence[Path], asked: Mappin
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OutputFolderError(f"{folder} cannot be made.", why=f"{error.strerror or error}.") from None
+                raise OutputError(f"{folder} cannot be made.", why=f"{error.strerror or error}.") from None
     for source, target in zip(sources, made, strict=True):
         yield _converted(source, target, asked)
 
