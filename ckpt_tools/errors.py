@@ -2,54 +2,36 @@
 
 CkptError                      exit code 3 unless noted
 ├── UsageError                 an option that cannot be read or does not fit the others (exit code 2); a ValueError too
-├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
-│   ├── MissingFileError           there is no such file; a FileNotFoundError too
-│   ├── FolderError                a folder that is not a checkpoint; an IsADirectoryError too
-│   └── ForbiddenFileError         the system does not let this user read it; a PermissionError too
+├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, a folder, no digests ...
+│   └── MissingFileError           there is no such file, here or at an address; a FileNotFoundError too
 ├── UnsupportedContainerError  a checkpoint, in a container that this version does not read
-├── DamagedFileError           a checkpoint whose container breaks a promise of its format
-│   ├── ZipError                   the zip directory or a zip record
+├── DamagedFileError           a checkpoint whose container breaks a promise of its format, or that has two readings
 │   ├── PickleError                the pickle stream
-│   ├── SafetensorsError           the safetensors header
 │   ├── TensorError                a tensor that does not fit its storage
 │   └── ChecksumError              bytes that do not match their CRC-32
-├── AmbiguousFileError         two programs would read two different files in it
 ├── LimitError                 larger or deeper than any real checkpoint
 ├── RemoteError                a remote path that cannot be reached, or not in parts; an OSError too
-│   ├── RemoteMissingError         nothing is there; a FileNotFoundError too
-│   ├── RemoteForbiddenError       the server refuses this user; a PermissionError too
-│   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
 ├── MissingPackageError        a package that is needed is not installed, or is broken; an ImportError too
 ├── ChangedFileError           the input changed while it was read
-├── ValuesError                a tensor whose values cannot be told: sparse, quantised, on the meta device
-├── DigestError                a digest file that cannot be read
-├── NotLoadedError             a model that was watched while it was loaded has tensors that are from no file
 ├── SignatureError             a signature that is not valid, or a key that cannot be read
 ├── RepairError                nothing in the file can be saved
-├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
-│   ├── CollisionError             two tensors would get one name
+├── ConvertError               what was asked for cannot be done without loss or guessing
 │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors; a LookupError too
-│   ├── PartError              one process's part of a model, where the model is wanted
+│   ├── PartError                  one process's part of a model, where the model is wanted
 │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
-│   ├── TargetError                a target model that cannot be imported, built or read
-│   ├── MatchError                 a checkpoint that does not fit the target; a RuntimeError too, as torch's is
-│   ├── MatchPlanError             a plan file that cannot be read, or that the input does not fit
-│   └── ContainerLimitError        something that the output container cannot hold
+│   └── MatchError                 a checkpoint that does not fit its target or plan; a RuntimeError too, as torch's is
 └── OutputError                the output cannot be written; an OSError too
-    ├── OutputExistsError          it exists, and overwriting was not asked for; a FileExistsError too
-    ├── OutputFolderError          its folder is missing; a FileNotFoundError too
-    ├── OutputIsFolderError        it is a folder; an IsADirectoryError too
-    └── OutputForbiddenError       its folder takes no file of this user; a PermissionError too
+    └── OutputExistsError          it exists, and overwriting was not asked for; a FileExistsError too
 
 A missing file is caught as in all of Python: `except FileNotFoundError`; a bad argument by `except ValueError`. The messages
 call an argument as Python does, between backticks:
-`dtype_only`; the command line says --dtype-only in its place (`ckpt_tools.render.wording`).
+`strip_module`; the command line says --strip-module in its place (`ckpt_tools.render.wording`).
 """
 
 from __future__ import annotations
 
 import re
-from errno import EACCES, EEXIST, EISDIR, ENOENT, ETIMEDOUT
+from errno import EEXIST, ENOENT
 
 MAX_SENTENCE = 1200
 
@@ -107,25 +89,13 @@ class UsageError(CkptError, ValueError):
 
 
 class NotACheckpointError(CkptError):
-    """The bytes are something else than a checkpoint."""
+    """The bytes are something else than what is wanted: a checkpoint, a file of digests."""
 
 
 class MissingFileError(NotACheckpointError, FileNotFoundError):
-    """There is no such file."""
+    """There is no such file, here or at an address."""
 
     errno = ENOENT
-
-
-class FolderError(NotACheckpointError, IsADirectoryError):
-    """A folder that is not a checkpoint."""
-
-    errno = EISDIR
-
-
-class ForbiddenFileError(NotACheckpointError, PermissionError):
-    """The system does not let this user read the file."""
-
-    errno = EACCES
 
 
 class UnsupportedContainerError(CkptError):
@@ -133,7 +103,7 @@ class UnsupportedContainerError(CkptError):
 
 
 class DamagedFileError(CkptError):
-    """A checkpoint whose container breaks a promise of its format.
+    """A checkpoint whose container breaks a promise of its format, or that two programs would read as two files.
 
     Args:
         says: PyTorch's own words for it, where they are known.
@@ -145,16 +115,8 @@ class DamagedFileError(CkptError):
         self.says, self.whole = says, whole
 
 
-class ZipError(DamagedFileError):
-    """The zip directory, or a record in it, is not as torch writes and reads it."""
-
-
 class PickleError(DamagedFileError):
     """The pickle stream is malformed."""
-
-
-class SafetensorsError(DamagedFileError):
-    """The safetensors header is malformed."""
 
 
 class TensorError(DamagedFileError):
@@ -168,10 +130,6 @@ class ChecksumError(DamagedFileError):
 TWO_FILES = "Two programs would read two files."
 
 
-class AmbiguousFileError(CkptError):
-    """Two programs would read two different files in these bytes."""
-
-
 class LimitError(CkptError):
     """Larger or deeper than any real checkpoint."""
 
@@ -180,24 +138,6 @@ class RemoteError(CkptError, OSError):
     """A remote path cannot be reached, or not in parts."""
 
     errno: int | None = None
-
-
-class RemoteMissingError(RemoteError, FileNotFoundError):
-    """Nothing is there."""
-
-    errno = ENOENT
-
-
-class RemoteForbiddenError(RemoteError, PermissionError):
-    """The server refuses this user."""
-
-    errno = EACCES
-
-
-class RemoteTimeoutError(RemoteError, TimeoutError):
-    """No whole answer came in time."""
-
-    errno = ETIMEDOUT
 
 
 class MissingPackageError(CkptError, ImportError):
@@ -221,24 +161,8 @@ class SignatureError(CkptError):
     """A signature is not this key's, or cannot be read; or a key cannot."""
 
 
-class NotLoadedError(CkptError):
-    """Tensors of a model are not what a file has for them: as they were made, swapped, or changed by other means."""
-
-
-class ValuesError(CkptError):
-    """The values of a tensor cannot be told: it is sparse, quantised, or has none."""
-
-
-class DigestError(CkptError):
-    """A digest file cannot be read."""
-
-
 class ConvertError(CkptError):
-    """The conversion that was asked for cannot be done without loss or guessing."""
-
-
-class CollisionError(ConvertError):
-    """Two tensors would get one name."""
+    """What was asked for cannot be done without loss or guessing."""
 
 
 class NothingMatchedError(ConvertError, LookupError):
@@ -262,51 +186,25 @@ class ObjectsError(ConvertError):
     """The file holds objects that are not plain data, and no option says what becomes of them."""
 
 
-class TargetError(ConvertError):
-    """The target model cannot be imported, built or read."""
-
-
 class MatchError(ConvertError, RuntimeError):
-    """The checkpoint does not fit the target, and no option says what to do about it."""
-
-
-class MatchPlanError(ConvertError):
-    """A plan file cannot be read, or the input does not fit it."""
-
-
-class ContainerLimitError(ConvertError):
-    """The output container cannot hold this."""
+    """The checkpoint does not fit the target or the plan, and no option says what to do about it."""
 
 
 class OutputError(CkptError, OSError):
     """The output cannot be written.
 
-    Attributes:
-        errno: the number of the system's own error, where it was one: ENOSPC for a full disk.
+    Args:
+        errno: the number of the system's own error, where it was one: ENOSPC for a full disk, ENOENT without a folder.
     """
 
     errno: int | None = None
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", errno: int | None = None) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.errno = errno if errno is not None else type(self).errno
 
 
 class OutputExistsError(OutputError, FileExistsError):
     """The output exists, and overwriting was not asked for."""
 
     errno = EEXIST
-
-
-class OutputFolderError(OutputError, FileNotFoundError):
-    """The output's folder is missing."""
-
-    errno = ENOENT
-
-
-class OutputIsFolderError(OutputError, IsADirectoryError):
-    """The output is a folder."""
-
-    errno = EISDIR
-
-
-class OutputForbiddenError(OutputError, PermissionError):
-    """The output's folder takes no file of this user."""
-
-    errno = EACCES

@@ -70,10 +70,7 @@ def test_the_page_has_the_list(bare: dict[str, Done]) -> None:
     for name, choices in by_option().items():
         if needs.issuperset(choices):
             needs = needs - choices | {name}
-    beside = {f"diff --sort {key}" for key in ("max-abs", "max-rel", "l2", "cosine", "changed")} | {
-        "convert --dtype-only",
-        "convert --rows",
-    }
+    beside = {f"diff --sort {key}" for key in ("max-abs", "max-rel", "l2", "cosine", "changed")}
     needs = {name for name in needs - beside if name in whole or name.split()[0] not in whole}
     table = (ROOT / "docs" / "without-torch.md").read_text("utf-8").partition("\n| ")[2].partition("\n\n")[0]
     assert set(re.findall(r"`ckpt ([^`]*)`", table)) == needs
@@ -140,7 +137,7 @@ def test_a_broken_torch(code: str, place: Path, tmp_path: Path) -> None:
     lines = [
         "stats ddp.pth", "check --values ddp.pth single.pth", f"convert ddp.pth {tmp_path}/x.pth --dtype bf16",
         f"convert ddp.pth {tmp_path}/folder --format dcp",
-        f"convert ddp.pth single.pth --to-dir {tmp_path}/many --jobs 2 --dtype bf16",
+        f"convert ddp.pth single.pth --to-dir {tmp_path}/many --dtype bf16",
         "prove ddp.pth ddp.pth --model models.py:net --input 1x4",
     ]  # fmt: skip
     done = run([line.split() for line in [*lines, "inspect ddp.pth"]], place, hide(tmp_path, []))
@@ -232,7 +229,7 @@ def test_crcs_are_zlibs_with_isal_and_without(installed: bool, place: Path, tmp_
     (tmp_path / "isal" / "isal_zlib.py").write_text(counting if installed else "raise ImportError")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_tools\n"
-        "ckpt_tools.convert('ddp.pth', sys.argv[1] + '/out.pth', verify=True)\n"
+        "ckpt_tools.convert('ddp.pth', sys.argv[1] + '/out.pth', dtype='bf16')\n"
         "print(getattr(sys.modules.get('isal.isal_zlib'), 'calls', 0) > 0)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

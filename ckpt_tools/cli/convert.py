@@ -29,8 +29,7 @@ from ckpt_tools.cli.options import (
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
-from ckpt_tools.operations.convert.run import convert as convert_checkpoint
-from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.operations.convert.run import convert_with
 
 
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
@@ -38,25 +37,17 @@ from ckpt_tools.values.pytorch import need_torch
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
-@click.option(
-    "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
-    help="At the end run IN and OUT in the model of --like on such inputs, as ckpt prove does. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is that of neither --from nor --like."
-)
 @out_option
 @click.option("--in-place", is_flag=True, help="Put what is written in the place of IN; no OUT.")
 @click.option(
     "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
 )  # fmt: skip
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes for --to-dir. 1 by default.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def convert(
-    source: Path, target: str | None, more: tuple[str, ...], out: str | None, prove: tuple[str, ...], prove_model: str | None,
-    in_place: bool, to_dir: Path | None, jobs: int | None, quiet: bool, as_json: bool, **options: Any,
+    source: Path, target: str | None, more: tuple[str, ...], out: str | None, in_place: bool, to_dir: Path | None,
+    quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
@@ -71,11 +62,11 @@ def convert(
     ckpt convert big.pth folder --shard-size 5GB
     ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
-    ckpt convert runs/*.pth --to-dir out --format safetensors --jobs 4
+    ckpt convert runs/*.pth --to-dir out --format safetensors
 
-    The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --dequantize,
-    --fold, --lora, --strip-module, --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module,
-    --like or --plan, --map-location, --dtype.
+    Whatever their order on the line, the steps are: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
+    fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, like or plan,
+    map-location, dtype.
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
     folder too, other files come along: config.json, the tokenizer's files; never code.
@@ -90,12 +81,15 @@ def convert(
 
     With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 
-    Exit code: 0 done, 1 --prove found a difference, 2 usage, 3 refused, 130 interrupted.
+    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
     asked = _asked(options, in_place=in_place)
     if to_dir is not None:
-        refuse_beside_many(in_place, prove, out)
-        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
+        if in_place:
+            raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
+        if out is not None:
+            raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
+        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, quiet=quiet, as_json=as_json))
     if more:
         named = ", ".join((str(source), str(target), *map(str, more[:2]), *(["..."] if more[2:] else [])))
         raise click.UsageError(
@@ -103,9 +97,6 @@ def convert(
             "The value of an option is one word: --shard-size 5GB, --rename 'OLD=NEW'."
         )
     target = one_out(target, out)
-    if jobs is not None:
-        raise click.UsageError("--jobs is for --to-dir.")
-    _check_provable(asked, prove, prove_model, in_place=in_place)
     if in_place:
         with show_progress(quiet=quiet) as progress:
             report = _edit_in_place(source, target, asked | {"progress": progress})
@@ -116,11 +107,9 @@ def convert(
     preload = None if as_json or quiet else "ckpt_tools.render.converted"
     folder = "shard_size" in asked or asked.get("format") == "dcp"
     with work_shared(folder=folder) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
-        report = convert_checkpoint(source, target, progress=progress, ranks=ranks, **asked)
+        report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
     if ranks is None or not ranks.rank:  # the first process reports for all
         _report(report, quiet=quiet, as_json=as_json)
-        if prove:
-            _prove(source, report.target, asked, prove, prove_model, quiet=quiet, as_json=as_json)
     if ranks is not None and ranks.world > 1:
         end_process()
 
@@ -132,36 +121,6 @@ def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
     if (in_place or asked.get("slim")) and source is click.core.ParameterSource.ENVIRONMENT:
         asked.pop("objects", None)
     return asked
-
-
-def _check_provable(asked: dict[str, Any], prove: tuple[str, ...], prove_model: str | None, *, in_place: bool) -> None:
-    """--prove needs a model, and an OUT."""
-    if prove_model is not None and not prove:
-        raise click.UsageError("--prove-model is for --prove.")
-    if prove and (in_place or asked.get("dry_run")):
-        raise click.UsageError("--prove compares IN with the OUT that was written; --in-place and --dry-run write none.")
-    if prove and "like" not in asked:
-        raise click.UsageError("--prove runs the model of --like: give --like PACKAGE.MODULE:CALLABLE.")
-    if prove:
-        need_torch("Models are run with it.")
-
-
-def _prove(
-    source: Path, target: str, asked: dict[str, Any], inputs: tuple[str, ...], model: str | None, *, quiet: bool, as_json: bool
-) -> None:
-    """Run both, and end with 1 where they differ."""
-    from ckpt_tools.cli.prove import show_proved
-    from ckpt_tools.torch.proving.prove import prove
-
-    arguments = asked.get("like_args")
-    own = asked.get("from_args") if model is None and "from_" in asked else None if model else arguments
-    report = prove(
-        source, target, model=(model or asked.get("from_") or asked["like"], asked["like"]), model_args=(own, arguments),
-        inputs=inputs, select=asked.get("select"),
-    )  # fmt: skip
-    show_proved(report, quiet=quiet, as_json=as_json)
-    if not report:
-        sys.exit(1)
 
 
 def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
@@ -190,15 +149,13 @@ def inputs(given: Iterable[str | Path | None]) -> list[Path]:
     return [LOCATION.convert(value, None, None) for value in given if value is not None]
 
 
-def convert_many(
-    sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, jobs: int, quiet: bool, as_json: bool
-) -> int:
+def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, quiet: bool, as_json: bool) -> int:
     """Convert each into the folder, and report; the exit code."""
     from ckpt_tools.operations.convert.several import convert_several, targets
 
     made = targets(sources, folder, asked)
     results: list[Converted | CkptError] = []
-    for source, result in zip(sources, convert_several(sources, made, asked, jobs=jobs), strict=True):
+    for source, result in zip(sources, convert_several(sources, made, asked), strict=True):
         results.append(result)
         if isinstance(result, CkptError):
             print_failure(source, result, as_json=as_json)
@@ -212,13 +169,3 @@ def convert_many(
 
         show(partial(print_several, sources, made, results))
     return max((result.exit_code for result in results if isinstance(result, CkptError)), default=0)
-
-
-def refuse_beside_many(in_place: bool, prove: Sequence[str], out: str | None) -> None:
-    """What is about one input does not go with many."""
-    if in_place:
-        raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
-    if out is not None:
-        raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
-    if prove:
-        raise click.UsageError("--prove compares one IN with its OUT: run ckpt prove for each.")

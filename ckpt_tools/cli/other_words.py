@@ -18,7 +18,7 @@ COMMANDS = {
     "strip": "ckpt convert IN OUT --unwrap",
     "rename": "ckpt convert IN OUT --rename '^old=new'",
     "prune": "ckpt convert IN OUT --drop 'GLOB', or --slim",
-    "quantize": "ckpt convert IN OUT --format gguf, or --dtype fp8_e4m3",
+    "quantize": "ckpt convert IN OUT.gguf --dtype q8_0, or --dtype fp8_e4m3",
     "dequantize": "ckpt convert IN OUT --dequantize",
     "split": "ckpt convert IN FOLDER --shard-size 5GB",
     "shard": "ckpt convert IN FOLDER --shard-size 5GB",

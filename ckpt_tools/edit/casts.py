@@ -9,7 +9,6 @@ from typing import TypeAlias
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors, names_quantised
-from ckpt_tools.frozen import frozen
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs
@@ -56,18 +55,16 @@ def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
-def cast_floats(
-    root: Node, target: DType | None, only: Sequence[str] = (), by_glob: Mapping[str, DType] | None = None
-) -> tuple[Node, Casting]:
-    """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay."""
+def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) -> tuple[Node, Casting]:
+    """Cast every float tensor to `target`, and those that a glob names to its; ties, views and everything else stay."""
     users: dict[int, list[_View]] = {}
     prefixes = {state_dict.where for state_dict in find_state_dicts(root)}
     for tensor in find_tensors(root):
         if type(tensor.node) is Entry:
             name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""
             users.setdefault(id(tensor.node.storage), []).append((dotted(tensor.where), name, tensor.node))
-    steps, parts = (set(), set()) if only else (_steps(root), _parts(root))
-    targets = _targets(users, None if target is None else _Choice(target, only, steps | parts), by_glob or {})
+    steps, parts = _steps(root), _parts(root)
+    targets = _targets(users, target, steps | parts, by_glob)
     casting = Casting(steps=len(steps - targets.keys()), parts=len(parts - targets.keys()))
     cast_to: dict[int, DType] = {}
 
@@ -91,7 +88,9 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
     if any(entry.dtype is not before for _, _, entry in views):
         raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
     if before.packed > 1 or not before.in_torch:
-        raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
+        raise ConvertError(
+            f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Name others: `dtype='GLOB=TYPE'`."
+        )
     move = f"{before.name} -> {target.name}"
     casting.moves[move] = casting.moves.get(move, 0) + len(views)
     need_torch("`dtype` casts tensors with it.")
@@ -123,37 +122,27 @@ def _parts(root: Node) -> set[int]:
     return {id(part.entry.storage) for tensor in tensors for part in tensor.parts if part.entry.dtype.family == "float"}
 
 
-@frozen
-class _Choice:
-    """What is cast to `target`: what a glob of `only` matches; without such globs everything, but for `spared` storages."""
-
-    target: DType
-    only: Sequence[str]
-    spared: Collection[int]
-
-
-def _targets(users: Mapping[int, list[_View]], choice: _Choice | None, by_glob: Mapping[str, DType]) -> dict[int, DType]:
-    """What each storage is cast to."""
-    only, globs = Globs(choice.only if choice is not None else ()), Globs(by_glob)
-    targets: dict[int, DType] = {}
+def _targets(
+    users: Mapping[int, list[_View]], target: DType | None, spared: Collection[int], by_glob: Mapping[str, DType]
+) -> dict[int, DType]:
+    """What each storage is cast to: what a glob says of its tensors, else `target`, but for `spared` ones."""
+    globs, targets = Globs(by_glob), dict[int, DType]()
     for storage, views in users.items():
         found: dict[str, DType | None] = {}
         for path, name, entry in views:
             if entry.dtype.family == "float":
                 texts = (path, *([name] if name else []))
-                hits, chosen = globs.matching(*texts), only.matching(*texts) or not only
-                spared = choice is None or not chosen or storage in choice.spared
-                found[path] = by_glob[hits[-1]] if hits else None if spared or choice is None else choice.target
+                hits = globs.matching(*texts)
+                found[path] = by_glob[hits[-1]] if hits else None if storage in spared else target
         kinds = set(found.values())
         if len(kinds) > 1:
-            names, option = ", ".join(map(repr, found)), "`dtype_only` matches some of them" if only else "`dtype` differs"
-            raise ConvertError(f"{names} share one storage, and {option}.", fix="Match all of them or none.")
-        if kinds and (target := kinds.pop()) is not None:
-            targets[storage] = target
-    for option, unused in (("dtype_only", only.unused), ("dtype", globs.unused)):
-        for glob in sorted(unused):
-            fix = "ckpt inspect --all FILE lists the names and dtypes."
-            raise NothingMatchedError(f"`{option}={glob!r}` matches no float tensor.", fix=fix)
+            names = ", ".join(map(repr, found))
+            raise ConvertError(f"{names} share one storage, and `dtype` differs.", fix="Match all of them or none.")
+        if kinds and (kind := kinds.pop()) is not None:
+            targets[storage] = kind
+    for glob in sorted(globs.unused):
+        fix = "ckpt inspect --all FILE lists the names and dtypes."
+        raise NothingMatchedError(f"`dtype={glob!r}` matches no float tensor.", fix=fix)
     return targets
 
 

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from ckpt_tools.edit.objects import plain
-from ckpt_tools.errors import ContainerLimitError, NothingMatchedError
+from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import is_extra
 from ckpt_tools.formats.open import (
     StateDict,
@@ -37,20 +37,19 @@ from ckpt_tools.values.numeric import row_major, view_of
 
 @frozen
 class MetadataEdit:
-    """Texts to be set by key, and keys to be dropped."""
+    """Texts to be set by key; with an empty one the key is to be dropped."""
 
     texts: Sequence[tuple[str, str]] = ()
-    dropped: Sequence[str] = ()
 
     def apply(self, metadata: dict[str, str]) -> None:
         """Edit the metadata that the output would have."""
-        for key in self.dropped:
+        for key in (key for key, text in self.texts if not text):
             if key not in metadata:
                 there = f"There are {some(list(metadata))}." if metadata else "It has none."
                 why = did_you_mean(key, metadata) or there
-                raise NothingMatchedError(f"`drop_metadata={key!r}` is not in the metadata.", why=why)
+                raise NothingMatchedError(f"`set_metadata={f'{key}='!r}`: {key!r} is not in the metadata.", why=why)
             del metadata[key]
-        metadata.update(self.texts)
+        metadata.update((key, text) for key, text in self.texts if text)
 
 
 UNEDITED = MetadataEdit()
@@ -91,9 +90,7 @@ def one_state_dict(
 ) -> tuple[StateDict, Flat]:
     """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller."""
     if objects == "keep" and plain.find_unknown(root):
-        raise ContainerLimitError(
-            f"{holder} holds no Python objects, so it cannot keep them.", fix="Use `objects='plain'` or drop."
-        )
+        raise ConvertError(f"{holder} holds no Python objects, so it cannot keep them.", fix="Use `objects='plain'` or drop.")
     root, fates = plain.arrays_as_tensors(root)
     state_dict = _only_state_dict(root, holder)
     own = (ALIASES, STATE_DICT_METADATA)
@@ -107,7 +104,7 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
     found = find_state_dicts(root)
     if not found and type(root) is Dict and next(find_tensors(root), None) is None:
         if root.items:
-            raise ContainerLimitError(
+            raise ConvertError(
                 f"There is no tensor in the checkpoint, and {holder} would hold the values as text alone.",
                 fix="Write a .pth, which holds anything.",
             )
@@ -121,17 +118,17 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
     return own
 
 
-def _several(found: Sequence[StateDict], holder: str) -> ContainerLimitError:
+def _several(found: Sequence[StateDict], holder: str) -> ConvertError:
     """The error for more than one state dict."""
     wheres = [dotted(state_dict.where) for state_dict in found]
     others = _drops([where for where in wheres if where])
-    return ContainerLimitError(
+    return ConvertError(
         f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
         fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
     )
 
 
-def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holder: str) -> ContainerLimitError:
+def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holder: str) -> ConvertError:
     """The error for tensors outside the state dict, or for no state dict at all, when `own` is empty."""
     parts, fixes = _parts(root, own, outside), []
     if own.node.items and any(where[: len(own.where)] != own.where for where in outside):
@@ -140,7 +137,7 @@ def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holde
         fixes.append(f"leave them out: {_drops(parts)}")
     fix = ", or ".join(fixes) or "write a .pth, which holds anything"
     places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
-    return ContainerLimitError(
+    return ConvertError(
         f"{holder} holds one flat state dict; here are tensors outside one{places}.", fix=fix[:1].upper() + fix[1:]
     )
 
@@ -178,7 +175,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     storages: dict[int, list[str]] = {}
     for index, (name, node) in enumerate(named.items()):
         if type(node) is not Entry:
-            raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
+            raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix="Write a .pth, which holds any tensor.")  # fmt: skip
         if users[id(node.storage)] > 1:
             view = view_of(node)
@@ -206,7 +203,7 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     values = Dict(list(enumerate(node for _, node in found)))
     _, fates = plain.make_plain(values)
     if lost := [dotted((*found[at][0], *below)) for at, *below in plain.lost_arrays(fates) if type(at) is int]:
-        raise ContainerLimitError(
+        raise ConvertError(
             f"{lost[0]!r} is an array of NumPy's that has no plain form.", fix="Write a .pth, which holds it as it is."
         )
     for fate in fates:
@@ -231,7 +228,7 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
         inner = [value for key, value in below if key == step]
         if len(inner) > 1:  # keys that are not text can look alike as text
             path = dotted(state_dict.where[: depth + 1])
-            raise ContainerLimitError(f"Two keys of the checkpoint are written {path!r}, and one of them holds the state dict.")
+            raise ConvertError(f"Two keys of the checkpoint are written {path!r}, and one of them holds the state dict.")
         node = inner[0]
     for key, value in state_dict.node.items:
         if not (type(key) is str and is_tensor(value)):
@@ -241,9 +238,7 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
 def _value(where: Where, node: Node, texts: _Json, flat: Flat) -> None:
     key = dotted(where)
     if key in flat.metadata and flat.metadata[key] != node:
-        raise ContainerLimitError(
-            f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: `drop={key!r}`."
-        )
+        raise ConvertError(f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: `drop={key!r}`.")
     text = node if type(node) is str else texts.dump(node)
     if text is None:
         flat.notes.append(("value-dropped", f"{key!r} has no text form and is left out."))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.initialisers import (
     Blank,
     Scheme,
@@ -42,36 +41,22 @@ class Adapted:
 # --- overlap
 
 
-def kept_shape(entry: Entry, shape: tuple[int, ...], rows: Sequence[int] | None) -> tuple[int, ...] | None:
+def kept_shape(entry: Entry, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """How much of a tensor fits into a shape, per dimension; None when they have different numbers of dimensions."""
     if len(shape) != len(entry.shape) or not shape:
         return None
-    kept = [min(pair) for pair in zip(entry.shape, shape, strict=True)]
-    if rows is not None:
-        if wrong := [row for row in rows if not 0 <= row < entry.shape[0]]:
-            raise UsageError(f"`rows`: there is no row {wrong[0]}; the tensor has rows 0 to {entry.shape[0] - 1}.")
-        if len(rows) > shape[0]:
-            raise UsageError(f"`rows` names {len(rows)} rows; the target has room for {shape[0]}.")
-        kept[0] = len(rows)
-    return tuple(kept)
+    return tuple(min(pair) for pair in zip(entry.shape, shape, strict=True))
 
 
-def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int, rows: Sequence[int] | None = None) -> Adapted:
+def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int) -> Adapted:
     """The rows and columns that a tensor and a shape both have; the rest initialised."""
     need_torch("Tensors are fitted to another shape with it.")
-    kept = kept_shape(entry, blank.shape, rows)
+    kept = kept_shape(entry, blank.shape)
     assert kept is not None
-    where = "x".join(map(str, kept))
-    source = f"rows {_short(rows)}" if rows is not None else f"the first {where}"
     rest = "" if kept == blank.shape else f", the rest {scheme} (seed {seed})"
-    what = f"{_text(entry.shape)} -> {_text(blank.shape)}: {source} kept{rest}"
-    picked = list(range(kept[0])) if rows is None else list(rows)
-    work = _Overlap(entry, blank, scheme or Scheme("zeros"), seed, picked, kept)
+    what = f"{_text(entry.shape)} -> {_text(blank.shape)}: the first {_text(kept)} kept{rest}"
+    work = _Overlap(entry, blank, scheme or Scheme("zeros"), seed, kept)
     return Adapted(Computed(math.prod(blank.shape) * blank.dtype.itemsize, work.chunks, entry.storage.content), what)
-
-
-def _short(rows: Sequence[int]) -> str:
-    return ",".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
 
 
 def _text(shape: tuple[int, ...]) -> str:
@@ -86,7 +71,6 @@ class _Overlap:
     blank: Blank
     scheme: Scheme
     seed: int
-    picked: list[int]
     kept: tuple[int, ...]
 
     def chunks(self) -> Iterator[memoryview]:
@@ -96,7 +80,7 @@ class _Overlap:
         width = math.prod(below)
         dtype = torch_dtype(self.blank.dtype)
         source = row_major(self.entry)
-        if not isinstance(source, Range | Literal):  # rows are picked: what must be worked out is worked out once
+        if not isinstance(source, Range | Literal):  # row by row: what must be worked out is worked out once
             source = Literal(read(source))
         step = max(1, CHUNK // max(1, width * dtype.itemsize)) if self.scheme.kind != "orthogonal" else rows
         for start in range(0, rows if width else 0, step):
@@ -118,7 +102,7 @@ class _Overlap:
 
         below = self.entry.shape[1:]
         size = math.prod(below) * dtype.itemsize
-        for row in self.picked[start : start + count] if size else ():
+        for row in range(start, min(start + count, self.kept[0])) if size else ():
             data = bytearray(read(part(source, row * size, size)))
             yield torch.frombuffer(data, dtype=dtype).reshape(below)
 

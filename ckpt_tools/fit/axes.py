@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
 
@@ -26,17 +26,17 @@ def size_of(text: str, sizes: Mapping[str, int]) -> int | None:
     """What `heads`, `12`, `head_size/2` or `groups*4` is; None where a name in it has no size."""
     parts = re.split(r"([*/])", text)
     if not all(_FACTOR.fullmatch(part) for part in parts[::2]):
-        raise MatchPlanError(f"{text!r} is not a size.", why="A size is a name, a whole number, or such with * and / between.")
+        raise MatchError(f"{text!r} is not a size.", why="A size is a name, a whole number, or such with * and / between.")
     factors = [int(part) if part.isdigit() else sizes.get(part) for part in parts[::2]]
     result = factors[0]
     for sign, factor in zip(parts[1::2], factors[1:], strict=True):
         if result is None or factor is None:
             return None
         if sign == "/" and (factor == 0 or result % factor):
-            raise MatchPlanError(f"{text} leaves a rest: {result} / {factor}.")
+            raise MatchError(f"{text} leaves a rest: {result} / {factor}.")
         result = result * factor if sign == "*" else result // factor
     if result is not None and result > MAX_ELEMENTS:
-        raise MatchPlanError(f"{text} is larger than any tensor.")
+        raise MatchError(f"{text} is larger than any tensor.")
     return result
 
 
@@ -61,7 +61,7 @@ class Side:
         rest = len(shape) - len(self.dims) + 1 if (REST,) in self.dims else None
         if (rest is None and len(shape) != len(self.dims)) or (rest is not None and rest < 0):
             count = f"{len(self.dims) - (rest is not None)}{' or more' if rest is not None else ''}"
-            raise MatchPlanError(f"{label}: {list(shape)} has {len(shape)} dimensions; {self} has {count}.")
+            raise MatchError(f"{label}: {list(shape)} has {len(shape)} dimensions; {self} has {count}.")
         found, at = dict(sizes), 0
         left: Shape = ()
         for dim in self.dims:
@@ -112,14 +112,14 @@ def _settle(dim: Sequence[str], whole: int, found: dict[str, int], label: str) -
     if not open_axes:
         if product != whole:
             shown = " x ".join(f"{axis} {size}" if axis != str(size) else axis for axis, size in known.items())
-            raise MatchPlanError(f"{label}: {whole} is not {shown}.")
+            raise MatchError(f"{label}: {whole} is not {shown}.")
         return
     if product == 0 or whole % product:
-        raise MatchPlanError(f"{label}: {whole} cannot be divided by {product}.")
+        raise MatchError(f"{label}: {whole} cannot be divided by {product}.")
     found[open_axes[0]] = whole // product
 
 
-class MissingSizesError(MatchPlanError):
+class MissingSizesError(MatchError):
     """A size that neither the plan nor the shape says."""
 
     def __init__(self, what: str, names: set[str]) -> None:
@@ -144,9 +144,9 @@ def read_side(text: str) -> Side:
     side = Side(tuple(_dims(text)))
     axes = side.axes
     if not axes or len(axes) > _MOST_AXES:
-        raise MatchPlanError(f"{text[:80]!r} lists {len(axes)} axes; there may be 1 to {_MOST_AXES}.")
+        raise MatchError(f"{text[:80]!r} lists {len(axes)} axes; there may be 1 to {_MOST_AXES}.")
     if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
-        raise MatchPlanError(f"{text!r} has the axis {twice!r} twice.", fix="Give each a name of its own.")
+        raise MatchError(f"{text!r} has the axis {twice!r} twice.", fix="Give each a name of its own.")
     for axis in axes:
         if axis != REST:
             size_of(axis, {})
@@ -162,13 +162,13 @@ def _dims(text: str) -> Iterator[tuple[str, ...]]:
             yield tuple(group)
             group = None
         elif word in "()" or (word == REST and group is not None):
-            raise MatchPlanError(f"{text[:80]!r}: {word!r} stands where it cannot.")
+            raise MatchError(f"{text[:80]!r}: {word!r} stands where it cannot.")
         elif group is None:
             yield (word,)
         else:
             group.append(word)
     if group is not None or len(text) > 2000:
-        raise MatchPlanError(f"{text[:80]!r}: a parenthesis is not closed.")
+        raise MatchError(f"{text[:80]!r}: a parenthesis is not closed.")
 
 
 @cache
@@ -176,8 +176,8 @@ def read_arrow(text: str) -> tuple[Side, Side]:
     """Two sides with an arrow between them, of the same axes."""
     before, arrow, after = text.partition("->")
     if not arrow:
-        raise MatchPlanError(f"{text[:80]!r} has no arrow: `axes` of a permute is 'a b -> b a'.")
+        raise MatchError(f"{text[:80]!r} has no arrow: `axes` of a permute is 'a b -> b a'.")
     left, right = read_side(before.strip()), read_side(after.strip())
     if lone := set(left.axes) ^ set(right.axes):
-        raise MatchPlanError(f"{text!r} has {min(lone)!r} on one side only.")
+        raise MatchError(f"{text!r} has {min(lone)!r} on one side only.")
     return left, right

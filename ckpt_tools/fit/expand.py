@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import cast
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.axes import MissingSizesError
 from ckpt_tools.fit.forms import Task, solve
 from ckpt_tools.fit.names import Binding, Index, NamePattern
@@ -79,17 +79,17 @@ class _Expansion:
         hits = self.index.find(plain)
         if len(hits) > 1:
             labels = [self.plan.steps[cast("tuple[int, int]", what)[0]].label for what, _ in hits[:2]]
-            raise MatchPlanError(f"Two steps of the plan claim {name!r}.", why=f"{labels[0]}; {labels[1]}.")
+            raise MatchError(f"Two steps of the plan claim {name!r}.", why=f"{labels[0]}; {labels[1]}.")
         for what, binding in hits:
             number, place = cast("tuple[int, int]", what)
             other = self.claims[number][place].setdefault(binding, name)
             if other != name:
-                raise MatchPlanError(f"The checkpoint has {other!r} and {name!r}, which are one name to the plan.",
+                raise MatchError(f"The checkpoint has {other!r} and {name!r}, which are one name to the plan.",
                                      why=f"Its names may begin with {self.plan.prefix_old!r}, or not.")  # fmt: skip
         return bool(hits)
 
     def check_complete(self) -> None:
-        """Raise MatchPlanError unless every pattern has its tensors and every tensor its step."""
+        """Raise MatchError unless every pattern has its tensors and every tensor its step."""
         lacking = [step.old[0].text for number, step in enumerate(self.plan.steps) if self._lacks_all(number, step)]
         why = []
         if lacking:
@@ -99,7 +99,7 @@ class _Expansion:
         if not why:
             why += self._gaps() or self._missing_numbers()
         if why:
-            raise MatchPlanError(
+            raise MatchError(
                 f"The checkpoint is not what the plan {self.plan.label} is for.", why=" ".join(why),
                 fix="Leave out what does not belong there (`select`, `drop`), or give it a step in a plan of your own.",
             )  # fmt: skip
@@ -184,7 +184,7 @@ class _Expansion:
         tie = cast("Tie", step.tied)
         if tie.config is not None and self.values.config.says_no(tie.config):
             said = f"{self.values.config.label} says {tie.config} = false"
-            raise MatchPlanError(f"The checkpoint has no {step.old[0].text!r}, and {said}.")
+            raise MatchError(f"The checkpoint has no {step.old[0].text!r}, and {said}.")
         shape = self.shapes[name]
         made = PlanStep("copy", (name,), (step.new[0].fill({}),), (shape,), (shape,), "tied")
         self.steps.append((self.positions[name], made))
@@ -198,11 +198,11 @@ class _Expansion:
             olds = [claimed.get(binding) for claimed in claims]
             if None in olds:
                 lacking = step.old[olds.index(None)].fill(dict(binding))
-                raise MatchPlanError(f"{step.label}: there is {first!r}, and no {lacking!r}.")
+                raise MatchError(f"{step.label}: there is {first!r}, and no {lacking!r}.")
             yield dict(binding), cast("list[str]", olds)
         for claimed in claims[1:]:
             if lone := next((binding for binding in claimed if binding not in claims[0]), None):
-                raise MatchPlanError(f"{step.label}: there is {claimed[lone]!r}, and no {step.old[0].fill(dict(lone))!r}.")
+                raise MatchError(f"{step.label}: there is {claimed[lone]!r}, and no {step.old[0].fill(dict(lone))!r}.")
 
     def _add(self, step: PatternStep, olds: list[str], binding: dict[str, str]) -> None:
         shapes = [self.shapes[name] for name in olds]
@@ -212,7 +212,7 @@ class _Expansion:
             layout, made = solve(step.step, task)
         except MissingSizesError as error:
             raise self.values.missing(error, self.plan) from None
-        except MatchPlanError as error:
+        except MatchError as error:
             told = ", ".join(f"{name} = {said}" for name, said in self.values.told().items())
             error.why = error.why or (f"The sizes are {told}." if told else "")
             raise
@@ -230,12 +230,10 @@ class _Expansion:
     def _hand_over(self, name: str, shape: Shape, position: int) -> None:
         """What a step makes for another one."""
         if name in self.shapes:
-            raise MatchPlanError(f"The plan makes {name!r} twice.")
+            raise MatchError(f"The plan makes {name!r} twice.")
         self.shapes[name], self.positions[name] = shape, position
         if not self._claimed(name, name):
-            raise MatchPlanError(
-                f"The plan makes {name!r}, and no step takes it.", why=f"Names with {BETWEEN} are not written."
-            )
+            raise MatchError(f"The plan makes {name!r}, and no step takes it.", why=f"Names with {BETWEEN} are not written.")
 
 
 def _gathered(step: PatternStep, claimed: Mapping[Binding, str]) -> Iterator[tuple[dict[str, str], list[str]]]:
@@ -245,13 +243,13 @@ def _gathered(step: PatternStep, claimed: Mapping[Binding, str]) -> Iterator[tup
         number = int(dict(binding)[cast("str", step.gathers)])
         rest = tuple(pair for pair in binding if pair[0] != step.gathers)
         if other := groups[rest].get(number):
-            raise MatchPlanError(f"{step.label}: {other!r} and {name!r} have one number.")
+            raise MatchError(f"{step.label}: {other!r} and {name!r} have one number.")
         groups[rest][number] = name
     for rest, parts in groups.items():
         if lacking := next((number for number in range(len(parts)) if number not in parts), None):
-            raise MatchPlanError(f"{step.label}: there are {len(parts)} parts, and none has the number {lacking}.")
+            raise MatchError(f"{step.label}: there are {len(parts)} parts, and none has the number {lacking}.")
         if 0 not in parts:
-            raise MatchPlanError(f"{step.label}: its parts are not numbered from 0, but from {min(parts)}.")
+            raise MatchError(f"{step.label}: its parts are not numbered from 0, but from {min(parts)}.")
         yield dict(rest), [parts[number] for number in range(len(parts))]
 
 
@@ -266,9 +264,9 @@ def _ordered(steps: Sequence[PatternStep]) -> list[int]:
         wanted = [pattern for pattern in (*step.old, *tied) if pattern.text.startswith(BETWEEN)]
         for pattern in wanted:
             if pattern.key not in makers:
-                raise MatchPlanError(f"{step.label}: no step makes {pattern.text!r}.")
+                raise MatchError(f"{step.label}: no step makes {pattern.text!r}.")
         needs[number] = {makers[pattern.key] for pattern in wanted}
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
-        raise MatchPlanError(f"Steps of the plan wait for each other: {steps[error.args[1][0]].label}.") from None
+        raise MatchError(f"Steps of the plan wait for each other: {steps[error.args[1][0]].label}.") from None

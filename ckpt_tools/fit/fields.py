@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.io.parsers import brief
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 
 def check_known(row: dict[str, Any], keys: Sequence[str], label: str) -> None:
-    """Raise MatchPlanError for a field that is not one of these."""
+    """Raise MatchError for a field that is not one of these."""
     if unknown := [key for key in row if key not in keys]:
-        raise MatchPlanError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(keys)}.")
+        raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(keys)}.")
 
 
 def tables(document: dict[str, Any], key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The tables of a name, numbered from 1."""
     rows = document.get(key, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MatchPlanError(f"{key!r} must be tables: [[{key}]].")
+        raise MatchError(f"{key!r} must be tables: [[{key}]].")
     yield from enumerate(rows, 1)
 
 
 def read_name(value: Any, label: str) -> str:
     """Text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise MatchPlanError(f"{label} must be text, not {brief(value)}.")
+        raise MatchError(f"{label} must be text, not {brief(value)}.")
     return value
 
 
 def read_names(value: Any, label: str) -> tuple[str, ...]:
     """A list of names, each once."""
     if not isinstance(value, list):
-        raise MatchPlanError(f"{label} must be a list of names.")
+        raise MatchError(f"{label} must be a list of names.")
     names = tuple(read_name(name, label) for name in value)
     if len(set(names)) < len(names):
-        raise MatchPlanError(f"{label} has a name twice.")
+        raise MatchError(f"{label} has a name twice.")
     return names
 
 
@@ -46,7 +46,7 @@ def read_shape(value: Any, label: str) -> Shape:
     """A list of sizes."""
     good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
     if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
-        raise MatchPlanError(f"{label} must be a list of sizes, not {brief(value)}.")
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
     return tuple(value)
 
 
@@ -59,7 +59,7 @@ def read_several(value: Any, read: Callable[[Any, str], Any], label: str) -> tup
 def read_flag(value: Any, label: str) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise MatchPlanError(f"{label} must be true or false, not {brief(value)}.")
+        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
     return value
 
 
@@ -73,12 +73,12 @@ def read_size(value: Any, label: str) -> str:
 def read_sizes(value: Any, label: str) -> tuple[str, ...]:
     """A list of such."""
     if not isinstance(value, list) or not 0 < len(value) <= MAX_DIMENSIONS:
-        raise MatchPlanError(f"{label} must be a list of sizes, not {brief(value)}.")
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
     return tuple(read_size(size, label) for size in value)
 
 
 def read_dim(value: Any, label: str) -> int:
     """The number of a dimension."""
     if type(value) is not int or not -MAX_DIMENSIONS <= value < MAX_DIMENSIONS:
-        raise MatchPlanError(f"{label} must be the number of a dimension, not {brief(value)}.")
+        raise MatchError(f"{label} must be the number of a dimension, not {brief(value)}.")
     return value

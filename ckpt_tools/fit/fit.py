@@ -91,7 +91,6 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     for name in plan.missing:
         work.initialise(name)
     choices.reinit.check_used()
-    choices.rows.check_used()
     tensors = work.result.tensors
     order = {name: number for number, name in enumerate(wanted.names or tensors)}
     tensors_in_order = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
@@ -161,9 +160,8 @@ class _Fitting:
                 self.result.adapted[name] = f"{step.step} of {listed(step.old, 8)}, {shapes}"
 
     def take(self, name: str, tensor: Node) -> None:
-        """A tensor that fits; its rows may still be picked."""
-        rows = self.choices.rows.named(name) if self.choices.rows else None
-        self.result.tensors[name] = tensor if rows is None else self.overlap(name, tensor, rows, self.blank(name, tensor))
+        """A tensor that fits."""
+        self.result.tensors[name] = tensor
 
     def resize(self, old: str, new: str, shape: tuple[int, ...]) -> None:
         """A tensor of another shape."""
@@ -178,8 +176,7 @@ class _Fitting:
         elif choice == "reinit":
             self.initialise(new, entry, blank)
         else:
-            rows = self.choices.rows.of(new, before, shape)
-            self.result.tensors[new] = self.once(new, entry, lambda: self.overlap(new, entry, rows, blank))
+            self.result.tensors[new] = self.once(new, entry, lambda: self.overlap(new, entry, blank))
 
     def adapted(self, old: str, new: str, shape: tuple[int, ...]) -> Adapted | None:
         """What a rule makes of a mismatch, where `adapt` is chosen."""
@@ -188,11 +185,11 @@ class _Fitting:
             return None
         return adapt(new, entry, shape, first=new == self.first)
 
-    def overlap(self, name: str, entry: Node, rows: Sequence[int] | None, blank: Blank) -> Entry:
+    def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
         kept = None
         if type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1:
-            kept = kept_shape(entry, blank.shape, rows)
+            kept = kept_shape(entry, blank.shape)
         if type(entry) is not Entry or kept is None:
             raise ConvertError(
                 f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is not a plain tensor.",
@@ -203,7 +200,7 @@ class _Fitting:
             if scheme.kind == "target":
                 raise ConvertError(f"{name!r}: the rest of an overlap cannot be the target's own.", fix="Name another scheme.")
             self.result.initialised.append(Initialised(name, f"{scheme}, where nothing overlaps", self.seed, list(blank.shape)))
-        made = overlap(entry, blank, scheme, self.seed, rows)
+        made = overlap(entry, blank, scheme, self.seed)
         self.result.adapted[name] = made.what
         return self.storages.entry(made.content, blank, entry)
 

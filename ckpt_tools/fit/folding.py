@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.plans import PlanStep
 
 PLACE, INNER = "{i}", "{j}"
@@ -169,10 +169,10 @@ def _counted(steps: list[PlanStep], numbers: str, place: str, most: int) -> list
         return steps
     letter = place.strip("{}")
     if odd := next((name for step in steps for name in (*step.old, *step.new) if place not in name), None):
-        raise MatchPlanError(f"{odd!r} has no {place}, and its table has {letter} = {numbers[:40]!r}.")
+        raise MatchError(f"{odd!r} has no {place}, and its table has {letter} = {numbers[:40]!r}.")
     counted = _read(numbers, letter)
     if len(counted) * len(steps) > most:
-        raise MatchPlanError("The plan has more steps than any model, its numbers written out.")
+        raise MatchError("The plan has more steps than any model, its numbers written out.")
     return [filled(step, str(number), place) for number in counted for step in steps]
 
 
@@ -190,10 +190,10 @@ def _read(text: str, letter: str) -> list[int]:
         first = int(match[1]) if match else 0
         last = int(match[2]) if match and match[2] else first
         if match is None or last < first or len(found) + last - first >= _MOST_NUMBERS:
-            raise MatchPlanError(
+            raise MatchError(
                 f"{letter} = {text[:40]!r} is not a list of whole numbers.", fix=f'For example: {letter} = "0-11" or "0,2,4"'
             )
         found += range(first, last + 1)
     if len(set(found)) < len(found):
-        raise MatchPlanError(f"{letter} = {text[:40]!r} has a number twice.")
+        raise MatchError(f"{letter} = {text[:40]!r} has a number twice.")
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.axes import MissingSizesError, Side, Solved, names_in, read_arrow, read_side, size_of
 from ckpt_tools.fit.layout import Layout
 from ckpt_tools.matching.records import Shape
@@ -49,9 +49,9 @@ class Task:
     label: str
     uneven: bool = False
 
-    def error(self, why: str) -> MatchPlanError:
+    def error(self, why: str) -> MatchError:
         """The error of a step that cannot be done."""
-        return MatchPlanError(f"{self.label}: {why}")
+        return MatchError(f"{self.label}: {why}")
 
     def size(self, text: str) -> int:
         """A size that must be known."""

@@ -7,11 +7,11 @@ compared with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import TargetError, UsageError
+from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.targets import Target, read_target
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import open_whole
@@ -51,10 +51,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the user asked for: the model of IN, with its arguments, and what both models are given."""
+    """What the user asked for: the model of IN, and what both models are given."""
 
     model: Any = None
-    arguments: str | Mapping[str, Any] | None = None
     inputs: str | Sequence[str] = ()
 
 
@@ -100,14 +99,14 @@ def _compare(params: Sequence[Param], own: _Side, other: _Side, question: Questi
             seen = Seen(ran, read, tuple(map(str, tried)) if ran else ())
             return Compared((graphs[0].renamed(names), graphs[1]), seen)
     if asked:
-        raise TargetError("A model raised when it ran.", why=problem,
+        raise ConvertError("A model raised when it ran.", why=problem,
                           fix="Give the inputs that both take: NAME=SHAPE by name, SHAPE:N for integers below N.")  # fmt: skip
     return Compared(seen=Seen(problem=problem))
 
 
 def _own_side(params: Sequence[Param], checkpoint: Checkpoint | None, question: Question) -> _Side | None:
     if question.model is not None:
-        own = read_target(question.model, args=question.arguments, option="from")
+        own = read_target(question.model)
         return _Side(own.label, target=own)
     if checkpoint is None or (graph := graph_in(checkpoint.decoded)) is None:
         return None
@@ -130,7 +129,7 @@ def _names_in_checkpoint(params: Sequence[Param], own: Target) -> dict[str, str]
     if not matching.matched or matching.mismatched:
         matched, other = len(matching.matched), len(matching.mismatched)
         why = f"{matched} of its {len(params)} tensors are the model's, {other} have other shapes."
-        raise TargetError(f"{own.label} is not the model of the checkpoint.", why=why)
+        raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
     return {row.new: row.old for row in matching.matched}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.io.content import CHUNK, Computed, Content, Literal, chunks
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.dtypes import DType
@@ -61,7 +61,7 @@ def joined(entries: Sequence[Entry], layout: Layout, shape: Shape) -> Entry:
         _check_whole_bytes(entry)
     if other := next((entry for entry in entries if entry.dtype is not first.dtype), None):
         text = f"{first.dtype.name} and {other.dtype.name} cannot be put together."
-        raise MatchPlanError(text, fix="Cast one first: `dtype`.")
+        raise MatchError(text, fix="Cast one first: `dtype`.")
     contents = [row_major(entry) for entry in entries]
     if len(layout.sizes) > len(entries):
         contents.append(_padding(layout, len(entries), first.dtype))
@@ -121,7 +121,7 @@ def _element(value: float, dtype: DType) -> bytes:
 
     made = torch.tensor([value], dtype=torch.float64).to(torch_dtype(dtype))
     if made.to(torch.float64).item() != value:
-        raise MatchPlanError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")
+        raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")
     return bytes(made.view(torch.uint8).tolist())
 
 
@@ -154,9 +154,7 @@ def _cut_up(entry: Entry, view: Shape) -> Shape | None:
 
 def _check_whole_bytes(entry: Entry) -> None:
     if entry.dtype.packed > 1:
-        raise MatchPlanError(
-            f"A tensor of {entry.dtype.name} has several numbers in a byte: it can only be copied or reshaped."
-        )
+        raise MatchError(f"A tensor of {entry.dtype.name} has several numbers in a byte: it can only be copied or reshaped.")
 
 
 def own(entry: Entry, content: Content, shape: Shape) -> Entry:

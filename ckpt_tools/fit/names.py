@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 
 Binding: TypeAlias = tuple[tuple[str, str], ...]  # (placeholder, its digits), by placeholder
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -43,7 +43,7 @@ class NamePattern:
                 pieces[-1] += part[0][0]
             elif part[1] is None or not _PLACEHOLDER.fullmatch(part[1]):
                 why = "One is {i}, a whole number, or {part:weight|bias}; a brace itself is written twice."
-                raise MatchPlanError(f"{text!r}: {part[0]!r} is not a placeholder.", why=why)
+                raise MatchError(f"{text!r}: {part[0]!r} is not a placeholder.", why=why)
             else:
                 placeholders.append(part[1])
                 pieces.append("")
@@ -83,7 +83,7 @@ def _check_apart(text: str, pieces: list[str]) -> None:
     for number, (piece, end) in enumerate(inner if len(pieces) > 1 else ()):
         before = pieces[number]
         if (not piece and not end) or piece[:1].isdigit() or before[-1:].isdigit():
-            raise MatchPlanError(f"{text!r}: a placeholder touches a digit or another placeholder.")
+            raise MatchError(f"{text!r}: a placeholder touches a digit or another placeholder.")
 
 
 def written_out(texts: Iterable[str], label: str) -> Iterator[dict[str, str]]:
@@ -93,12 +93,12 @@ def written_out(texts: Iterable[str], label: str) -> Iterator[dict[str, str]]:
         for found in _WORDS.finditer(text):
             listed = tuple(found[2].split("|"))
             if words.setdefault(found[1], listed) != listed or len(set(listed)) < len(listed) or not all(listed):
-                raise MatchPlanError(f"{label}: {found[0]!r} must list each word once, and the same words everywhere.")
+                raise MatchError(f"{label}: {found[0]!r} must list each word once, and the same words everywhere.")
     count = 1
     for listed in words.values():
         count *= len(listed)
         if count > _MOST_WORDS:
-            raise MatchPlanError(f"{label}: its words can be written out in more than {_MOST_WORDS} ways.")
+            raise MatchError(f"{label}: its words can be written out in more than {_MOST_WORDS} ways.")
     for chosen in product(*words.values()):
         yield dict(zip(words, chosen, strict=True))
 
@@ -129,9 +129,7 @@ class Index:
         by_places = self._by_key.setdefault(pattern.key, {})
         by_places.setdefault(places, {}).setdefault(written, []).append((numbers, what))
         if len(by_places) > _MOST_WAYS:
-            raise MatchPlanError(
-                f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down."
-            )
+            raise MatchError(f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down.")
 
     def find(self, name: str) -> list[tuple[object, Binding]]:
         """What stands for a name, with the numbers in the place of its placeholders."""

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Renames
-from ckpt_tools.tree.options import Options, anything, choice, flag, text, texts, value, whole
+from ckpt_tools.tree.options import Options, anything, choice, flag, texts, value, whole
 
 if TYPE_CHECKING:
     from ckpt_tools.matching import Stages
 
 OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
 COMPARING = ("structure",)  # the stages that look at what models compute
-RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 class LikeOptions(Options):
@@ -30,7 +29,6 @@ class LikeOptions(Options):
     like_args: str | Mapping[str, Any] | None = value(
         """Its arguments: '{"num_classes": 200}'.""", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
     )
-    like_select: str | None = text("Which state dict of a TARGET that holds several.", metavar="WHERE")
 
 
 class PartnerOptions(Options):
@@ -46,9 +44,6 @@ class PartnerOptions(Options):
         "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "
         "shapes leave open.", metavar="CALLABLE", in_code="An `nn.Module` too.",
     )  # fmt: skip
-    from_args: str | Mapping[str, Any] | None = value(
-        "The arguments of --from.", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
-    )
     input: str | Sequence[str] = texts(
         "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
         metavar="[NAME=]SHAPE[:N]",
@@ -60,10 +55,8 @@ class PartnerOptions(Options):
     )  # fmt: skip
 
     def check(self) -> None:
-        """Raise UsageError for options about the model of IN where none is named, or where nothing would ask it."""
+        """Raise UsageError for options about the model of IN where nothing would ask it."""
         super().check()
-        if self.from_ is None and self.from_args is not None:
-            raise UsageError("`from_args` is about the model of IN; `from_` is missing.")
         if self.input and self.stages not in COMPARING:
             raise UsageError("`input` is for models that run; `from_` names that of IN.")
         if self.from_ is not None and self.match not in (None, *COMPARING):
@@ -87,13 +80,13 @@ class PlanOptions(Options):
     heading = "Target model"
     plan: str | os.PathLike[str] | None = value(
         "Match plan (TOML), which says what becomes of every tensor: one that ckpt match wrote, your own, or a shipped one by "
-        "name (llama-meta-to-hf ...: docs/plans.md).", arguments.read_path, metavar="PLAN",
+        "name (llama-meta-to-hf ...: docs/plans.md). PLAN:reverse goes from its new names to its old ones.",
+        arguments.read_path, metavar="PLAN",
     )  # fmt: skip
     plan_value: str | Sequence[str] | Mapping[str, int] | None = texts(
         "A size that the plan calls by name: heads=32. Else config.json beside IN says it.", read=arguments.read_named_numbers,
         default=None, metavar="NAME=N", in_code="Or a mapping.",
     )  # fmt: skip
-    reverse: bool = flag("Follow the plan from its new names to its old ones.")
 
 
 class LeftOverOptions(Options):
@@ -113,10 +106,6 @@ class LeftOverOptions(Options):
         "have rows and columns, or left out.",
         ["error", "reinit", "overlap", "skip"], default="error",
     )  # fmt: skip
-    rows: RowChoice | Sequence[str] = texts(
-        "With overlap: which rows of IN, in this order.", read=arguments.read_rows, default=None, metavar="[GLOB=]N,N,...",
-        in_code="Row numbers, or a mapping from globs to such.",
-    )  # fmt: skip
     adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
     seed: int = whole("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
 
@@ -128,9 +117,9 @@ class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
         """Raise UsageError for an option about a target where none is named, or one that a plan settles."""
         super().check()
         about = [name for name in self.given() if name in FitOptions.options and name not in ("like", "plan")]
-        if self.plan is None and (named := [name for name in ("plan_value", "reverse") if name in about]):
-            raise UsageError(f"`{named[0]}` is about a plan; `plan=PLAN` is missing.")
-        alone = about if self.plan is None else [name for name in about if name in ("like_args", "like_select")]
+        if self.plan is None and self.plan_value is not None:
+            raise UsageError("`plan_value` is about a plan; `plan=PLAN` is missing.")
+        alone = about if self.plan is None else [name for name in about if name == "like_args"]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
         partners = [name for name in ("match", "allow_reshape", "from_", "pair") if name in self.given()]

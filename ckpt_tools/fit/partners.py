@@ -46,15 +46,13 @@ class Sides:
         )  # fmt: skip
 
 
-def look_at(
-    node: Dict, checkpoint: Checkpoint | None, target: Target, options: PartnerOptions, like_select: str | None = None
-) -> Sides:
+def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: PartnerOptions) -> Sides:
     """What the options want known of a state dict and of a target."""
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
-        compared = compare_graphs(old, checkpoint, Question(options.from_, options.from_args, options.input), target)
+        compared = compare_graphs(old, checkpoint, Question(options.from_, options.input), target)
     elif options.stages == "values":
-        old, new = sampled_sides(old, node, target, like_select)
+        old, new = sampled_sides(old, node, target)
     return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))
 
 
@@ -64,12 +62,10 @@ _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
 Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
 
 
-def sampled_sides(
-    params: Sequence[Param], node: Dict, target: Target, select: str | None
-) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
+def sampled_sides(params: Sequence[Param], node: Dict, target: Target) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
     """The tensors of a state dict node and those of a target, with samples."""
     own: Tensors = tensors_by_name(node)
-    with _tensors_of(target, select) as theirs:
+    with _tensors_of(target) as theirs:
         old, new = _sampled(params, own), _sampled(target.params, theirs)
         if not any(param.sample for param in new):
             raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
@@ -78,12 +74,12 @@ def sampled_sides(
 
 
 @contextmanager
-def _tensors_of(target: Target, select: str | None) -> Iterator[Tensors]:
+def _tensors_of(target: Target) -> Iterator[Tensors]:
     """A target's tensors: of a checkpoint, of a live model, or of what the callable makes."""
     if target.tensors is None:
         with open_whole(target.label) as checkpoint:
             checkpoint.locate()
-            node = choose_state_dict(checkpoint, select, "like_select").node
+            node = choose_state_dict(checkpoint, of_target=True).node
             yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.decoded.byteorder)))
         return
     tensors: Tensors = target.tensors

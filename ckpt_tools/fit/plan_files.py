@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckpt_tools import limits
-from ckpt_tools.errors import MatchPlanError, NotACheckpointError
+from ckpt_tools.errors import MatchError, NotACheckpointError
 from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names, read_several, read_shape, tables
 from ckpt_tools.fit.folding import Row, fold, unfold
 from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Task, solve
@@ -109,7 +109,7 @@ def _toml(value: Any) -> str:
 def _escaped(character: str) -> str:
     code = ord(character)
     if 0xD800 <= code < 0xE000:
-        raise MatchPlanError(f"A name with a lone surrogate (\\u{code:04x}) cannot be written to a plan.")
+        raise MatchError(f"A name with a lone surrogate (\\u{code:04x}) cannot be written to a plan.")
     if character in '"\\':
         return f"\\{character}"
     return character if printable(character) == character else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
@@ -122,26 +122,34 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file and check that its steps can be done."""
     plan = read_any_plan(path)
     if isinstance(plan, PatternPlan):
-        raise MatchPlanError(f"{path} is a plan of patterns: it is a plain one only for a checkpoint.")
+        raise MatchError(f"{path} is a plan of patterns: it is a plain one only for a checkpoint.")
     return plan
+
+
+_REVERSE = ":reverse"
 
 
 def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
     """Read a plan file of names or of patterns, or the plan that is shipped under this name."""
-    found = find_shipped(os.fspath(path))
+    text = os.fspath(path)
+    reverse = text.endswith(_REVERSE) and not os.path.exists(text)
+    text = text.removesuffix(_REVERSE) if reverse else text
+    found = find_shipped(text)
     try:
-        document = load_toml(_text(Path(path)) if found is None else shipped_text(found[0]))
+        document = load_toml(_text(Path(text)) if found is None else shipped_text(found[0]))
     except ValueError as error:
-        raise MatchPlanError(f"The plan {path} is not TOML.", why=f"{error}.") from None
+        raise MatchError(f"The plan {path} is not TOML.", why=f"{error}.") from None
     try:
         if document.get("format") != FORMAT:
-            raise MatchPlanError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
+            raise MatchError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
         if read_flag(document.get("patterns", False), "patterns"):
             patterns = read_pattern_plan(document, str(path))
-            return patterns.reversed() if found is not None and found[1] else patterns
+            return patterns.reversed() if (found is not None and found[1]) != reverse else patterns
+        if reverse:
+            raise MatchError("`:reverse` is for plans of patterns; this one names every tensor.")
         plan = _plan(document)
         check(plan)
-    except MatchPlanError as error:
+    except MatchError as error:
         error.what = f"{path}: {error.what}"
         raise
     return plan
@@ -152,14 +160,14 @@ def _text(path: Path) -> str:
         fd = open_regular(path)
     except NotACheckpointError as error:  # missing, a folder, a pipe
         near = did_you_mean(str(path), all_shipped()) or error.fix
-        raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=near) from None
+        raise MatchError(f"The plan {path} cannot be read.", why=error.why, fix=near) from None
     with open(fd, "rb") as file:
         limits.PICKLE_BYTES.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
         data = file.read()
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise MatchPlanError(f"The plan {path} is not TOML.", why="It is not UTF-8.") from None
+        raise MatchError(f"The plan {path} is not TOML.", why="It is not UTF-8.") from None
 
 
 def _plan(document: dict[str, Any]) -> Plan:
@@ -182,9 +190,9 @@ def _steps(document: dict[str, Any]) -> list[PlanStep]:
     for number, row in tables(document, "tensor"):
         for letter in "ij":
             if letter in row and not (isinstance(row[letter], str) and row[letter]):
-                raise MatchPlanError(f'tensor {number}: {letter} = {brief(row[letter])} is not text such as "0-11".')
+                raise MatchError(f'tensor {number}: {letter} = {brief(row[letter])} is not text such as "0-11".')
         if "j" in row and "i" not in row:
-            raise MatchPlanError(f"tensor {number}: it has a j and no i.", fix="One number alone is i.")
+            raise MatchError(f"tensor {number}: it has a j and no i.", fix="One number alone is i.")
         rows.append(Row(_step(row, f"tensor {number}"), row.get("i", ""), row.get("j", "")))
     return unfold(rows, _MOST_STEPS)
 
@@ -192,13 +200,13 @@ def _steps(document: dict[str, Any]) -> list[PlanStep]:
 def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
-        raise MatchPlanError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
+        raise MatchError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
     check_known(row, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
     old, new = (read_several(row.get(key), read_name, f"{label}: {key}") for key in ("old", "new"))
     old_shapes = read_several(row.get("shape"), read_shape, f"{label}: shape")
     confidence, reason = row.get("confidence", 1.0), read_name(row.get("reason", "edited"), f"{label}: reason")
     if type(confidence) not in (int, float) or not -1e9 < confidence < 1e9:
-        raise MatchPlanError(f"{label}: confidence = {brief(confidence)} is not a number.")
+        raise MatchError(f"{label}: confidence = {brief(confidence)} is not a number.")
     layout: Layout | None = None
     if step in _BY_SHAPES and not any(key in row for key in FIELDS[step] if key != "to"):
         same = step == "copy" and "to" not in row
@@ -214,11 +222,11 @@ def _solved(
     """The geometry of a step, and the shapes that it makes, which `to` may say too."""
     form = read_form({key: value for key, value in row.items() if key in FIELDS[step]}, step, label)
     if len(shapes) != 1 and step not in SEVERAL_OLD:
-        raise MatchPlanError(f"{label}: a {step} has one shape.")
+        raise MatchError(f"{label}: a {step} has one shape.")
     layout, made = solve(step, Task(form, shapes, parts, {}, label, uneven=True))
     if "to" in row and (said := read_several(row["to"], read_shape, f"{label}: to")) != made:
         texts = [", ".join(str(list(shape)) for shape in shapes) for shapes in (made, said)]
-        raise MatchPlanError(f"{label}: it makes {texts[0]}, not {texts[1]}.")
+        raise MatchError(f"{label}: it makes {texts[0]}, not {texts[1]}.")
     return layout, made
 
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
 from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.matching import Match, Matching
@@ -114,15 +114,15 @@ def _permuted(row: Match) -> Layout:
 
 
 def check(plan: Plan) -> None:
-    """Raise MatchPlanError unless every step can be done, every new name is made once, and no name has two fates."""
+    """Raise MatchError unless every step can be done, every new name is made once, and no name has two fates."""
     for step in plan.steps:
         _check_step(step)
     made = Counter(name for step in plan.steps for name in step.new)
     if twice := [name for name, count in made.items() if count > 1]:
-        raise MatchPlanError(f"The plan makes {twice[0]!r} twice.")
+        raise MatchError(f"The plan makes {twice[0]!r} twice.")
     used = {name for step in plan.steps for name in step.old}
     if both := [name for name in plan.drop if name in used]:
-        raise MatchPlanError(f"The plan drops {both[0]!r} and uses it.")
+        raise MatchError(f"The plan drops {both[0]!r} and uses it.")
     resized = {row[0] for row in plan.mismatched}
     _check_one_fate(
         "new",
@@ -135,28 +135,28 @@ def check(plan: Plan) -> None:
 
 
 def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
-    """Raise MatchPlanError for a name that is under two fates, or twice under one."""
+    """Raise MatchError for a name that is under two fates, or twice under one."""
     seen: dict[str, str] = {}
     for fate, names in fates:
         for name in names:
             if name in seen:
                 why = f"It is under {seen[name]}, and under {fate}."
-                raise MatchPlanError(f"The plan has two fates for {side} {name!r}.", why=why, fix="Leave one in the plan.")
+                raise MatchError(f"The plan has two fates for {side} {name!r}.", why=why, fix="Leave one in the plan.")
             seen[name] = fate
 
 
 def _check_step(step: PlanStep) -> None:
     label = f"{step.step} to {step.new[0]!r}" if step.new else step.step
     if len(step.old) != len(step.old_shapes) or len(step.new) != len(step.new_shapes):
-        raise MatchPlanError(f"{label}: one shape for each name is needed.")
+        raise MatchError(f"{label}: one shape for each name is needed.")
     several = (step.step in ("concat", "stack"), step.step in ("split", "unstack"))
     if (len(step.old) != 1 and not several[0]) or (len(step.new) != 1 and not several[1]):
-        raise MatchPlanError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
+        raise MatchError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
     if not step.old or not step.new or not all(step.new):
-        raise MatchPlanError(f"{label}: a name is missing.")
+        raise MatchError(f"{label}: a name is missing.")
     if step.layout is None and not _shapes_fit(step):
         shapes = f"{_text(step.old_shapes)} cannot become {_text(step.new_shapes)}"
-        raise MatchPlanError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {shapes}.")
+        raise MatchError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {shapes}.")
 
 
 def _shapes_fit(step: PlanStep) -> bool:
@@ -189,7 +189,7 @@ def apply(node: Dict, plan: Plan) -> None:
     names = {new for new, _ in made}
     others = [(key, value) for key, value in node.items if type(key) is not str or key not in entries]
     if taken := [key for key, _ in others if type(key) is str and key in names]:
-        raise MatchPlanError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is not a tensor.")
+        raise MatchError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is not a tensor.")
     node.items[:] = made + others
     rename_metadata(node, plan.renames)
 
@@ -217,14 +217,14 @@ def _check_fits(entries: Mapping[str, Node], plan: Plan) -> None:
     candidates = {old for _, olds, _ in plan.ambiguous for old in olds}
     fix = "Make a plan for this checkpoint: ckpt match IN --like TARGET -o PLAN."
     if absent := [name for name in known if name not in entries]:
-        raise MatchPlanError(f"The plan names {absent[0]!r}, which the checkpoint does not have.", fix=fix)
+        raise MatchError(f"The plan names {absent[0]!r}, which the checkpoint does not have.", fix=fix)
     if extra := [name for name in entries if name not in known and name not in candidates]:
-        raise MatchPlanError(f"The checkpoint has {extra[0]!r}, which the plan does not name.", fix=fix)
+        raise MatchError(f"The checkpoint has {extra[0]!r}, which the plan does not name.", fix=fix)
     for name, shape in wanted:
         entry = entries[name]
         if type(entry) is Entry and entry.shape != shape:
             why = f"It is {list(entry.shape)}; the plan was made for {list(shape)}."
-            raise MatchPlanError(f"The checkpoint's {name!r} has another shape.", why=why, fix=fix)
+            raise MatchError(f"The checkpoint's {name!r} has another shape.", why=why, fix=fix)
 
 
 def _keyed(made: Iterable[tuple[str, Node]], known: set[int]) -> Iterator[tuple[str, Node]]:
@@ -264,5 +264,5 @@ def _layout(step: PlanStep) -> Layout:
 
 def _plain_entry(name: str, node: Node) -> Entry:
     if type(node) is not Entry:
-        raise MatchPlanError(f"{name!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
+        raise MatchError(f"{name!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
     return node

@@ -13,14 +13,11 @@ from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import (
     ConvertError,
-    MatchPlanError,
+    MatchError,
     NothingMatchedError,
     UsageError,
 )
-from ckpt_tools.fit.choices import (
-    Choices,
-    Rows,
-)
+from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.expand import Expanded, expand
 from ckpt_tools.fit.fit import (
     Fitted,
@@ -86,7 +83,7 @@ class Retargeting:
 
     def __init__(self, options: FitOptions) -> None:
         self.options = options
-        self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
+        self.choices = Choices(Rules(options.reinit), options.on_mismatch, options.adapt, options.seed)
         self.folded: list[Parametrized] = []
         self.left_out: list[str] = []  # names of the checkpoint that a choice or the plan leaves out, or that are made anew
 
@@ -94,14 +91,14 @@ class Retargeting:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written."""
         node = _only_state_dict(root, path)
         options = self.options
-        target = None if options.like is None else read_target(options.like, args=options.like_args, select=options.like_select)
+        target = None if options.like is None else read_target(options.like, args=options.like_args)
         config = Config.beside(path, None if whole is None else whole.root)
         if target is not None:
             self.folded = fold_for(node, target.names)
         expanded = self._plan(node, target, config, whole)
         plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{options.plan} leaves tensors over"
-        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, options.like_select), self.choices)
+        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
         report = _report(target.label if target is not None else str(options.plan), plan, fitted)
@@ -115,7 +112,7 @@ class Retargeting:
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
         options = self.options
-        sides = look_at(node, whole, target, options, options.like_select)
+        sides = look_at(node, whole, target, options)
         matching = sides.match(options, options.stages or "exact+wrappers", allow_reshape=options.allow_reshape)
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
@@ -125,13 +122,12 @@ class Retargeting:
         plan, values = read_any_plan(cast("str", options.plan)), cast("Mapping[str, int]", options.plan_value or {})
         if not isinstance(plan, PatternPlan):
             self.folded += fold_for(node, [*(name for step in plan.steps for name in step.old), *plan.drop])
-            if options.reverse or values:
-                option = "reverse" if options.reverse else "plan_value"
-                raise UsageError(f"`{option}` is for plans of patterns; {options.plan} names every tensor.")
+            if values:
+                raise UsageError(f"`plan_value` is for plans of patterns; {options.plan} names every tensor.")
             return Expanded(plan, dict.fromkeys(plan.drop, "the plan drops it"), {})
         shapes = {name: tensor.shape if type(tensor) is Entry else () for name, tensor in tensors_by_name(node).items()}
         others = [key for key, _ in node.items if type(key) is str and key not in shapes]
-        expanded = expand(plan.reversed() if options.reverse else plan, shapes, Values(values, config), others)
+        expanded = expand(plan, shapes, Values(values, config), others)
         node.items[:] = [(key, value) for key, value in node.items if key in shapes or key not in expanded.dropped]
         return expanded
 
@@ -149,7 +145,7 @@ def _for_target(plan: Plan, target: Target) -> Plan:
     for name, shape in made.items():
         if wanted.get(name) != shape:
             has = f"wants {list(wanted[name])}" if name in wanted else "has no such name"
-            raise MatchPlanError(f"The plan makes {name!r} {list(shape)}; {target.label} {has}.",
+            raise MatchError(f"The plan makes {name!r} {list(shape)}; {target.label} {has}.",
                                  fix="Make a plan for this target: ckpt match IN --like TARGET -o PLAN.")  # fmt: skip
     doubtful = {new for new, _, _ in plan.ambiguous}
     return replace(plan, missing=tuple(name for name in wanted if name not in made and name not in doubtful))
@@ -186,11 +182,11 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
 # --- what the target wants
 
 
-def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack, select: str | None) -> Wanted:
+def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> Wanted:
     if target is None:
         return Wanted((), _no_blank, None, {}, label)
     params = {param.name: param for param in target.params}
-    own = _OwnValues(target, seed, stack, select)
+    own = _OwnValues(target, seed, stack)
     return Wanted(target.names, lambda name: blank_for(target, params[name]), own.content, target.ties, label)
 
 
@@ -201,8 +197,8 @@ def _no_blank(name: str) -> Blank:
 class _OwnValues:
     """The values that the target itself has: its constructor's, run with the seed; or those of a checkpoint."""
 
-    def __init__(self, target: Target, seed: int, stack: ExitStack, select: str | None) -> None:
-        self.target, self.seed, self.stack, self.select = target, seed, stack, select
+    def __init__(self, target: Target, seed: int, stack: ExitStack) -> None:
+        self.target, self.seed, self.stack = target, seed, stack
         self.tensors: Mapping[str, Any] | None = None
 
     def content(self, name: str) -> Content:
@@ -225,7 +221,7 @@ class _OwnValues:
         if self.target.tensors is not None:
             return self.target.tensors
         checkpoint = self.stack.enter_context(open_whole(self.target.label))
-        state_dict = choose_state_dict(checkpoint, self.select)
+        state_dict = choose_state_dict(checkpoint, of_target=True)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
         return tensors_by_name(as_dict(root))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.axes import names_in, read_arrow, read_side, size_of
 from ckpt_tools.fit.fields import (
     check_known,
@@ -106,9 +106,9 @@ def _reversed(step: PatternStep) -> PatternStep:
 def _inverse_form(step: PatternStep) -> Form:
     form = step.form
     if step.step in ("reshape", "flatten"):
-        raise MatchPlanError(f"{step.label}: a {step.step} has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
+        raise MatchError(f"{step.label}: a {step.step} has no inverse.", fix="Say it as a permute: axes = '(a b) -> a b'.")
     if step.step in ("pad", "crop") and form.was is None:
-        raise MatchPlanError(f"{step.label}: the inverse of a {step.step} needs `was`, the size before it.")
+        raise MatchError(f"{step.label}: the inverse of a {step.step} needs `was`, the size before it.")
     if step.step in ("pad", "crop"):
         return replace(form, size=form.was, was=form.size)
     if step.step == "permute" and isinstance(form.axes, str):
@@ -133,14 +133,14 @@ def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
     for where, row in rows:
         steps += _steps(row, where)
         if len(steps) > _MOST_WRITTEN_OUT:
-            raise MatchPlanError(f"The plan has more than {_MOST_WRITTEN_OUT} steps, words written out.")
+            raise MatchError(f"The plan has more than {_MOST_WRITTEN_OUT} steps, words written out.")
     values = document.get("values", {})
     if not isinstance(values, dict):
-        raise MatchPlanError("'values' must be a table: [values].")
+        raise MatchError("'values' must be a table: [values].")
     texts = {key: document.get(key, "") for key in ("about", "prefix_old", "prefix_new")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise MatchPlanError(f"{key} must be text, not {brief(text)}.")
+            raise MatchError(f"{key} must be text, not {brief(text)}.")
     return PatternPlan(label, texts["about"], tuple(steps), tuple(_value(name, row) for name, row in values.items()),
                        texts["prefix_old"], texts["prefix_new"], _numbered(document.get("numbered", {}), steps))  # fmt: skip
 
@@ -148,17 +148,17 @@ def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
 def _numbered(table: Any, steps: Iterable[PatternStep]) -> dict[str, tuple[str, ...]]:
     """Placeholders whose numbers are complete, with the keys that say how many there are."""
     if not isinstance(table, dict):
-        raise MatchPlanError("'numbered' must be a table: [numbered].")
+        raise MatchError("'numbered' must be a table: [numbered].")
     known = {name for step in steps for pattern in (*step.old, *step.new) for name in pattern.names}
     if unknown := next((name for name in table if name not in known), None):
-        raise MatchPlanError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
+        raise MatchError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
     return {name: tuple(read_names(keys, f"numbered.{name[:40]}")) for name, keys in table.items()}
 
 
 def _value(name: str, row: Any) -> ValueRow:
     label = f"the value {name[:40]!r}"
     if not _VALUE_NAME.fullmatch(name):
-        raise MatchPlanError(f"{label} is not a name: letters, digits and _.")
+        raise MatchError(f"{label} is not a name: letters, digits and _.")
     if not isinstance(row, dict):
         return ValueRow(name, check_value(row, label), (), None, None, None)
     check_known(row, ("config", "old", "new", "axes"), label)
@@ -168,14 +168,14 @@ def _value(name: str, row: Any) -> ValueRow:
         return ValueRow(name, None, config, None, None, None)
     axes = read_name(row["axes"], f"{label}: axes")
     if name not in {one for axis in read_side(axes).axes for one in names_in(axis)}:
-        raise MatchPlanError(f"{label}: it is not among the axes {axes!r}.")
+        raise MatchError(f"{label}: it is not among the axes {axes!r}.")
     return ValueRow(name, None, config, old, new, axes)
 
 
 def check_value(value: Any, label: str) -> int:
     """A size that a user, a plan or a config gives."""
     if type(value) is not int or not 0 < value < 1 << 40:
-        raise MatchPlanError(f"{label} must be a whole number from 1 up, not {brief(value)}.")
+        raise MatchError(f"{label} must be a whole number from 1 up, not {brief(value)}.")
     return value
 
 
@@ -183,7 +183,7 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
     """The steps of one table: one for every word that a placeholder may be."""
     step = row.get("step", "copy")
     if not isinstance(step, str) or step not in FIELDS:
-        raise MatchPlanError(f"{where}: step = {brief(step)} is not one of {', '.join(FIELDS)}.")
+        raise MatchError(f"{where}: step = {brief(step)} is not one of {', '.join(FIELDS)}.")
     check_known(row, ("old", "new", "step", "reason", "optional", "one_way", "tied", *FIELDS[step]), where)
     old, new = (read_several(row[key], read_name, f"{where}: {key}") if key in row else () for key in ("old", "new"))
     label = f"{where}, {step} of {', '.join(old) or ', '.join(new)}"
@@ -205,7 +205,7 @@ def _tie(value: Any, label: str) -> Tie | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise MatchPlanError(f"{label} must be a table: {{old = ..., new = ...}}.")
+        raise MatchError(f"{label} must be a table: {{old = ..., new = ...}}.")
     check_known(value, ("old", "new", "config"), label)
     config = read_name(value["config"], f"{label}: config") if "config" in value else None
     return Tie(read_name(value.get("old"), f"{label}: old"), read_name(value.get("new"), f"{label}: new"), config)
@@ -225,11 +225,11 @@ def read_form(row: Mapping[str, Any], step: str, label: str) -> Form:
     if "dims" in row:
         dims = row["dims"]
         if not isinstance(dims, list) or len(dims) != 2:
-            raise MatchPlanError(f"{label}: dims must be the first and the last dimension, not {brief(dims)}.")
+            raise MatchError(f"{label}: dims must be the first and the last dimension, not {brief(dims)}.")
         form = replace(form, dims=(read_dim(dims[0], f"{label}: dims"), read_dim(dims[1], f"{label}: dims")))
     fill = row.get("fill", 0)
     if type(fill) not in (int, float) or not abs(fill) < 1e300:
-        raise MatchPlanError(f"{label}: fill must be a number, not {brief(fill)}.")
+        raise MatchError(f"{label}: fill must be a number, not {brief(fill)}.")
     return replace(form, fill=float(fill))
 
 
@@ -247,22 +247,22 @@ def _axes(value: Any, step: str, label: str) -> str | tuple[int, ...] | None:
 
 
 def _check_step(step: PatternStep) -> None:
-    """Raise MatchPlanError for numbers of names and placeholders that do not go together."""
+    """Raise MatchError for numbers of names and placeholders that do not go together."""
     counts = (len(step.old), len(step.new))
     if step.step == "drop":
         if sum(counts) != 1:
-            raise MatchPlanError(f"{step.label}: a drop has one name, of the old side or of the new.")
+            raise MatchError(f"{step.label}: a drop has one name, of the old side or of the new.")
         return
     if (counts[0] != 1 and step.step not in SEVERAL_OLD) or (counts[1] != 1 and step.step not in SEVERAL_NEW) or 0 in counts:
-        raise MatchPlanError(f"{step.label}: it has {counts[0]} old and {counts[1]} new names.")
+        raise MatchError(f"{step.label}: it has {counts[0]} old and {counts[1]} new names.")
     if step.tied is not None and (step.step != "copy" or step.old[0].names):
-        raise MatchPlanError(f"{step.label}: `tied` is for a copy of one tensor.")
+        raise MatchError(f"{step.label}: `tied` is for a copy of one tensor.")
     for side in (step.old, step.new):
         if any(pattern.names != side[0].names for pattern in side):
-            raise MatchPlanError(f"{step.label}: its names have different placeholders.")
+            raise MatchError(f"{step.label}: its names have different placeholders.")
     gathered, spread = step.old[0].names - step.new[0].names, step.new[0].names - step.old[0].names
     may_gather, may_spread = step.step in SEVERAL_OLD and counts[0] == 1, step.step == "unstack" and counts[1] == 1
     if len(gathered) > may_gather or len(spread) > may_spread:
         lone = min(gathered or spread)
         why = "A stack or a concat of one name gathers the numbers of one placeholder, an unstack spreads them."
-        raise MatchPlanError(f"{step.label}: the placeholder {{{lone}}} is on one side only.", why=why)
+        raise MatchError(f"{step.label}: the placeholder {{{lone}}} is on one side only.", why=why)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 from ckpt_tools.edit import renaming, selection
 from ckpt_tools.edit.objects import plain
-from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -30,7 +31,7 @@ from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.records import Framework, Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.text import did_you_mean, dotted
+from ckpt_tools.text import did_you_mean, dotted, printable
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.pytorch import need_torch
 
@@ -77,9 +78,7 @@ def _is_callable(text: str) -> bool:
     return bool(_DOTTED.fullmatch(attribute)) and (module.endswith(".py") or bool(_DOTTED.fullmatch(module)))
 
 
-def read_target(
-    spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None, option: str = "like"
-) -> Target:
+def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None) -> Target:
     """The target that a path, `package.module:callable`, module or state dict stands for."""
     if not isinstance(spec, (str, os.PathLike)):
         if args is not None:
@@ -87,29 +86,24 @@ def read_target(
         return _from_live(spec, f"a {type(spec).__name__}")
     text = os.fspath(spec)
     if isinstance(spec, str) and _is_callable(text) and not Path(text).exists():
-        return _from_callable(text, _keywords(args, option), option)
+        return _from_callable(text, _keywords(args))
     if args is not None:
-        raise UsageError(f"`{option}_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
-    return _from_checkpoint(spec, select)
+        raise UsageError("`like_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
+    with open_whole(spec) as checkpoint:
+        return Target(text, params_of(choose_state_dict(checkpoint, of_target=True).node))
 
 
 # --- checkpoints
 
 
-def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
-    with open_whole(path) as checkpoint:
-        state_dict = choose_state_dict(checkpoint, select, "like_select")
-        return Target(str(path), params_of(state_dict.node))
-
-
-def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select") -> StateDict:
+def choose_state_dict(checkpoint: Checkpoint, select: str | None = None, *, of_target: bool = False) -> StateDict:
     """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict."""
-    chosen = _chosen(checkpoint, select, option)
+    chosen = _chosen(checkpoint, select, of_target=of_target)
     renaming.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
     return chosen
 
 
-def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDict:
+def _chosen(checkpoint: Checkpoint, select: str | None, *, of_target: bool) -> StateDict:
     found, root = checkpoint.state_dicts, checkpoint.root
     if not found:
         root, _ = plain.make_plain(root)
@@ -118,23 +112,22 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
     if len(chosen) == 1:
         return chosen[0]
     if select is not None:
-        return _state_dict_at(select, checkpoint, root, option)
+        return _state_dict_at(select, checkpoint, root)
     if not found:
         raise NothingMatchedError(f"{checkpoint.path} holds no state dict.")
     if len(found) != 1:
         wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found)
-        raise NothingMatchedError(
-            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with `{option}=WHERE`."
+        first = dotted(found[0].where) or dotted(found[1].where)
+        write = (
+            f"Write one of them first: ckpt convert {shlex.quote(str(checkpoint.path))} TARGET --select {shlex.quote(first)}"
         )
+        fix = printable(write) if of_target else "Choose one with `select=WHERE`."
+        raise NothingMatchedError(f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=fix)
     return found[0]
 
 
-def _state_dict_at(select: str, checkpoint: Checkpoint, root: Node, option: str) -> StateDict:
-    try:
-        node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
-    except NothingMatchedError as error:
-        error.what = error.what.replace("`select=", f"`{option}=", 1)
-        raise
+def _state_dict_at(select: str, checkpoint: Checkpoint, root: Node) -> StateDict:
+    node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
     if type(node) is not Dict or not StateDict((), node).names:
         raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
     return StateDict((), node)
@@ -165,19 +158,19 @@ def _param(name: str, node: Node) -> Param:
 # --- callables
 
 
-def _keywords(args: str | Mapping[str, Any] | None, option: str) -> dict[str, Any]:
-    example = f"""For example: `{option}_args={{"num_classes": 200}}`"""
+def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    example = """For example: `like_args={"num_classes": 200}`"""
     if isinstance(args, str):
         try:
             args = load_json(args)
         except ValueError as error:
-            raise UsageError(f"`{option}_args` is not JSON.", why=f"{error}.", fix=example) from None
+            raise UsageError("`like_args` is not JSON.", why=f"{error}.", fix=example) from None
         if not isinstance(args, dict):
-            raise UsageError(f"`{option}_args` is not a JSON object.", fix=example)
+            raise UsageError("`like_args` is not a JSON object.", fix=example)
     return dict(args or {})
 
 
-def _from_callable(spec: str, keywords: dict[str, Any], option: str) -> Target:
+def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
     need_torch("A model that is named as code is built with it.")
     import torch
 
@@ -191,18 +184,18 @@ def _from_callable(spec: str, keywords: dict[str, Any], option: str) -> Target:
         with torch.device("meta"):
             made = build()
     except (Exception, SystemExit):  # a constructor that computes with values cannot run on the meta device
-        made = _called(spec, build, option)
+        made = _called(spec, build)
     target = _from_live(made, spec)
     return Target(spec, target.params, target.module, target.on_meta, build, target.tensors)
 
 
-def _called(spec: str, build: Callable[[], Any], option: str) -> Any:
+def _called(spec: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
     except (Exception, SystemExit) as error:
-        raise TargetError(
+        raise ConvertError(
             f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
-            fix=f"Its arguments go into `{option}_args` as a JSON object.",
+            fix="The arguments of `like` go into `like_args` as a JSON object; or name a function that calls it with them.",
         ) from error  # fmt: skip
 
 
@@ -216,16 +209,16 @@ def _imported(spec: str) -> Callable[..., Any]:
             fix = "The current folder and what is installed here can be imported." if isinstance(error, ImportError) else ""
             if isinstance(error, SystemExit):  # a script that parses its arguments, or runs, when it is imported
                 fix = """Put what it runs under: if __name__ == "__main__"."""
-            raise TargetError(
+            raise ConvertError(
                 f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}", fix=fix
             ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = did_you_mean(part, (name for name in dir(found) if not name.startswith("_")))
-            raise TargetError(f"The target {spec} is not there: {module_name} has no {attribute!r}.", fix=near)
+            raise ConvertError(f"The target {spec} is not there: {module_name} has no {attribute!r}.", fix=near)
         found = getattr(found, part)
     if not callable(found):
-        raise TargetError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")
+        raise ConvertError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")
     return cast("Callable[..., Any]", found)
 
 
@@ -280,7 +273,7 @@ def _from_live(made: Any, label: str) -> Target:
         return Target(label, params, made, on_meta, tensors=tensors)
     if isinstance(made, Mapping) and (tensors := _tensors(made)):
         return Target(label, tuple(_live_param(name, value) for name, value in tensors.items()), tensors=tensors)
-    raise TargetError(
+    raise ConvertError(
         f"The target {label} gives a {type(made).__name__}.",
         why="A torch.nn.Module or a state dict (names to tensors) is wanted.",
     )
@@ -296,7 +289,7 @@ def _live_param(name: str, value: Any, module: str | None = None) -> Param:
     import torch
 
     if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
-        raise TargetError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
+        raise ConvertError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     return Param(name, shape, dtype, _tie(value), module)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import MatchPlanError, NotACheckpointError
+from ckpt_tools.errors import MatchError, NotACheckpointError
 from ckpt_tools.fit.axes import MissingSizesError, read_side
 from ckpt_tools.fit.names import Index, NamePattern
 from ckpt_tools.fit.rows import PatternPlan, ValueRow, check_value
@@ -57,7 +57,7 @@ class Config:
                     found.append((value, f"{key} of {name}"))
                     break
         if len({value for value, _ in found}) > 1:
-            raise MatchPlanError(f"{found[0][1]} is {found[0][0]}, and {found[1][1]} is {found[1][0]}.",
+            raise MatchError(f"{found[0][1]} is {found[0][0]}, and {found[1][1]} is {found[1][0]}.",
                                  fix=f"Say which: `plan_value='NAME={found[0][0]}'`.")  # fmt: skip
         return found[0] if found else None
 
@@ -79,7 +79,7 @@ def _documents(folder: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise MatchPlanError(f"{folder / name} cannot be read: it is not a JSON object.",
+            raise MatchError(f"{folder / name} cannot be read: it is not a JSON object.",
                                  fix="Give what the plan needs by `plan_value`, in a folder without it.")  # fmt: skip
         yield name, document
 
@@ -114,7 +114,7 @@ class Values:
         names = {row.name for row in plan.values}
         if unknown := [name for name in self.given if name not in names]:
             why = f"It names {', '.join(sorted(names))}." if names else "It names none."
-            raise MatchPlanError(f"The plan {plan.label} has no value {unknown[0]!r}.", why=why)
+            raise MatchError(f"The plan {plan.label} has no value {unknown[0]!r}.", why=why)
         for row in plan.values:
             if row.name in self.given:
                 self._say(row.name, check_value(self.given[row.name], f"the value {row.name!r}"), "given")
@@ -156,7 +156,7 @@ class Values:
             sizes.setdefault(solved.sizes[row.name], name)
         if len(sizes) > 1:
             shown = ", ".join(f"{size} in {name}" for size, name in list(sizes.items())[:2])
-            raise MatchPlanError(f"The checkpoint says different sizes for {row.name}: {shown}.")
+            raise MatchError(f"The checkpoint says different sizes for {row.name}: {shown}.")
         for size, name in sizes.items():
             self._say(row.name, size, f"the shape of {name}")
         return bool(sizes)
@@ -165,7 +165,7 @@ class Values:
         """Every size with who says so."""
         return {name: f"{size} ({self.said[name]})" for name, size in self.sizes.items()}
 
-    def missing(self, error: MissingSizesError, plan: PatternPlan) -> MatchPlanError:
+    def missing(self, error: MissingSizesError, plan: PatternPlan) -> MatchError:
         """The error for a size that is not said anywhere."""
         rows = [row for row in plan.values if row.name in error.names]
         if not rows:
@@ -177,4 +177,4 @@ class Values:
             said = f"{self.config.label} does not say it" if files else "There is no config.json beside the checkpoint"
             why += f" {said} ({', '.join(keys)})."
         name = rows[0].name
-        return MatchPlanError(f"The plan {plan.label} needs {name}.", why=why, fix=f"Give it: `plan_value='{name}=N'`.")
+        return MatchError(f"The plan {plan.label} needs {name}.", why=why, fix=f"Give it: `plan_value='{name}=N'`.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
@@ -162,6 +162,6 @@ _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
 
 
-def moves_tensors() -> ContainerLimitError:
+def moves_tensors() -> ConvertError:
     """The error for an edit in place that would not leave every storage where it is."""
-    return ContainerLimitError("This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file.")
+    return ConvertError("This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.errors import TWO_FILES, CkptError, TensorError, ZipError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.sharded import Keys
@@ -60,7 +60,9 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     models = [name for name in records if name.startswith(start) and name.endswith(_CONFIG)]
     for name in models:
         if (older := f"{name.removesuffix(_CONFIG)}.pt") in records:
-            raise ZipError(f"The archive has {name!r}, and {older!r}, which torch.export.load would take.", why=TWO_FILES)
+            raise DamagedFileError(
+                f"The archive has {name!r}, and {older!r}, which torch.export.load would take.", why=TWO_FILES
+            )
     state_dicts = [(name[len(start) : -len(_CONFIG)], weights.read(name)) for name in models]
     program.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
     program.storage_bytes = sum(row.size for name, row in records.items() if name.startswith(start) and name not in models)
@@ -98,12 +100,14 @@ class _Weights:
         except CkptError:
             raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ZipError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+            raise DamagedFileError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
     def _tensor(self, name: str, row: dict[str, Any]) -> Node:
         record = self.records.get(self.start + str(row["path_name"]))
         if record is None:
-            raise ZipError(f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}.")
+            raise DamagedFileError(
+                f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}."
+            )
         if _truth(row["use_pickle"]):
             return self._unpickled(name, record)
         meta = row["tensor_meta"]
@@ -138,7 +142,7 @@ class _Weights:
         """What torch.save made of a tensor. Each has a record of its own: reading one for every row would take for ever."""
         program = self.program
         if record.name in self.unpickled:
-            raise ZipError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
+            raise DamagedFileError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
         self.unpickled.add(record.name)
         part = decode_archive(*self.inflated.place(record), record)
         self._follow(part.byteorder, name)
@@ -150,7 +154,7 @@ class _Weights:
         self.byteorders.add(byteorder)
         self.program.byteorder = byteorder
         if len(self.byteorders) > 1:
-            raise ZipError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
+            raise DamagedFileError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
 
 
 def _truth(value: object) -> bool:

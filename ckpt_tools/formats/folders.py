@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from ckpt_tools.errors import FolderError, NotACheckpointError
+from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.parts.grouping import (
     ITEM_METADATA,
     consolidated_files,
@@ -125,7 +125,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
     found = layout_of(folder, sorted(names))
     if found is None:
         files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_CHECKPOINTS))]
-        raise FolderError(
+        raise NotACheckpointError(
             f"{folder} is a directory, and not a checkpoint.",
             why=_what_is_missing(names),
             fix=_named_in(folder, names, files),

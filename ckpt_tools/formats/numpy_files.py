@@ -27,7 +27,6 @@ from ckpt_tools.errors import (
     PickleError,
     TensorError,
     UnsupportedContainerError,
-    ZipError,
 )
 from ckpt_tools.formats.base import (
     Decoded,
@@ -115,9 +114,11 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     for record in directory.records:
         name = record.name.removesuffix(".npy")
         if name != record.name and name in names:
-            raise ZipError(f"Two arrays may be called {name!r}: the records {name!r} and {record.name!r}.", why=TWO_FILES)
+            raise DamagedFileError(
+                f"Two arrays may be called {name!r}: the records {name!r} and {record.name!r}.", why=TWO_FILES
+            )
         if not (name.isascii() or record.flags & _UTF_8):
-            raise ZipError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=_OTHER_NAME)
+            raise DamagedFileError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=_OTHER_NAME)
         header = parse_header(record_head(source, record, _MAX_HEADER + 12), name)
         node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
         if arrays.left:

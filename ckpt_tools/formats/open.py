@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError
 from ckpt_tools.formats.base import Decoded, Packed, Warned, is_tar, is_zip
 from ckpt_tools.formats.contents import Modules, list_state_dicts, list_tensors
 
@@ -49,7 +49,7 @@ def _decode_zip(source: Source) -> Decoded:
 
     try:
         return archives.decode(source)
-    except ZipError:
+    except DamagedFileError:
         from ckpt_tools.formats.zip import concatenated
 
         spans = concatenated.split(source)

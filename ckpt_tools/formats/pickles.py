@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError, PickleError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed import texts
@@ -432,7 +432,7 @@ def _is_raw(source: Source, record: Record, raw: set[str]) -> bool:
 def _starts_as_array(source: Source, record: Record) -> bool:
     try:
         return record_head(source, record, _HEAD).startswith(NUMPY)
-    except ZipError:  # whoever looks at it will say so
+    except DamagedFileError:  # whoever looks at it will say so
         return True
 
 

@@ -19,8 +19,8 @@ from types import NoneType
 
 from ckpt_tools.errors import (
     TWO_FILES,
-    AmbiguousFileError,
     CkptError,
+    DamagedFileError,
     LimitError,
     PickleError,
 )
@@ -136,7 +136,7 @@ def _refuse_computed_magic(pickles: Pickles) -> None:
         pass
     except CkptError:
         return
-    raise AmbiguousFileError(
+    raise DamagedFileError(
         "This is a torch-legacy stream whose magic number is computed by a call, which must not run.", why=TWO_FILES
     )
 

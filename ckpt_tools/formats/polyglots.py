@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckpt_tools.errors import TWO_FILES, AmbiguousFileError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.io.output import Source
 
@@ -23,7 +23,7 @@ _MAPS = frozenset(bytes([byte]) for byte in (*range(0x81, 0x90), 0xDE, 0xDF))  #
 
 
 def refuse_polyglot(source: Source, head: bytes) -> None:
-    """Raise AmbiguousFileError for a file whose bytes, which start with `head`, are more than one container."""
+    """Raise DamagedFileError for a file whose bytes, which start with `head`, are more than one container."""
     kinds = list(_kinds(head))
     if not head or head[0] not in _FIRST:
         pass
@@ -32,7 +32,7 @@ def refuse_polyglot(source: Source, head: bytes) -> None:
     elif kinds in ([_SAFETENSORS], [_GGUF], [_MSGPACK]) and _pickle_in(source, harmless=False):
         kinds.append("a pickle that torch.load would run")
     if len(kinds) > 1:
-        raise AmbiguousFileError(f"{source.path} is {kinds[0]}, and {kinds[1]} as well.", why=TWO_FILES)
+        raise DamagedFileError(f"{source.path} is {kinds[0]}, and {kinds[1]} as well.", why=TWO_FILES)
 
 
 def _kinds(head: bytes) -> Iterator[str]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ContainerLimitError, SafetensorsError
+from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import (
     Decoded,
     Warned,
@@ -78,7 +78,7 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     for index, (name, info) in enumerate(header.items()):
         try:
             dtype, shape, begin, end = _tensor_info(name, info, warnings)
-        except SafetensorsError as error:
+        except DamagedFileError as error:
             if unread is None or not _has_place(info):
                 raise
             unread[name], (begin, end) = error.what, info["data_offsets"]
@@ -107,14 +107,14 @@ def entries_of(decoded: Decoded) -> dict[str, Entry]:
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     if source.size < 8:
-        raise SafetensorsError(f"The file has {source.size} bytes; a safetensors file starts with a length of 8 bytes.")
+        raise DamagedFileError(f"The file has {source.size} bytes; a safetensors file starts with a length of 8 bytes.")
     length = int.from_bytes(source.read(0, 8), "little")
     if length < 2 or 8 + length > source.size:
-        raise SafetensorsError(f"The safetensors header claims {length} bytes; {source.size - 8} follow.")
+        raise DamagedFileError(f"The safetensors header claims {length} bytes; {source.size - 8} follow.")
     limits.HEADER_BYTES.check(length, f"The safetensors header has {length} bytes.")
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
-        raise SafetensorsError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
+        raise DamagedFileError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
     return _parse(raw), 8 + length
 
 
@@ -125,9 +125,9 @@ def _parse(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
         header: dict[str, Any] = load_json(text, pairs=_unique, constant=_no_constant, whole=whole)
     except UnicodeDecodeError:
-        raise SafetensorsError("The safetensors header is not UTF-8.") from None
+        raise DamagedFileError("The safetensors header is not UTF-8.") from None
     except ValueError as error:
-        raise SafetensorsError("The safetensors header is not JSON.", why=f"{error}.") from None
+        raise DamagedFileError("The safetensors header is not JSON.", why=f"{error}.") from None
     return header
 
 
@@ -144,7 +144,7 @@ def _no_constant(text: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise SafetensorsError(f"The safetensors header has the key {repeated(pairs)!r} twice.")
+        raise DamagedFileError(f"The safetensors header has the key {repeated(pairs)!r} twice.")
     if not all(map(str.isascii, found)):  # a call for each key takes longer than the rest
         for key in found:
             no_surrogates(key)
@@ -152,9 +152,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_surrogates(text: str) -> None:
-    """Raise SafetensorsError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
+    """Raise DamagedFileError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise SafetensorsError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
+        raise DamagedFileError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
 
 
 def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
@@ -162,10 +162,10 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
         warnings.append(Warned("null-metadata", "__metadata__ is null", "a map of strings"))
         return {}
     if not isinstance(value, dict):
-        raise SafetensorsError("The safetensors metadata is not a map.")
+        raise DamagedFileError("The safetensors metadata is not a map.")
     for key, text in value.items():
         if not isinstance(text, str):
-            raise SafetensorsError(f"The safetensors metadata {key!r} is not text.")
+            raise DamagedFileError(f"The safetensors metadata {key!r} is not text.")
         no_surrogates(text)
     return value
 
@@ -173,25 +173,25 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
 def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
     """dtype, torch's shape, and the bytes' begin and end."""
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
-        raise SafetensorsError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
+        raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
         limits.JSON_DEPTH.check(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
+        raise DamagedFileError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
     if not isinstance(shape, list) or len(shape) > 1024 or not _are_counts(shape):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
+        raise DamagedFileError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
+        raise DamagedFileError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
     begin, end = offsets
     bits = _elements(name, shape) * dtype.bits // dtype.packed
     if bits % 8:
-        raise SafetensorsError(f"Tensor {name!r} of {dtype.safetensors} does not end on a whole byte.")
+        raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} does not end on a whole byte.")
     if end - begin != bits // 8:
-        raise SafetensorsError(f"Tensor {name!r} needs {bits // 8} bytes and has the offsets {begin} to {end}.")
+        raise DamagedFileError(f"Tensor {name!r} needs {bits // 8} bytes and has the offsets {begin} to {end}.")
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 
@@ -207,7 +207,7 @@ def _elements(name: str, shape: list[int]) -> int:
     for size in shape:
         count *= size
         if count > MAX_ELEMENTS or size > MAX_ELEMENTS:
-            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
+            raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
     return count
 
 
@@ -216,7 +216,7 @@ def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
     if dtype.packed == 1 or not shape:
         return tuple(shape)
     if shape[-1] % dtype.packed:
-        raise SafetensorsError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
+        raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
     return (*shape[:-1], shape[-1] // dtype.packed)
 
 
@@ -239,12 +239,12 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
     for begin, end, name in sorted(spans):
         if begin != at:
             what = "overlaps another" if begin < at else "leaves a hole before it"
-            raise SafetensorsError(f"Tensor {name!r} {what}: it begins at {begin}, where {at} is expected.")
+            raise DamagedFileError(f"Tensor {name!r} {what}: it begins at {begin}, where {at} is expected.")
         at = end
     if at != size:
         whole = sum(end <= size for _, end, _ in spans)
         what = "has bytes that no tensor claims" if at < size else f"is cut off: {whole} of {len(spans)} tensors complete"
-        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", whole=whole)
+        raise DamagedFileError(f"The file {what}: its tensors end at {at}, its data at {size}.", whole=whole)
 
 
 def aliases_in(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -
     for name, target in aliases.items():
         of = target.get("of") if isinstance(target, dict) else None
         if not isinstance(of, str) or of not in entries or name in entries:
-            raise SafetensorsError(f"The tied tensor {name!r} refers to a tensor that is not there.")
+            raise DamagedFileError(f"The tied tensor {name!r} refers to a tensor that is not there.")
         no_surrogates(name)
         place = target.get("index")
         if type(place) is not int or place in places or not 0 <= place < len(items) + len(aliases):
@@ -310,7 +310,7 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
     raw = _header(tensors, metadata, offsets)
     raw += b" " * (reserve + -(len(raw) + reserve) % 8)
     if len(raw) > MAX_HEADER:
-        raise ContainerLimitError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
+        raise ConvertError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
     return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
 
 
@@ -318,7 +318,7 @@ def _header(
     tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], offsets: Mapping[str, list[int]]
 ) -> bytes:
     if "__metadata__" in tensors:
-        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
+        raise ConvertError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
     fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     for name, (entry, _) in tensors.items():
         shape, (begin, end) = ",".join(map(str, _safetensors_shape(entry))), offsets[name]
@@ -326,7 +326,7 @@ def _header(
     try:
         return f"{{{','.join(fields)}}}".encode()
     except UnicodeEncodeError:
-        raise ContainerLimitError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
+        raise ConvertError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
 
 
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -334,7 +334,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 def _code(name: str, entry: Entry) -> str:
     if entry.dtype.safetensors is None or (entry.dtype.packed > 1 and not entry.shape):
-        raise ContainerLimitError(
+        raise ConvertError(
             f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix="Write a .pth, which holds any tensor."
         )
     return entry.dtype.safetensors

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
-    ContainerLimitError,
+    ConvertError,
     DamagedFileError,
     NotACheckpointError,
     PartError,
@@ -286,9 +286,9 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
     try:
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:
-        raise ContainerLimitError("A tensor's name holds a lone surrogate, which an index cannot.") from None
+        raise ConvertError("A tensor's name holds a lone surrogate, which an index cannot.") from None
     if len(text) > limits.PICKLE_BYTES.value:
-        raise ContainerLimitError(f"The index would take {len(text)} bytes; {limits.PICKLE_BYTES.value} is the limit.")
+        raise ConvertError(f"The index would take {len(text)} bytes; {limits.PICKLE_BYTES.value} is the limit.")
     return text
 
 

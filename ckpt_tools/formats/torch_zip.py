@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ChecksumError, TensorError, ZipError
+from ckpt_tools.errors import ChecksumError, DamagedFileError, TensorError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip.headers import DESCRIPTOR, LOCAL
@@ -152,7 +152,7 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
     try:
         return zlib.decompressobj(-15).decompress(packed, length)
     except zlib.error as error:
-        raise ZipError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
+        raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
 
 
 def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
@@ -189,7 +189,7 @@ def read_byteorder(source: Source, record: Record | None) -> str:
         return "little"
     text = read_record(source, record, check=False) if record.size <= 16 else b"..."
     if text not in (b"little", b"big"):
-        raise ZipError(f"The record 'byteorder' says {text!r}; it must be 'little' or 'big'.")
+        raise DamagedFileError(f"The record 'byteorder' says {text!r}; it must be 'little' or 'big'.")
     return text.decode()
 
 

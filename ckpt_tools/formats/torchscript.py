@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, CkptError, TensorError, ZipError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip.directory import Directory, Record
@@ -87,7 +87,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
         decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
         decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     else:
-        raise ZipError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
+        raise DamagedFileError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
     decoded.container = "torchscript"
     decoded.warnings = [warned for warned in decoded.warnings if not warned.code.startswith("odd-")]
     decoded.warnings.append(_program(records, folder))
@@ -124,7 +124,7 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
             odd |= kind is None or f"{module}.{match[1]}" in found
             found[f"{module}.{match[1]}"] = kind or _NO_CLASS
         if odd:
-            raise ZipError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
+            raise DamagedFileError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
     return found
 
 
@@ -160,7 +160,7 @@ def _class_of(node: Node, declared: _Declared) -> _Class:
     """What the code says of an object's class; one without a kind for anything else."""
     name = str(node.function) if type(node) is Object and type(node.function) is Global else ""
     if name.startswith("__torch__.") and not name.startswith("__torch__.torch.classes.") and name not in declared:
-        raise ZipError(f"The class {name!r} is not in the program's code.", why=_OTHER_CODE)
+        raise DamagedFileError(f"The class {name!r} is not in the program's code.", why=_OTHER_CODE)
     return declared.get(name, _NO_CLASS)
 
 
@@ -202,12 +202,14 @@ def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
     """Sort the attributes of a program's module into the tables of an nn.Module, in the order of the code."""
     state, types = node.state, kind.types
     if type(state) is not Dict or len(node.steps) != 1:
-        raise ZipError(f"A module of the class {node.name!r} has no state, or not a dict of its attributes.", why=TWO_FILES)
+        raise DamagedFileError(
+            f"A module of the class {node.name!r} has no state, or not a dict of its attributes.", why=TWO_FILES
+        )
     values = dict(state.items)
     for name in (*values, *types):
         if name not in values or name not in types:
             which = "state, and not in its code" if name in values else "code, and not in its state"
-            raise ZipError(f"{node.name!r} has the attribute {str(name)[:100]!r} in its {which}.", why=TWO_FILES)
+            raise DamagedFileError(f"{node.name!r} has the attribute {str(name)[:100]!r} in its {which}.", why=TWO_FILES)
     parameters: list[Pair] = []
     buffers: list[Pair] = []
     modules: list[Pair] = []
@@ -216,7 +218,7 @@ def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
         value = values[name]
         is_module = _class_of(value, declared).kind == _MODULE
         if is_module and declared.get(said, _NO_CLASS).kind not in (_MODULE, _INTERFACE):
-            raise ZipError(f"{node.name!r} has a module for {name!r}, which is {said!r} in its code.", why=TWO_FILES)
+            raise DamagedFileError(f"{node.name!r} has a module for {name!r}, which is {said!r} in its code.", why=TWO_FILES)
         if name in kind.parameters:
             parameters.append((name, value))
         elif name in kind.buffers and said == "Tensor":  # torch passes over those that are optional
@@ -249,7 +251,7 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
     except CkptError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ZipError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+        raise DamagedFileError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
     size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
     checksums = any(row.crc for row in directory.records)
     return Decoded(
@@ -289,11 +291,11 @@ class _JsonTensors:
     def storage(self, key: str, dtype: str, device: str) -> Storage:
         record = self.records.get(f"{self.folder}/{key}")
         if record is None:
-            raise ZipError(f"The storage {key!r} is not in the file.", why="model.json refers to it.")
+            raise DamagedFileError(f"The storage {key!r} is not in the file.", why="model.json refers to it.")
         known = self.storages.get(key)
         if known is None:
             if record.size % DTYPES[dtype].itemsize:
-                raise ZipError(f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype}.")
+                raise DamagedFileError(f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype}.")
             content = torch_zip.record_content(self.source, record)
             known = self.storages[key] = Storage(key.rpartition("/")[2], DTYPES[dtype], record.size, device, content)
         if known.dtype is not DTYPES[dtype]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
-from ckpt_tools.errors import CkptError, DamagedFileError, RemoteError, RemoteMissingError, RemoteTimeoutError
+from ckpt_tools.errors import CkptError, DamagedFileError, MissingFileError, RemoteError
 
 
 class Address(PurePosixPath):
@@ -69,9 +69,9 @@ def bounded(url: str, call: Callable[[], T], seconds: float = SECONDS) -> T:
     try:
         good, value = done.get(timeout=seconds)
     except queue.Empty:
-        raise RemoteTimeoutError(f"{url} cannot be read.", why=f"No whole answer within {seconds:.0f} seconds.") from None
+        raise RemoteError(f"{url} cannot be read.", why=f"No whole answer within {seconds:.0f} seconds.") from None
     if not good and isinstance(value, FileNotFoundError) and not isinstance(value, CkptError):
-        raise RemoteMissingError(f"{url} cannot be reached.", why="There is no such file.") from None
+        raise MissingFileError(f"{url} cannot be reached.", why="There is no such file.") from None
     if not good:
         raise value if isinstance(value, CkptError) else ForeignError(url, value) from None
     return cast("T", value)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.errors import ChecksumError, DamagedFileError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 
@@ -215,7 +215,7 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
             out = inflater.decompress(pending, min(CHUNK, left + 1))
             left -= len(out)
             if left < 0:
-                raise ZipError("A deflated record holds more bytes than the zip directory says.")
+                raise DamagedFileError("A deflated record holds more bytes than the zip directory says.")
             pending = inflater.unconsumed_tail
             if out:
                 checksum.update(out)
@@ -223,11 +223,15 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
             elif not pending and not (pending := bytes(next(packed, b""))):  # it may hold back bytes when its input is taken
                 break
     except zlib.error as error:
-        raise ZipError("A deflated record cannot be inflated.", why=str(error)) from None
+        raise DamagedFileError("A deflated record cannot be inflated.", why=str(error)) from None
     if left:
-        raise ZipError("A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing.")
+        raise DamagedFileError(
+            "A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing."
+        )
     if not inflater.eof:
-        raise ZipError("A deflated record is cut off.", why="All of its bytes came out, and the end of the stream did not.")
+        raise DamagedFileError(
+            "A deflated record is cut off.", why="All of its bytes came out, and the end of the stream did not."
+        )
 
 
 def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:

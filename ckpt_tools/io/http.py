@@ -12,7 +12,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, RemoteError, RemoteForbiddenError, RemoteMissingError
+from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from ckpt_tools.io.address import SECONDS, bounded, unreachable
 
 FIRST = 64 << 10  # bytes of the first request, which also tells the size
@@ -31,7 +31,7 @@ def in_ascii(url: str) -> str:
 
 
 _AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
-_STATUS = {401: RemoteForbiddenError, 403: RemoteForbiddenError, 404: RemoteMissingError, 410: RemoteMissingError}
+_STATUS = {401: RemoteError, 403: RemoteError, 404: MissingFileError, 410: MissingFileError}
 
 
 def _is_number(text: str) -> bool:

@@ -18,16 +18,11 @@ from typing import TYPE_CHECKING, cast
 from ckpt_tools.errors import (
     ChangedFileError,
     CkptError,
-    FolderError,
-    ForbiddenFileError,
+    ConvertError,
     MissingFileError,
     NotACheckpointError,
     OutputError,
     OutputExistsError,
-    OutputFolderError,
-    OutputForbiddenError,
-    OutputIsFolderError,
-    TargetError,
 )
 from ckpt_tools.io.member_paths import Handed
 
@@ -152,7 +147,7 @@ class Source:
 
     def _unreadable(self, error: OSError) -> CkptError:
         if error.errno == errno.EFAULT:
-            return TargetError(f"{self.path} cannot be read into a tensor whose memory is read-only.")
+            return ConvertError(f"{self.path} cannot be read into a tensor whose memory is read-only.")
         return NotACheckpointError(f"{self.path} cannot be read.", why=f"{error.strerror or error}.")
 
     def changed(self) -> ChangedFileError:
@@ -183,8 +178,7 @@ def open_regular(path: Path) -> int:
         if os.path.exists(path) and not os.path.isfile(path):  # Linux refuses to open a socket
             raise _not_regular(path, _SPECIAL) from None
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        kind = ForbiddenFileError if isinstance(error, PermissionError) else NotACheckpointError
-        raise kind(f"{path} cannot be read.", why=f"{why}.") from None
+        raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
     try:
         mode = os.fstat(fd).st_mode
     except OSError as error:
@@ -235,8 +229,7 @@ def _near(path: Path) -> str:
 
 
 def _not_regular(path: Path, what: str) -> NotACheckpointError:
-    kind = FolderError if what == "a directory" else NotACheckpointError
-    return kind(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
+    return NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
 
 @dataclass(slots=True)
@@ -368,7 +361,7 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.is_dir():
-        raise OutputIsFolderError(f"{path} is a directory.", fix="Name a file in it.")
+        raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
     if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
         raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
@@ -385,14 +378,14 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 
 def no_folder(path: str | os.PathLike[str], folder: Path) -> OutputError:
     """The error for an output in a folder that is not there."""
-    return OutputFolderError(f"{path} cannot be written.", why=f"There is no folder {folder}.", fix="Make the folder first.")
+    what, why = f"{path} cannot be written.", f"There is no folder {folder}."
+    return OutputError(what, why=why, fix="Make the folder first.", errno=errno.ENOENT)
 
 
 def read_only(path: str | os.PathLike[str], folder: Path) -> OutputError:
     """The error for an output in a folder that takes none."""
-    return OutputForbiddenError(
-        f"{path} cannot be written.", why=f"The folder {folder} is read-only.", fix="Name another folder."
-    )
+    what, why = f"{path} cannot be written.", f"The folder {folder} is read-only."
+    return OutputError(what, why=why, fix="Name another folder.", errno=errno.EACCES)
 
 
 def exists_error(target: Path) -> OutputExistsError:
@@ -417,10 +410,7 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
     """An OSError of the output as ours; for a full disk with what was needed and what there is."""
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG):
         return no_space(target, needed)
-    kind = OutputForbiddenError if isinstance(error, PermissionError) else OutputError
-    made = kind(f"{target} cannot be written.", why=f"{error.strerror or error}.")
-    made.errno = error.errno
-    return made
+    return OutputError(f"{target} cannot be written.", why=f"{error.strerror or error}.", errno=error.errno)
 
 
 def no_space(target: Path, needed: int) -> OutputError:

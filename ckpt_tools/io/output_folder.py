@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError, UsageError
+from ckpt_tools.errors import OutputError, OutputExistsError, UsageError
 from ckpt_tools.io import attributes, temporaries
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import (
@@ -157,7 +157,7 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     old = [name for name in os.listdir(target) if stale.fullmatch(name)]
     for name in names:
         if (target / name).is_dir():
-            raise OutputIsFolderError(f"{target / name} is a directory where a file of the checkpoint goes.")
+            raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
         _keep_attributes(target / name, temporary / name)
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_tools.errors import CkptError, OutputError, OutputExistsError, OutputIsFolderError
+from ckpt_tools.errors import CkptError, OutputError, OutputExistsError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.address import SECONDS, Address, ForeignError, bounded
 from ckpt_tools.io.output import Output, exists_error
@@ -52,7 +52,7 @@ def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
     """The file system and the path of an output, after what can be checked before work starts."""
     fs, name = _writable(url)
     if bounded(url, lambda: fs.isdir(name)):
-        raise OutputIsFolderError(f"{url} is a directory.", fix="Name a file in it.")
+        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
     if not overwrite and bounded(url, lambda: fs.exists(name)):
         raise exists_error(cast("Path", Address(url)))
     return fs, name

@@ -64,7 +64,7 @@ def match(
 
     Raises:
         UsageError: unknown stages, a rule or a pair that cannot be read. NothingMatchedError: one that does nothing.
-        CollisionError: a rule gives two tensors one name. MatchError: "position", and two tensors disagree.
+        ConvertError: a rule gives two tensors one name. MatchError: "position", and two tensors disagree.
     """
     if stages not in STAGES:
         raise UsageError(f"{stages!r} is not one of {', '.join(STAGES)}.")

@@ -271,9 +271,7 @@ def _write(adapter: _Adapter, target: str | os.PathLike[str], inputs: Sequence[A
     stale = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
     text = (json.dumps(adapter.config(), indent=2) + "\n").encode()
     pieces = safetensors.lay_out(adapter.tensors, {"format": "pt"})
-    with replacing_folder(
-        target, last=CONFIG, stale=stale, overwrite=options.overwrite, durable=options.fsync, inputs=tuple(inputs)
-    ) as staging:
+    with replacing_folder(target, last=CONFIG, stale=stale, overwrite=options.overwrite, inputs=tuple(inputs)) as staging:
         staging.check_space(total(pieces) + len(text))
         for name, made in ((_TENSORS, pieces), (CONFIG, [Piece(Literal(text))])):
             with staging.output(name) as output:

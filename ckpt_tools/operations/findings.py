@@ -25,7 +25,7 @@ from ckpt_tools.tree.visit import walk
 
 _DEAD_FROM = 1 << 20
 _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
-_FOLD, _TO_CPU, _COMPACT, _PLAIN = "--fold", "--map-location cpu", "--compact", "--objects plain"
+_FOLD, _TO_CPU, _PLAIN = "--fold", "--map-location cpu", "--objects plain"
 
 
 @frozen
@@ -214,9 +214,10 @@ def _oversized(facts: Facts) -> Iterator[_Advised]:
 
 def _dead_bytes(facts: Facts) -> Iterator[_Advised]:
     dead, size = facts.checkpoint.decoded.dead_bytes(), facts.checkpoint.file_bytes
-    if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size):
+    kept = dead * 64 <= facts.totals["storage_bytes"]  # so small a gap may stay when the file is written anew
+    if not kept and (dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size)):
         found = f"{dead} of {size} bytes are used by nothing"
-        yield Finding("dead-bytes", "info", [], found, "a file without gaps", facts.fix(_COMPACT)), _COMPACT
+        yield Finding("dead-bytes", "info", [], found, "a file without gaps", facts.fix()), ""
 
 
 def _loading(facts: Facts) -> Iterator[_Advised]:

@@ -68,13 +68,13 @@ def match(path: File, options: MatchOptions) -> Matched:
     Raises:
         CkptError: a file that cannot be read, a target that cannot be built, options that do not fit.
     """
-    target = read_target(options.like, args=options.like_args, select=options.like_select)
+    target = read_target(options.like, args=options.like_args)
     with open_whole(path) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
         root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.decoded.byteorder)
         folded = {row.name for row in fold_for(as_dict(root), target.names)}
-        sides = look_at(as_dict(root), checkpoint, target, options, options.like_select)
+        sides = look_at(as_dict(root), checkpoint, target, options)
 
     def matched(stages: Stages, allow_reshape: bool, pairs: Sequence[str]) -> Matching:
         return sides.match(options, stages, rename=options.rename, allow_reshape=allow_reshape, pairs=pairs)

@@ -79,7 +79,6 @@ class AverageOptions(ObjectOptions, DryRunOption):
     select: str | None = as_in(Selection, "select", "One state dict or subtree, in every IN, becomes the whole output.")
     format: Format | None = as_in(OutputOptions, "format", "Container of OUT; else by its name.")
     overwrite: bool = as_in(OutputOptions, "overwrite")
-    fsync: bool = as_in(WriteOptions, "fsync")
     progress: Progress | None = as_in(WriteOptions, "progress")
 
 
@@ -91,7 +90,6 @@ class ExtractOptions(DryRunOption):
     dtype: Literal["fp32", "bf16", "fp16"] = dtype_choice("Of the factors [fp32].", ["fp32", "bf16", "fp16"], default="fp32")
     select: str | None = as_in(Selection, "select", "The state dict or subtree, in both, that is compared.")
     overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
-    fsync: bool = as_in(WriteOptions, "fsync")
     progress: Progress | None = as_in(WriteOptions, "progress", "Called with (modules done, modules in all).")
 
     def check(self) -> None:

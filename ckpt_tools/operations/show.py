@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
-from ckpt_tools.errors import NothingMatchedError, UsageError, ValuesError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.open import Checkpoint, Tensor
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
@@ -100,7 +100,7 @@ def show(
 
     Raises:
         NothingMatchedError: no tensor has the name. UsageError: the index cannot be read, or more than a million values.
-        ValuesError: sparse, quantised, without values. CkptError: it cannot be read, or the output not be written.
+        ConvertError: sparse, quantised, without values. CkptError: it cannot be read, or the output not be written.
     """
     need_torch("The values of a tensor are read with it.")
     with open_whole(path) as checkpoint:
@@ -178,11 +178,11 @@ def _entry(tensor: Tensor) -> Entry:
     if type(node) is not Entry:
         kind = tensor.unusual.kind if tensor.unusual is not None else ""
         why = _WHY_NOT.get(kind, "It is a tensor of a class of its own, whose values only that class knows.")
-        raise ValuesError(
+        raise ConvertError(
             f"The values of {name!r} cannot be shown.", why=why, fix="ckpt_tools.torch.load gives it as torch has it."
         )
     if not has_numbers(node.dtype):
-        raise ValuesError(
+        raise ConvertError(
             f"The values of {name!r} cannot be shown.", why=f"It is {node.dtype.name}, for which torch has no numbers."
         )
     return node

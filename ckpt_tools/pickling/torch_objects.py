@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from ckpt_tools.errors import PickleError, TensorError, ZipError
+from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
@@ -80,10 +80,10 @@ class Storages:
         return storage
 
     def check_found(self) -> None:
-        """Raise ZipError when the bytes of some storages were nowhere, naming them all at once."""
+        """Raise DamagedFileError when the bytes of some storages were nowhere, naming them all at once."""
         missing = [key for key, (_, storage) in self.by_key.items() if storage.content is _NOT_THERE]
         if missing:
-            raise ZipError(
+            raise DamagedFileError(
                 f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}.",
                 why="The pickle refers to them, and the zip has no such records.",
             )

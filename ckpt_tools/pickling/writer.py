@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeAlias, final
 
-from ckpt_tools.errors import ContainerLimitError, PickleError
+from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.state import ORDERED_DICT
 from ckpt_tools.pickling.survey import (
     ENCODERS,
@@ -235,7 +235,7 @@ class _Writer:
         if id(entry) in self.shared and self.recall(id(entry)):
             return []
         if not entry.dtype.in_torch:
-            raise ContainerLimitError(f"torch has no dtype for {entry.dtype.name}, so a .pth cannot hold it.")
+            raise ConvertError(f"torch has no dtype for {entry.dtype.name}, so a .pth cannot hold it.")
         if entry.extras is not None:
             return self.entry_with_extras(entry, entry.extras)
         self.plain_entry(entry)

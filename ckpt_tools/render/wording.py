@@ -1,4 +1,4 @@
-"""The library's messages in the command line's words: `dtype_only` becomes --dtype-only, `objects='plain'` --objects plain."""
+"""The library's messages in the command line's words: `as_is` becomes --as-is, `objects='plain'` --objects plain."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _option(found: re.Match[str]) -> str:
     return " ".join(f"{option} {_shell(one)}" for one in values)
 
 
-_REPEATED = ("drop", "keep", "rename", "reinit", "dtype_only", "ignore")
+_REPEATED = ("drop", "keep", "rename", "reinit", "ignore")
 
 
 def _shell(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckpt_tools.errors import MatchError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.text import listed
 from ckpt_tools.torch.gathering import is_dtensor
@@ -76,7 +76,7 @@ def load_with_hooks(
         raise MatchError(f"{path} does not fit the model.", why=f"Its load_state_dict says: {error}") from error
     except Exception as error:
         why = f"A load hook raised {type(error).__name__}: {error}"
-        raise TargetError(f"The model does not take {path}.", why=why) from error
+        raise ConvertError(f"The model does not take {path}.", why=why) from error
     report = LoadReport(str(path))
     report.missing, report.unexpected = (list(getattr(result, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
     report.loaded = [name for name in inner.state_dict() if name not in set(report.missing)]

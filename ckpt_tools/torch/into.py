@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.errors import MatchError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit.targets import names_of, read_target
 from ckpt_tools.formats.open import (
     collector_paused,
@@ -57,8 +57,8 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
         What happened to every name; true when all of the model and of the file was loaded.
 
     Raises:
-        MatchError: tensors are left over, and no choice covers them; all are listed. TargetError: the model has parameters that
-        cannot be written into. UsageError: an argument that cannot be read. CkptError: the file cannot be read.
+        MatchError: tensors are left over, and no choice covers them; all are listed. ConvertError: the model has parameters
+        that cannot be written into. UsageError: an argument that cannot be read. CkptError: the file cannot be read.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -133,7 +133,7 @@ def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
             module.set_extra_state(state)
         except Exception as error:
             _put_back(before)
-            raise TargetError(
+            raise ConvertError(
                 f"A {type(module).__name__} of the model does not take its extra state.",
                 why=f"set_extra_state raised {type(error).__name__}: {error}",
             ) from error

@@ -22,7 +22,7 @@ def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
         state_dict: of a model; it is left as it is. prefix: what is removed.
 
     Raises:
-        CollisionError: two tensors would get one name.
+        ConvertError: two tensors would get one name.
     """
     return renamed_state_dict(state_dict, lambda name: names.strip_prefix(name, prefix))
 
@@ -45,7 +45,7 @@ def unwrap(state_dict: _StateDict) -> _StateDict:
         state_dict: of a model; it is left as it is.
 
     Raises:
-        CollisionError: two tensors would get one name.
+        ConvertError: two tensors would get one name.
     """
     return renamed_state_dict(state_dict, names.unwrap)
 

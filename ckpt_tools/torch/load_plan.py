@@ -12,7 +12,7 @@ from ckpt_tools.edit import casts
 from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.parametrized import fold_for, told_fold
 from ckpt_tools.errors import ConvertError, MatchError
-from ckpt_tools.fit.choices import Choices, Rows
+from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.fit import Fitted, Wanted, fit, left_out
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
@@ -73,7 +73,7 @@ class Planner:
     ) -> None:
         self.checkpoint, self.slots, self.model, self.options = checkpoint, slots, model, options
         self.choices = Choices(
-            Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed, options.allow_missing,
+            Rules(options.reinit), options.on_mismatch, options.adapt, options.seed, options.allow_missing,
             options.allow_unexpected, in_code=True,
         )  # fmt: skip
         root = loadable(state_dict.node, checkpoint.path)

@@ -76,7 +76,7 @@ def load_state_dict(
             mmap=False reads everything now. Files below 1 MiB, compressed or cast tensors are always read.
 
     Raises:
-        NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
+        NothingMatchedError: no state dict there, or several and no `select`. ConvertError: two names would become one.
         UsageError: a dtype that is not a float, a device that is not there, a select that is not text.
         CkptError: the file cannot be read.
     """
@@ -87,7 +87,7 @@ def load_state_dict(
             renaming.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(loadable(state_dict.node, as_path(path)), checkpoint.decoded.byteorder)
         if target is not None:
-            root, _ = casts.cast_floats(root, target)
+            root, _ = casts.cast_floats(root, target, {})
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
         checkpoint.decoded.source.check_unchanged()
         return loaded

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt_tools.edit.flatten import flatten
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.member_paths import File, as_path
@@ -56,7 +56,7 @@ def save(
         wrapped: keep the wrapper's names of a module.
 
     Raises:
-        ContainerLimitError: a mapping that safetensors cannot hold. OutputError: the file cannot be written.
+        ConvertError: a mapping that safetensors cannot hold. OutputError: the file cannot be written.
         PartError: ShardedTensors of FSDP1, each one process's part; the message says how to take them whole.
         UsageError: processes that hold different tensors give one path.
     """
@@ -92,7 +92,7 @@ def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
     """`torch.save` into the output. It makes a RuntimeError of whatever its stream raises: the real one is raised again."""
     for value in leaves(data):
         if type(value) in (torch.Tensor, torch.nn.Parameter) and is_freed(value):
-            raise ContainerLimitError(f"The memory of a tensor of shape {tuple(value.shape)} has been freed.")
+            raise ConvertError(f"The memory of a tensor of shape {tuple(value.shape)} has been freed.")
     raw = _Stream(output)
     try:
         with io.BufferedWriter(raw, CHUNK) as stream:
@@ -101,7 +101,7 @@ def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
         if raw.failed is not None:
             raise raw.failed from None
         if isinstance(error, pickle.PicklingError | AttributeError | TypeError | RecursionError):  # pickle's own errors
-            raise ContainerLimitError(f"{output.target} would hold what cannot be pickled.", why=f"{error}.") from error
+            raise ConvertError(f"{output.target} would hold what cannot be pickled.", why=f"{error}.") from error
         raise
 
 
@@ -172,7 +172,7 @@ def _tree_of(data: Mapping[str, Any], holder: str) -> Node:
         if isinstance(value, torch.Tensor):
             return _entry_of(value, name, storages, holder)
         if id(value) in above or len(above) > _DEEPEST:
-            raise ContainerLimitError(f"{name!r} is nested in itself, or too deep, which {holder} cannot hold.")
+            raise ConvertError(f"{name!r} is nested in itself, or too deep, which {holder} cannot hold.")
         inside = above | {id(value)}
         if isinstance(value, Mapping):
             made = Dict([(key, node(item, str(key), inside)) for key, item in value.items()], ordered=True)
@@ -183,16 +183,16 @@ def _tree_of(data: Mapping[str, Any], holder: str) -> Node:
             return List([node(item, name, inside) for item in value])
         if value is None or isinstance(value, str | int | float | bool):
             return value
-        raise ContainerLimitError(f"{name!r} is a {type(value).__name__}, which {holder} cannot hold.")
+        raise ConvertError(f"{name!r} is a {type(value).__name__}, which {holder} cannot hold.")
 
     return node(data, "the mapping")
 
 
 def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage], holder: str) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which {holder} cannot hold.")
+        raise ConvertError(f"{name!r} is a sparse, quantised or meta tensor, which {holder} cannot hold.")
     if is_freed(tensor):
-        raise ContainerLimitError(f"The memory of {name!r} has been freed.")
+        raise ConvertError(f"The memory of {name!r} has been freed.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     dtype: DType = DTYPES[str(tensor.dtype).removeprefix("torch.")]
     live = tensor.untyped_storage()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.errors import TargetError, TensorError
+from ckpt_tools.errors import ConvertError, TensorError
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.gathering import is_dtensor, own_box
 from ckpt_tools.tree.dtypes import DTYPES
@@ -72,7 +72,7 @@ def find_slots(model: torch.nn.Module) -> Slots:
             held = [(holder, key) for (_, key), holder in owners[id(value)].items()]
             slots.tensors[name] = Slot(name, value, module, held)
     if unusual:
-        raise TargetError(
+        raise ConvertError(
             f"The model has tensors that cannot be written into: {', '.join(unusual[:8])}{' ...' if len(unusual) > 8 else ''}.",
             fix="Its own way is left: model.load_state_dict(ckpt_tools.torch.load_state_dict(path)).",
         )

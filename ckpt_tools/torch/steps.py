@@ -141,7 +141,8 @@ class Steps:
 
     def cast(self, dtype: str | torch.dtype, *, only: str | Sequence[str] = ()) -> Self:
         """With float tensors in another `dtype`; `only` those whose name matches these globs."""
-        return self._step("cast", dtype=dtype, dtype_only=only)
+        globs = [only] if isinstance(only, str) else only
+        return self._step("cast", dtype=dict.fromkeys(globs, dtype) if globs else dtype)
 
     @as_keywords_of_method(SaveOptions)
     def save(self, target: File, options: SaveOptions) -> Converted:

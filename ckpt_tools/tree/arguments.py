@@ -238,17 +238,6 @@ def read_size(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else read_whole(name, value)
 
 
-def read_rows(name: str, value: Any) -> Any:
-    """Row numbers in anything that has them in order, or a mapping from globs to such; or texts of the command line."""
-    if isinstance(value, Mapping):
-        return {read_text(name, glob): read_numbers(name, rows, read_whole) for glob, rows in value.items()}
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list | tuple) and value and all(isinstance(row, str) for row in value):
-        return list(value)
-    return read_numbers(name, value, read_whole)
-
-
 def read_numbers(name: str, value: Any, reader: Reader) -> list[Any]:
     """The numbers of a list, range, array or tensor."""
     if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "tolist") or isinstance(value, Iterable)):
@@ -370,12 +359,6 @@ def read_some_keywords(name: str, value: Any) -> Any:
 def read_state_dict(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _refused(name, value, "a mapping from names to tensors")
-    return value
-
-
-def read_ranks(name: str, value: Any) -> Any:
-    if not hasattr(value, "world"):
-        raise _refused(name, value, "what ckpt_tools.io.ranks.launched gives")
     return value
 
 

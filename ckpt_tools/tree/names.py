@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TypeVar
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CollisionError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.frozen import frozen
 
 MODULE = "module."
@@ -114,13 +114,13 @@ def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_unique(renamed: Mapping[str, str]) -> None:
-    """Raise CollisionError when two old names (the keys) get one new name (the values)."""
+    """Raise ConvertError when two old names (the keys) get one new name (the values)."""
     if len(set(renamed.values())) == len(renamed):
         return
     first: dict[str, str] = {}
     for old, new in renamed.items():
         if new in first:
-            raise CollisionError(
+            raise ConvertError(
                 f"{first[new]!r} and {old!r} would both be named {new!r}.",
                 why="One of the two tensors would be lost.",
                 fix="Rename one of them: `rename='REGEX=REPLACEMENT'`.",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ValuesError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import (
     CHUNK,
     Computed,
@@ -133,7 +133,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
-        raise ValuesError(f"PyTorch {torch.__version__} has no {dtype.name}.", fix="A newer one may have it.")
+        raise ConvertError(f"PyTorch {torch.__version__} has no {dtype.name}.", fix="A newer one may have it.")
     return found
 
 

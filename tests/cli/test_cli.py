@@ -74,7 +74,7 @@ def test_help_has_an_example_and_every_option() -> None:
     for option in (name for parameter in command.params for name in parameter.opts if name.startswith("--")):
         assert f" {option}" in whole
     assert all(option in short for option in ("--strip-module", "--select", "--map-location", "--like", "--help-all"))
-    assert "--reserve" not in short
+    assert "--plan-value" not in short
     assert [line for line in whole.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
         "Names:", "What to keep:", "Values and devices:", "Target model:", "Objects:", "Output:", "Other:",
     ]  # fmt: skip

@@ -24,7 +24,7 @@ def training() -> dict[str, Any]:
 
 OPTIONS: list[dict[str, Any]] = [
     {}, {"select": "model"}, {"drop": ["optimizer", "queue", "b.*"]}, {"keep": "a.*", "drop": "optimizer"},
-    {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"compact": True, "map_location": "cuda"},
+    {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"map_location": "cuda"},
     {"objects": "plain", "add_prefix": "net."}, {"format": "pth-legacy"},
     {"select": "model", "drop": "s.*", "format": "safetensors"}, {"select": "model", "drop": "s.*", "shard_size": "1KB"},
 ]  # fmt: skip

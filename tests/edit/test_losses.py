@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, ContainerLimitError, NothingMatchedError, ObjectsError
+from ckpt_tools.errors import CkptError, ConvertError, NothingMatchedError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.edit.test_objects_of_torch import Wrapped
 from tests.support import classes
@@ -147,7 +147,7 @@ def test_values_alone_are_no_safetensors(tmp_path: Path, name: str, shard_size: 
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     both: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
     torch.save(both[name].state_dict(), tmp_path / "in.pt")
-    with pytest.raises(ContainerLimitError, match="There is no tensor in the checkpoint"):
+    with pytest.raises(ConvertError, match="There is no tensor in the checkpoint"):
         ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", format="safetensors", shard_size=shard_size)
     assert not (tmp_path / "out").exists()
     ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pth")
@@ -168,7 +168,7 @@ def test_attributes_of_tensors_without_a_place(tmp_path: Path, format: str) -> N
     """Values that were set on tensors are told to be left out; tensors among them are refused, until objects are dropped."""
     how: dict[str, Any] = {"shard_size": 1 << 20} if format == "shards" else {"format": format}
     path, out = with_attributes(tmp_path / "in.pth", mask=torch.zeros(3), scale=2.5), tmp_path / "out"
-    with pytest.raises(ContainerLimitError, match=r"no place for attributes of tensors, and 'w\.mask', 'p\.mask' hold tensors"):
+    with pytest.raises(ConvertError, match=r"no place for attributes of tensors, and 'w\.mask', 'p\.mask' hold tensors"):
         ckpt_tools.convert(path, out, **how)
     report = ckpt_tools.convert(path, out, objects="drop", **how)
     assert [where for where, _ in report.dropped] == ["w.mask", "w.scale", "p.mask", "p.scale"]

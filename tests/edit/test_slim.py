@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CollisionError, ConvertError, NothingMatchedError
+from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.torch import load_state_dict
 from tests.conftest import small_model
 from tests.support import classes
@@ -77,7 +77,7 @@ def test_views_on_a_large_storage_are_compacted(tmp_path: Path) -> None:
     path = saved(tmp_path, value)
     found = [row for row in ckpt_tools.inspect(path).findings if row.code == "oversized-storage"]
     assert [row.fix.endswith("--slim") for row in found] == [True]
-    loaded, report = converted(path, slim=True, verify=True)
+    loaded, report = converted(path, slim=True)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
         name: tensor.tolist() for name, tensor in value.items()
     }
@@ -178,7 +178,7 @@ def test_states_keyed_by_name_follow(tmp_path: Path) -> None:
     assert loaded["optimizer"]["param_groups"][0]["param_names"] == ["w.x", "b.x"]
     assert report.optimizer_names == 6
     state["w.x"] = {"exp_avg": torch.ones(1)}
-    with pytest.raises(CollisionError):
+    with pytest.raises(ConvertError):
         converted(saved(tmp_path, {**value, "model": {"module.w.x": torch.ones(1)}}), strip_module=True)
 
 

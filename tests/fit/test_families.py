@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MatchPlanError
+from ckpt_tools.errors import CkptError, MatchError
 from tests.support import families as make
 from tests.support.commands import ckpt
 from tests.support.families import HEAD, HEADS, KV_HEADS, MEGATRON, SIDES, SIZES, WIDTH, WORDS, State
@@ -46,7 +46,7 @@ def test_there_and_back(plan: str, tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, state[name]), name
     assert again.keys() == state.keys()
-    reverse = converted(made, tmp_path, plan, plan_value=sizes | more, reverse=True)  # is the same plan
+    reverse = converted(made, tmp_path, f"{plan}:reverse", plan_value=sizes | more)  # is the same plan
     assert list(reverse) == list(again)
     assert all(torch.equal(tensor, again[name]) for name, tensor in reverse.items())
 
@@ -181,13 +181,13 @@ def test_a_tie_that_the_config_denies_is_refused(tmp_path: Path) -> None:
     made = converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
     assert made["output.weight"].data_ptr() == made["tok_embeddings.weight"].data_ptr()
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    with pytest.raises(MatchPlanError, match="tie_word_embeddings = false"):
+    with pytest.raises(MatchError, match="tie_word_embeddings = false"):
         converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
 
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     """The error says what is missing, and what is not named; a layer with a gap is named."""
-    with pytest.raises(MatchPlanError, match="is not what the plan llama-hf-to-meta is for") as caught:
+    with pytest.raises(MatchError, match="is not what the plan llama-hf-to-meta is for") as caught:
         converted(make.gpt2(transformers=True), tmp_path, "llama-hf-to-meta")
     assert "match nothing" in str(caught.value)
     state = make.meta()
@@ -244,6 +244,6 @@ def test_a_whole_layer_that_is_missing(plan: str, tmp_path: Path) -> None:
     """Layers whose numbers leave one out are refused: the other library would load a model with a hole."""
     old, _, sizes = SIDES[plan]
     state = {name: tensor for name, tensor in old().items() if ".0." not in name}
-    with pytest.raises(MatchPlanError) as caught:
+    with pytest.raises(MatchError) as caught:
         converted(state, tmp_path, plan, plan_value=sizes)
     assert "none of them with the number 0" in caught.value.why

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MatchPlanError, UsageError
+from ckpt_tools.errors import CkptError, MatchError, UsageError
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
 State = dict[str, torch.Tensor]
@@ -24,11 +24,12 @@ def table(old: object, new: object, **fields: object) -> str:
     return "\n[[tensor]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in {**names, **fields}.items())
 
 
-def converted(state: State, plan: str, folder: Path, **options: object) -> State:
+def converted(state: State, plan: str, folder: Path, *, reverse: bool = False, **options: object) -> State:
     """What torch loads after a conversion by a plan."""
     (folder / "plan.toml").write_text(HEAD + plan)
     torch.save(state, folder / "in.pth")
-    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=folder / "plan.toml", overwrite=True, **options)  # type: ignore[arg-type]
+    named = f"{folder / 'plan.toml'}{':reverse' * reverse}"
+    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=named, overwrite=True, **options)  # type: ignore[arg-type]
     loaded: State = torch.load(folder / "out.pth", weights_only=True)
     return loaded
 
@@ -219,15 +220,15 @@ def test_a_plan_that_is_not_clear_is_refused(plan: str, message: str, tmp_path: 
 )  # fmt: skip
 def test_parts_that_do_not_stack(state: State, message: str, tmp_path: Path) -> None:
     """Numbers with a gap, not from 0, twice, of twenty digits; shapes and dtypes that differ."""
-    with pytest.raises(MatchPlanError, match=message):
+    with pytest.raises(MatchError, match=message):
         converted(state, table("e.{e}.w", "all", step="stack"), tmp_path)
 
 
 @pytest.mark.parametrize("step", ["reshape", "flatten", "pad"])
 def test_a_step_without_an_inverse_is_named(step: str, tmp_path: Path) -> None:
-    """`reverse` of a step that does not say what was before."""
+    """The reverse of a step that does not say what was before."""
     fields: dict[str, object] = {"reshape": {"to": [24]}, "flatten": {}, "pad": {"size": 9}}[step]  # type: ignore[assignment]
-    with pytest.raises(MatchPlanError, match="inverse"):
+    with pytest.raises(MatchError, match="inverse"):
         converted({"b.w": X}, table("a.w", "b.w", step=step, **fields), tmp_path, reverse=True)
 
 
@@ -235,10 +236,12 @@ def test_options_about_patterns_need_a_plan_of_patterns(tmp_path: Path) -> None:
     """Without a plan, and with one that names every tensor."""
     torch.save({"a.w": X}, tmp_path / "in.pth")
     with pytest.raises(UsageError, match="about a plan"):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", reverse=True)
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan_value={"n": 1})
     (tmp_path / "p.toml").write_text('format = "ckpt-plan-1"\n[[tensor]]\nold = "a.w"\nnew = "b"\nshape = [4, 6]\n')
     with pytest.raises(UsageError, match="plans of patterns"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", plan_value={"n": 1})
+    with pytest.raises(MatchError, match="plans of patterns"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=f"{tmp_path}/p.toml:reverse")
     with pytest.raises(UsageError, match="from 1 up"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", plan_value="n=0")
 
@@ -251,7 +254,7 @@ def test_a_plan_of_names_has_the_same_steps(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml")
     assert torch.equal(torch.load(tmp_path / "out.pth")["b"], X[[0, 2, 1, 3]])
     (tmp_path / "p.toml").write_text(text + "to = [6, 4]\n")
-    with pytest.raises(MatchPlanError, match="it makes"):
+    with pytest.raises(MatchError, match="it makes"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "new.pth", plan=tmp_path / "p.toml")
 
 

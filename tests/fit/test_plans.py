@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools.errors import LimitError, MatchPlanError
+from ckpt_tools.errors import LimitError, MatchError
 
 FORMAT = 'format = "ckpt-plan-1"\n'
 QKV = torch.arange(24.0).reshape(6, 4)
@@ -111,7 +111,7 @@ def test_a_folded_plan_is_the_same_plan(parts: list[tuple[list[str], list[int], 
 def test_a_name_that_toml_cannot_hold(tmp_path: Path) -> None:
     """It is refused before anything is written."""
     torch.save({"\ud800": torch.ones(2)}, tmp_path / "in.pth")
-    with pytest.raises(MatchPlanError, match="surrogate"):
+    with pytest.raises(MatchError, match="surrogate"):
         ckpt_tools.match(tmp_path / "in.pth", like={"a": torch.ones(2)}, output=tmp_path / "plan.toml")
     assert not (tmp_path / "plan.toml").exists()
 
@@ -144,7 +144,7 @@ TOO_MUCH = [
 @pytest.mark.parametrize("number", range(len(RUBBISH) + len(TOO_MUCH)))
 def test_rubbish_is_refused(number: int, tmp_path: Path) -> None:
     """Not TOML, of another version, with a field too many, too few or of another type, or with more than any plan has."""
-    with pytest.raises(MatchPlanError if number < len(RUBBISH) else LimitError):
+    with pytest.raises(MatchError if number < len(RUBBISH) else LimitError):
         applied(STATE, (RUBBISH + TOO_MUCH)[number], tmp_path)
     assert not (tmp_path / "out.pth").exists()
 
@@ -154,5 +154,5 @@ def test_files_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
     """Missing, a folder, no UTF-8."""
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     torch.save(STATE, tmp_path / "in.pth")
-    with pytest.raises(MatchPlanError):
+    with pytest.raises(MatchError):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / name)

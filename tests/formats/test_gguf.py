@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import ContainerLimitError, ConvertError, PartError, UsageError
+from ckpt_tools.errors import ConvertError, PartError, UsageError
 from tests.hostile.refusals import write
 from tests.support.samples import FIXTURES, metadata
 
@@ -118,7 +118,7 @@ def test_dtypes_that_gguf_has(tmp_path: Path) -> None:
     assert list(again) == ["a", "b", "i", "s", "x", "y"]
     assert all(torch.equal(again[name], tensor) and again[name].dtype is tensor.dtype for name, tensor in tensors.items())
     torch.save({"flag.x": torch.tensor([True])}, tmp_path / "in.pth")
-    with pytest.raises(ContainerLimitError, match=r"'flag\.x' is bool, which GGUF has no type for"):
+    with pytest.raises(ConvertError, match=r"'flag\.x' is bool, which GGUF has no type for"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf")
     ckpt_tools.torch.save({"w.x": torch.ones(2)}, tmp_path / "saved.gguf")
     assert ckpt_tools.inspect(tmp_path / "saved.gguf").container == "gguf"
@@ -126,17 +126,17 @@ def test_dtypes_that_gguf_has(tmp_path: Path) -> None:
 
 def test_q8_0(tmp_path: Path) -> None:
     """Matrices with rows of whole blocks become what gguf-py makes of them; what cannot be held is refused."""
-    report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", quantize="q8_0", dtype="fp32")
+    report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", dtype={"*": "fp32", "": "q8_0"})
     assert any("5 of 5 tensors become Q8_0" in note.text for note in report.notes)
     made, wanted = ckpt_tools.torch.load(tmp_path / "out.gguf"), load_file(HERE / "q8_0.safetensors")
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
     for odd in (float("nan"), float("inf"), 1e7):
         torch.save({"w.x": torch.full((2, 32), odd)}, tmp_path / "in.pth")
         with pytest.raises(ConvertError, match="Q8_0 cannot hold"):
-            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf", quantize="q8_0")
+            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf", dtype="q8_0")
     assert not (tmp_path / "no.gguf").exists()
-    with pytest.raises(UsageError, match="`quantize` is for a GGUF"):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", quantize="q8_0")
+    with pytest.raises(UsageError, match="`dtype='q8_0'` is for a GGUF"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", dtype="q8_0")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_q8_0(tmp_path: Path) -> None:
 def test_what_gguf_cannot_hold(tmp_path: Path, tensors: dict[str, torch.Tensor], said: str) -> None:
     """Names and dimensions beyond ggml's are refused before anything is written."""
     torch.save(tensors, tmp_path / "in.pth")
-    with pytest.raises(ContainerLimitError, match=said):
+    with pytest.raises(ConvertError, match=said):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.gguf")
 
 
 def test_a_key_that_is_not_of_its_type(tmp_path: Path) -> None:
     """Text in the place of a number cannot become that number's type."""
-    with pytest.raises(ContainerLimitError, match=r"'llama\.block_count' is not of the type u32"):
+    with pytest.raises(ConvertError, match=r"'llama\.block_count' is not of the type u32"):
         ckpt_tools.convert(TYPES, tmp_path / "out.gguf", set_metadata="llama.block_count=many")
 
 

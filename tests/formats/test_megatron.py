@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import FolderError, PartError
+from ckpt_tools.errors import NotACheckpointError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import equal
 from tests.support.samples import FIXTURES
@@ -277,5 +277,5 @@ def test_what_the_latest_iteration_may_say(text: str, tmp_path: Path) -> None:
     """It is a number or the word release, never a path; what is not there is said."""
     save(tmp_path / "iter_0000002", 2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(FolderError):
+    with pytest.raises(NotACheckpointError):
         merged(tmp_path)

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import open_checkpoint
-from ckpt_tools.errors import CkptError, ObjectsError, TensorError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, ObjectsError, TensorError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same, element_bytes
 from tests.support.zips import called_big, rewrite
@@ -128,7 +128,7 @@ def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes)
         return content.replace(old, new) if name.endswith("batchnorm.py") else content
 
     rewrite(program(tmp_path / "whole.pt", Net().features), tmp_path / "other.pt", change=edited)
-    with pytest.raises(ZipError, match=r"not written as torch writes|is not in the program's code|not in its"):
+    with pytest.raises(DamagedFileError, match=r"not written as torch writes|is not in the program's code|not in its"):
         open_checkpoint(tmp_path / "other.pt")
 
 
@@ -266,13 +266,16 @@ def changed(**rows: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        ("{", ZipError, "malformed"), ("[]", ZipError, "malformed"), ('{"tensors": []}', ZipError, "malformed"),
-        ({**MODEL, "tensors": []}, ZipError, "malformed"), (changed(data={"key": "tensors/none"}), ZipError, "not in the file"),
+        ("{", DamagedFileError, "malformed"),
+        ("[]", DamagedFileError, "malformed"), ('{"tensors": []}', DamagedFileError, "malformed"),
+        ({**MODEL, "tensors": []}, DamagedFileError, "malformed"),
+        (changed(data={"key": "tensors/none"}), DamagedFileError, "not in the file"),
         (changed(dataType="STRING"), TensorError, "unknown type 'STRING'"),
         (changed(dims=["2", "300"]), TensorError, "outside its storage"), (changed(offset="-1"), TensorError, "negative"),
-        (changed(dims=["9" * 5000]), ZipError, "malformed"), (changed(offset=float("inf")), ZipError, "malformed"),
-        ('{"tensors": [], "tensors": []}', ZipError, "'tensors' is there twice"),
-        ('{"mainModule": ' + '{"submodules": [' * 5000 + "]}" * 5000 + "}", ZipError, "malformed"),
+        (changed(dims=["9" * 5000]), DamagedFileError, "malformed"),
+        (changed(offset=float("inf")), DamagedFileError, "malformed"),
+        ('{"tensors": [], "tensors": []}', DamagedFileError, "'tensors' is there twice"),
+        ('{"mainModule": ' + '{"submodules": [' * 5000 + "]}" * 5000 + "}", DamagedFileError, "malformed"),
     ],
 )  # fmt: skip
 def test_a_damaged_model_json_is_refused(tmp_path: Path, model: Any, error: type[CkptError], message: str) -> None:
@@ -285,14 +288,14 @@ def test_a_program_without_its_modules_is_refused(tmp_path: Path) -> None:
     """`constants.pkl` without `data.pkl` is half a program."""
     path, half = program(tmp_path / "net.pt", nn.Linear(2, 2)), tmp_path / "half.pt"
     rewrite(path, half, change=lambda name, data: None if name.endswith("data.pkl") else data)
-    with pytest.raises(ZipError, match=r"no data\.pkl"):
+    with pytest.raises(DamagedFileError, match=r"no data\.pkl"):
         ckpt_tools.inspect(half)
 
 
 def test_a_storage_of_odd_bytes_is_refused(tmp_path: Path) -> None:
     """A record that does not hold whole elements would be written with a count that is not its own."""
     path = old_program(tmp_path / "old.pt", records=RECORDS | {"tensors/0": RECORDS["tensors/0"] + b"12"})
-    with pytest.raises(ZipError, match="whole elements"):
+    with pytest.raises(DamagedFileError, match="whole elements"):
         ckpt_tools.inspect(path)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
-from ckpt_tools.errors import ChecksumError, FolderError, PartError
+from ckpt_tools.errors import ChecksumError, NotACheckpointError, PartError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.support.commands import main
 from tests.support.graphs import equal
@@ -149,7 +149,7 @@ def test_names_of_rank_files(tmp_path: Path) -> None:
     expected = save_ranks(tmp_path, fsdp2, 2, name="model_0001.rank_{rank}.pth")
     assert equal(load_state_dict(tmp_path), expected)
     save_ranks(tmp_path, fsdp2, 2, name="model_0002.rank_{rank}.pth")
-    with pytest.raises(FolderError, match="not a checkpoint"):
+    with pytest.raises(NotACheckpointError, match="not a checkpoint"):
         load_state_dict(tmp_path)
     assert equal(load_state_dict(tmp_path / "model_0002.rank_1.pth"), expected)
 

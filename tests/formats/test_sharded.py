@@ -76,14 +76,14 @@ def test_checkpoints_beside_the_shards_are_told(folder: Path, tmp_path: Path) ->
 
 
 def test_torch_shards_with_checksums(tmp_path: Path) -> None:
-    """Shards that torch.save wrote are merged with their views, and --verify knows the records of each file apart."""
+    """Shards that torch.save wrote are merged with their views, and a way out knows the records of each file apart."""
     base = torch.arange(6.0)
     shards = {
         "pytorch_model-00001-of-00002.bin": {"b": base, "a": base[2:4]},
         "pytorch_model-00002-of-00002.bin": {"c": base + 1},
     }
     write_shards(tmp_path / "in", shards)
-    convert(tmp_path / "in", tmp_path / "out.pth", verify=True)
+    convert(tmp_path / "in", tmp_path / "out.pth")
     got = same(tmp_path / "out.pth", {"b": base, "a": base[2:4], "c": base + 1})
     assert got["a"].untyped_storage().data_ptr() == got["b"].untyped_storage().data_ptr()
     with open(tmp_path / "in" / "pytorch_model-00002-of-00002.bin", "r+b") as file:
@@ -91,7 +91,7 @@ def test_torch_shards_with_checksums(tmp_path: Path) -> None:
         file.seek(data.index((base + 1).numpy().tobytes()))
         file.write(b"\1")
     with pytest.raises(CkptError, match="CRC-32"):
-        convert(tmp_path / "in", tmp_path / "other.pth", verify=True)
+        convert(tmp_path / "in", tmp_path / "other.safetensors")
 
 
 @pytest.mark.parametrize(

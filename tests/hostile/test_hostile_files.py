@@ -10,9 +10,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import (
-    AmbiguousFileError,
-    FolderError,
-    ForbiddenFileError,
+    DamagedFileError,
     MissingFileError,
     NotACheckpointError,
     ObjectsError,
@@ -48,7 +46,7 @@ def test_09_directory(tmp_path: Path) -> None:
     """A folder."""
     folder = tmp_path / "folder.pth"
     folder.mkdir()
-    expect_refused(folder, FolderError, "is a directory")
+    expect_refused(folder, NotACheckpointError, "is a directory")
 
 
 def test_09_fifo(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_09_no_permission(tmp_path: Path) -> None:
     """A file that may not be read."""
     path = write(tmp_path, saved())
     path.chmod(0)
-    expect_refused(path, ForbiddenFileError, "Permission denied")
+    expect_refused(path, NotACheckpointError, "Permission denied")
 
 
 @pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix"])
@@ -116,7 +114,7 @@ def test_12_tar(tmp_path: Path) -> None:
         member = tarfile.TarInfo("../escape")
         member.size = 4
         tar.addfile(member, io.BytesIO(b"evil"))
-    expect_refused(write(tmp_path, buffer.getvalue(), "old.tar"), AmbiguousFileError, "not a name inside a folder")
+    expect_refused(write(tmp_path, buffer.getvalue(), "old.tar"), DamagedFileError, "not a name inside a folder")
     assert not (tmp_path.parent / "escape").exists()
     assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
 

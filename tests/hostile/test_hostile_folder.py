@@ -33,7 +33,7 @@ LINEAR = '{"in_features":3,"out_features":2}'
 # What other processes have a part in. OUT is a folder elsewhere, KEYS another.
 SHARED = (
     "scan .", "inspect --jobs 2 ddp.pth single.pth", "check --jobs 2 large.safetensors larger.safetensors",
-    "convert ddp.pth single.pth --to-dir OUT/to --jobs 2",
+    "convert ddp.pth single.pth --to-dir OUT/to",
 )  # fmt: skip
 # What is typed, by its exit code.
 TYPED = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, ObjectsError
+from ckpt_tools.errors import ConvertError, ObjectsError
 from tests.hostile import pickles as p
 from tests.hostile.pickles import CALLS, COMMAND, SYSTEM
 from tests.hostile.refusals import expect_convert_refused, expect_warned, info, safetensors, write
@@ -203,7 +203,7 @@ def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
     inner = p.dict_of(**{"b.w": p.tensor()})
     body = p.EMPTY_DICT + p.MARK + p.sizes(1) + inner + p.sizes(2) + p.NONE + p.SETITEMS
     expect_convert_refused(
-        write(tmp_path, raw(body)), ContainerLimitError, "Two keys of the checkpoint are written", target="out.safetensors"
+        write(tmp_path, raw(body)), ConvertError, "Two keys of the checkpoint are written", target="out.safetensors"
     )
 
 

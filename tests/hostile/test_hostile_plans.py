@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MatchPlanError
+from ckpt_tools.errors import CkptError, MatchError
 
 HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
 
@@ -18,7 +18,7 @@ def test_patterns_that_differ_in_what_they_leave_open_are_bounded(tmp_path: Path
     ways = (".".join(f"{{n{bit}}}" if way >> bit & 1 else "7" for bit in range(10)) for way in range(1000))
     (tmp_path / "p.toml").write_text(HEAD + "".join(f'[[tensor]]\nold = "{way}"\nstep = "drop"\n' for way in ways))
     empty_tensor(tmp_path / "in.safetensors", [0])
-    with pytest.raises(MatchPlanError, match="More than 16 patterns like"):
+    with pytest.raises(MatchError, match="More than 16 patterns like"):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pth", plan=tmp_path / "p.toml")
 
 
@@ -70,5 +70,5 @@ def test_a_config_beside_is_not_trusted(config: str, tmp_path: Path) -> None:
 def test_a_shipped_plan_is_named_and_not_a_path(name: str, tmp_path: Path) -> None:
     """Only the names of the list are looked up in the package."""
     torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
-    with pytest.raises(MatchPlanError, match=r"cannot be read|is not TOML"):
+    with pytest.raises(MatchError, match=r"cannot be read|is not TOML"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=name)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import ckpt_tools
-from ckpt_tools.errors import LimitError, SafetensorsError
+from ckpt_tools.errors import DamagedFileError, LimitError
 from ckpt_tools.limits import raised
 from tests.hostile.refusals import expect_refused, expect_warned, info, safetensors, write
 
@@ -18,7 +18,7 @@ BYTES = struct.pack("<2f", 1, 2)
 GOOD = {"a": info()}
 
 
-def expect_bad_file(folder: Path, data: bytes, *said: str, ours_only: bool = False, error: Any = SafetensorsError) -> None:
+def expect_bad_file(folder: Path, data: bytes, *said: str, ours_only: bool = False, error: Any = DamagedFileError) -> None:
     """Refused by us with these words; and by safetensors too, unless we are the stricter one."""
     path = write(folder, data, "bad.safetensors")
     expect_refused(path, error, *said)
@@ -55,7 +55,7 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
         file.truncate(100_000_009)
     expect_refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "`limits.raised(header_bytes=200000000)`")
     with raised(header_bytes=200_000_000):
-        expect_refused(tmp_path / "bad.safetensors", SafetensorsError, "is not JSON")
+        expect_refused(tmp_path / "bad.safetensors", DamagedFileError, "is not JSON")
 
 
 def test_82_padding_with_blanks(tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import (
     ChangedFileError,
+    ChecksumError,
     CkptError,
-    ContainerLimitError,
+    ConvertError,
     OutputError,
     OutputExistsError,
-    OutputFolderError,
-    OutputIsFolderError,
 )
 from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
 
@@ -53,7 +52,7 @@ def test_89_metadata_as_a_name(tmp_path: Path) -> None:
     """The one name that safetensors reserves."""
     path = tmp_path / "in.pth"
     torch.save({"__metadata__": torch.zeros(2), "a.w": torch.zeros(1)}, path)
-    expect_convert_refused(path, ContainerLimitError, "'__metadata__'", target="out.safetensors")
+    expect_convert_refused(path, ConvertError, "'__metadata__'", target="out.safetensors")
     ckpt_tools.convert(path, tmp_path / "out.pth")
 
 
@@ -61,7 +60,7 @@ def test_89_name_with_a_lone_surrogate(tmp_path: Path) -> None:
     """Text that JSON in UTF-8 cannot hold."""
     path = tmp_path / "in.pth"
     torch.save({"a\ud800.w": torch.zeros(2)}, path)
-    expect_convert_refused(path, ContainerLimitError, "lone surrogate", target="out.safetensors")
+    expect_convert_refused(path, ConvertError, "lone surrogate", target="out.safetensors")
 
 
 # --- 90: out is in, and out exists
@@ -101,7 +100,7 @@ def test_90_out_is_a_dangling_symlink(source: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "new.pth") == ["a.w"]
     lost = source.with_name("lost.pth")
     lost.symlink_to("nowhere/new.pth")
-    expect_convert_refused(source, OutputFolderError, "There is no folder", target="lost.pth")
+    expect_convert_refused(source, OutputError, "There is no folder", target="lost.pth")
 
 
 @pytest.mark.parametrize("spelling", ["in.pth", "./in.pth", "../{}/in.pth"])
@@ -141,8 +140,8 @@ def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe.pth")
     for target, (error, said) in {
-        "folder.pth": (OutputIsFolderError, "is a directory"), "missing/out.pth": (OutputFolderError, "There is no folder"),
-        "in.pth/out.pth": (OutputFolderError, "There is no folder"), "loop/out.pth": (OutputFolderError, "There is no folder"),
+        "folder.pth": (OutputError, "is a directory"), "missing/out.pth": (OutputError, "There is no folder"),
+        "in.pth/out.pth": (OutputError, "There is no folder"), "loop/out.pth": (OutputError, "There is no folder"),
         "pipe.pth": (OutputError, "not a regular file"), "x" * 300 + ".pth": (OutputError, "cannot be written"),
         "a\0b.pth": (OutputError, "cannot be written"),
     }.items():  # fmt: skip
@@ -319,7 +318,7 @@ def test_94_signals(number: signal.Signals, code: int, size: int, started: int, 
 # --- 95: the input changes
 
 
-@pytest.mark.parametrize("options", [{"dtype": "fp64", "no_verify": True}, {"strip_module": True}])
+@pytest.mark.parametrize("options", [{"dtype": "fp64"}, {"strip_module": True}])
 @pytest.mark.parametrize("change", ["shrinks", "grows", "is written to"])
 def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) -> None:
     """An input that shrinks, grows or is written to while it is read: refused, and no crash."""
@@ -334,7 +333,7 @@ def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) 
         else:
             os.truncate(source, size // 2 if change == "shrinks" else size + 1)
 
-    with pytest.raises(ChangedFileError, match="changed while it was read"):
+    with pytest.raises((ChangedFileError, ChecksumError), match=r"changed (while it was read|after they were saved)"):
         ckpt_tools.convert(source, tmp_path / "out.pth", progress=progress, **options)
     assert list(tmp_path.iterdir()) == [source]
 

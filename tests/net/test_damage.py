@@ -35,8 +35,8 @@ def flipped(state: object, path: Path) -> None:
 STATE = {"a.weight": torch.ones(300, 7), "a.bias": torch.arange(3000.0)}
 WAYS = [
     "out.safetensors", "out.safetensors --dtype bf16", "out --format safetensors --shard-size 4KB", "out.pth --dtype fp16",
-    "out.gguf", "out.gguf --quantize q8_0", "out --format dcp", "out.pth --format pth-legacy", "out.pth --verify",
-    "out --format pth --shard-size 4KB --dtype bf16", "out --format pth --shard-size 4KB --verify",
+    "out.gguf", "out.gguf --dtype q8_0", "out --format dcp", "out.pth --format pth-legacy",
+    "out --format pth --shard-size 4KB --dtype bf16",
 ]  # fmt: skip
 
 
@@ -47,10 +47,7 @@ def test_no_output_of_damaged_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     flipped(STATE, Path("in.pth"))
     ckpt("convert", "in.pth", *way.split(), code=3)
     assert not Path(way.split()[0]).exists()
-    if "--verify" not in way:
-        ckpt("convert", "in.pth", *way.split(), "--no-verify")
-    torch.save(STATE, "good.pth")
-    ckpt("convert", "good.pth", *way.replace("out", "well", 1).split())
+    ckpt("convert", "in.pth", *way.split(), "--no-verify")
 
 
 def test_parts_of_a_damaged_record(tmp_path: Path) -> None:
@@ -137,4 +134,3 @@ def test_checksums_inside_other_containers(tmp_path: Path, kind: str) -> None:
         with pytest.raises(ChecksumError):
             ckpt_tools.convert(place, tmp_path / name, **options)  # type: ignore[arg-type]
         assert not (tmp_path / name).exists()
-        ckpt_tools.convert(place, tmp_path / name, no_verify=True, **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.errors import CkptError, RemoteError, RemoteMissingError
+from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from tests.support.servers import Handler, Server
 
 LARGE = 200_000
@@ -171,7 +171,7 @@ def test_failures_that_pass_and_that_do_not(folder: Path, server: Server, monkey
     with pytest.raises(RemoteError):
         ckpt_tools.inspect(server.url("zip.pth"))
     server.failures = 0
-    with pytest.raises(RemoteMissingError):
+    with pytest.raises(MissingFileError):
         ckpt_tools.inspect(server.url("nothing.pth"))
     assert len(ckpt_tools.inspect(server.url("moved/zip.pth")).tensors) == 4
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import SafetensorsError
+from ckpt_tools.errors import DamagedFileError
 from tests.support.commands import ckpt
 
 
@@ -123,7 +123,7 @@ def test_repair_saves_what_is_beside_an_unknown_dtype(dtype: object, tmp_path: P
     }  # fmt: skip
     encoded = json.dumps(header).encode()
     (tmp_path / "in.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + struct.pack("<5f", *range(5)))
-    with pytest.raises(SafetensorsError):
+    with pytest.raises(DamagedFileError):
         ckpt_tools.inspect(tmp_path / "in.safetensors")
     said = text("repair", tmp_path / "in.safetensors", tmp_path / "out.safetensors", code=1)
     assert "bad: Tensor 'bad' has the unknown dtype" in said

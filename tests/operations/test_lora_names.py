@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError, FolderError
+from ckpt_tools.errors import ConvertError, NotACheckpointError
 from tests.operations.test_convert_lora import LORA, Tensors, expected, same
 from tests.support.commands import main
 from tests.support.servers import Server
@@ -163,7 +163,7 @@ def test_an_adapter_at_an_address(server: Server, tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     with pytest.raises(ConvertError, match=r"no adapter_config\.json beside it"):
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("adapter"))
-    with pytest.raises(FolderError, match="without an adapter"):
+    with pytest.raises(NotACheckpointError, match="without an adapter"):
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("elsewhere"))
 
 

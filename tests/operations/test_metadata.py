@@ -28,8 +28,8 @@ def texts(path: Path) -> dict[str, str]:
 def test_set_and_drop(path: Path, tmp_path: Path) -> None:
     """A text is replaced, one comes, one goes, the rest stays, and the report says so."""
     out = tmp_path / "out.safetensors"
-    report = ckpt_tools.convert(path, out, set_metadata=["title=a=b", "author="], drop_metadata="note")
-    assert texts(out) == {"format": "pt", "title": "a=b", "author": ""}
+    report = ckpt_tools.convert(path, out, set_metadata=["title=a=b", "author=x", "note="])
+    assert texts(out) == {"format": "pt", "title": "a=b", "author": "x"}
     assert all(torch.equal(load_file(out)[name], value) for name, value in WEIGHTS.items())
-    assert report.dropped == [("note", "`drop_metadata`")]
+    assert report.dropped == [("note", "`set_metadata='note='`")]
     assert [note.text for note in report.notes if note.code == "metadata-set"] == ["Metadata: 'title', 'author' set."]

@@ -25,7 +25,7 @@ COMMANDS = {
 # What an option takes in every command that has it.
 VALUES = {
     "--depth": "1", "--filter": "*", "--jobs": "2", "--limit": "records=2000000", "--seed": "1", "--runs": "1",
-    "--tolerance": "0.1", "--rows": "0", "--reserve": "0", "--rank": "1", "--model": "models.py:net", "--model-args": "{}",
+    "--tolerance": "0.1", "--rank": "1", "--model": "models.py:net", "--model-args": "{}",
     "--shard-size": "1MB", "--strip-prefix": "module.", "--add-prefix": "x.", "--rename": "x=y", "--keep": "*",
     "--drop": "*.bias", "--select": "", "--map-location": "cpu", "--device": "cpu", "--ignore": "wrapper-prefix",
     "--set-metadata": "a=b", "--key": "key.pem", "--certificate": "OUT.json", "--signature": "key.pem", "--weights": "1,2",
@@ -45,43 +45,30 @@ WHOLE = {
     "convert --lora": "lora/base.safetensors OUT.safetensors --lora lora/plain",
     "convert --dequantize": "quantised/gptq.safetensors OUT.safetensors --dequantize",
     "convert --dtype": "ddp.pth OUT.pth --dtype bf16",
-    "convert --dtype-only": "ddp.pth OUT.pth --dtype bf16 --dtype-only *.weight",
     "convert --like": LIKE,
     "convert --like-args": "ddp.pth OUT.pth --like models.py:net --like-args {}",
-    "convert --like-select": "ddp.pth OUT.pth --like training.pth --like-select model",
     "convert --match": f"{LIKE} --match",
     "convert --from": "ddp.pth OUT.pth --like models.py:net --from models.py:net",
-    "convert --from-args": "ddp.pth OUT.pth --like models.py:net --from models.py:net --from-args {}",
     "convert --input": "ddp.pth OUT.pth --like models.py:net --from models.py:net --input 1x3x4x4",
     "convert --allow-reshape": f"{LIKE} --allow-reshape",
     "convert --pair": f"{LIKE} --pair module.fc1.bias=fc1.bias",
     "convert --plan": "ddp.pth OUT.pth --plan plan.toml",
     "convert --plan-value": "rows.pth OUT.pth --plan sized.toml --plan-value n=1",
-    "convert --reverse": "rows.pth OUT.pth --plan renamed.toml --reverse",
     "convert --reinit": "few.pth OUT.pth --like single.pth --reinit zeros",
     "convert --on-mismatch": f"{WIDER} --reinit fc2.*=zeros --on-mismatch",
     "convert --on-mismatch error": f"{LIKE} --on-mismatch error",
     "convert --on-mismatch skip": f"{WIDER} --on-mismatch skip",
-    "convert --rows": f"{WIDER} --reinit zeros --on-mismatch overlap --rows fc2.*=0,1",
     "convert --adapt": "channels.pth OUT.pth --like single.pth --adapt",
     "convert --seed": f"{LIKE} --seed 1",
     "convert --ema": "ema.pth OUT.pth --ema",
-    "convert --quantize": "rows.pth OUT.gguf --quantize",
     "convert --shard-size": "ddp.pth OUT --shard-size 1MB",
-    "convert --only-weights": "ddp.pth OUT --shard-size 1MB --only-weights",
     "convert --set-metadata": "ddp.pth OUT.safetensors --set-metadata a=b",
-    "convert --drop-metadata": "single.safetensors OUT.safetensors --drop-metadata format",
-    "convert --prove": "ddp.pth OUT.pth --like models.py:net --prove 1x3x4x4",
-    "convert --prove-model": "ddp.pth OUT.pth --like models.py:net --prove 1x3x4x4 --prove-model models.py:net",
     "convert --output": "ddp.pth -o OUT.pth",
     "convert --in-place": "changed.pth --in-place --strip-module",
     "convert --to-dir": "ddp.pth single.pth --to-dir OUT",
-    "convert --jobs": "ddp.pth single.pth --to-dir OUT --jobs 2",
     "match --like": "ddp.pth --like single.pth",
     "match --like-args": "ddp.pth --like models.py:net --like-args {}",
-    "match --like-select": "ddp.pth --like training.pth --like-select model",
     "match --from": MODELS,
-    "match --from-args": f"{MODELS} --from-args {{}}",
     "match --input": f"{MODELS} --input 1x3x4x4",
     "match --rename": "ddp.pth --like single.pth --rename fc1=fc1x",
     "match --select": "training.pth --like single.pth --select model",
@@ -159,7 +146,6 @@ def make_files(folder: Path) -> None:
     head = 'format = "ckpt-plan-1"\npatterns = true\n[[tensor]]\n'
     sized = 'old = "rows.weight"\nnew = ["a.weight", "b.weight"]\nstep = "split"\nsizes = ["n", "n"]\n'
     (folder / "sized.toml").write_text(head.replace("[[", "[values]\nn = 2\n[[") + sized)
-    (folder / "renamed.toml").write_text(head + 'old = "x.weight"\nnew = "rows.weight"\n')
     ckpt_tools.match(folder / "ddp.pth", like=folder / "single.pth", output=folder / "plan.toml")
 
 

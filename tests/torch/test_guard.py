@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import NotLoadedError, UsageError
+from ckpt_tools.errors import MatchError, UsageError
 
 State = dict[str, torch.Tensor]
 
@@ -158,7 +158,7 @@ def test_mistakes_are_caught(name: str, path: str) -> None:
     with ckpt.guard(model) as seen:
         load(model, path)
     assert set(wrong(seen)) == expected
-    with pytest.raises(NotLoadedError, match="tensors of the model are not what a file has for them") as caught:
+    with pytest.raises(MatchError, match="tensors of the model are not what a file has for them") as caught:
         seen.check()
     assert all(name in str(caught.value) for name in expected)
     assert path in str(caught.value)
@@ -245,7 +245,7 @@ def test_swapped_layers(tmp_path: Path, prefix: str, order: str) -> None:
     ring = {"bac": "ab", "bca": "abc"}.get(order, "")
     assert {name.partition(".")[0]: fate for name, fate in wrong(seen).items()} == dict.fromkeys(ring, "swapped")
     if ring:
-        with pytest.raises(NotLoadedError, match=r"from one another's names in the file: a\.weight \(from state_dict\."):
+        with pytest.raises(MatchError, match=r"from one another's names in the file: a\.weight \(from state_dict\."):
             seen.check()
         seen.check(allow=["[abc].*"])
 
@@ -289,7 +289,7 @@ def test_a_file_that_was_read_before(path: str) -> None:
     model = Net()
     with ckpt.guard(model) as seen:
         model.load_state_dict(state)
-    with pytest.raises(NotLoadedError, match="no checkpoint was opened meanwhile"):
+    with pytest.raises(MatchError, match="no checkpoint was opened meanwhile"):
         seen.check()
     with ckpt.guard(model, files=[path]) as seen:
         model.load_state_dict(state)
@@ -311,21 +311,21 @@ def test_a_decorated_loader(path: str) -> None:
         return model
 
     into(path, Net())
-    with pytest.raises(NotLoadedError):
+    with pytest.raises(MatchError):
         made(path)
     assert into.__name__ == "into"
 
 
 FIXTURE = """
 import pytest, torch
-from ckpt_tools.errors import NotLoadedError
+from ckpt_tools.errors import MatchError
 
 def test_loader(guard_load):
     torch.save(torch.nn.Linear(9, 9).state_dict(), "net.pth")
     model = torch.nn.Linear(9, 9)
     with guard_load(model):
         model.load_state_dict(torch.load("net.pth"))
-    with pytest.raises(NotLoadedError), guard_load(model, allow=["bias"]):
+    with pytest.raises(MatchError), guard_load(model, allow=["bias"]):
         torch.load("net.pth")
         torch.nn.init.normal_(model.weight)
         torch.nn.init.normal_(model.bias)
@@ -391,5 +391,5 @@ def test_a_file_that_is_gone(path: str) -> None:
         model.load_state_dict(torch.load(path))
         Path(path).unlink()
     assert seen.notes == [f"{path} was opened, and is gone"]
-    with pytest.raises(NotLoadedError, match="and is gone"):
+    with pytest.raises(MatchError, match="and is gone"):
         seen.check()

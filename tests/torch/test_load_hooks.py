@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import MatchError, TargetError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from tests.torch.test_load_into import WRAPS, bits
 
 
@@ -134,7 +134,7 @@ def hooked(hook: Callable[..., Any]) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "shape": (lambda: nn.Linear(2, 3), {}, MatchError, "size mismatch for weight"),
     "missing": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, MatchError, "4 missing: 0.weight"),
-    "a hook that raises": (lambda: hooked(raising), {}, TargetError, "KeyError: 'what'"),
+    "a hook that raises": (lambda: hooked(raising), {}, ConvertError, "KeyError: 'what'"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), {}, UsageError, "`assign=True`"),
     "another way to match": (lambda: nn.Linear(2, 2), {"match": "position"}, UsageError, "`match` does not go"),
     "a scheme": (lambda: nn.Linear(2, 2), {"reinit": "zeros"}, UsageError, "`reinit` does not go"),

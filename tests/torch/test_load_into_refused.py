@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, MatchError, TargetError, UsageError
+from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, MatchError, UsageError
 from fixtures.make import TiedNetwork, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
@@ -126,7 +126,7 @@ def test_memory_that_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "raw").write_bytes(bytes(400))
     model = holder(torch.from_numpy(np.memmap(tmp_path / "raw", np.float32, "r")))
     ckpt.save({"b": torch.ones(100)}, tmp_path / "m.pth")
-    with pytest.raises(TargetError, match=r"m\.pth cannot be read into a tensor whose memory is read-only"):
+    with pytest.raises(ConvertError, match=r"m\.pth cannot be read into a tensor whose memory is read-only"):
         ckpt.load_into(model, tmp_path / "m.pth")
 
 
@@ -136,7 +136,7 @@ def test_unusual_parameters_are_named(kind: str) -> None:
     """What cannot be written into is named, not skipped."""
     model = blank_network()
     model.odd = UNUSUAL[kind]()
-    with pytest.raises(TargetError, match=r"'odd\."):
+    with pytest.raises(ConvertError, match=r"'odd\."):
         ckpt.load_into(model, FIXTURES / "ddp.pth", allow_missing=["odd.*"])
     assert element_bytes(model.fc1.weight) != LENET["fc1.weight"]
 
@@ -144,8 +144,7 @@ def test_unusual_parameters_are_named(kind: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"rows": [1]}, {"select": 0},
-        {"on_mismatch": "overlap", "rows": [-1]},
+        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"select": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -166,7 +165,7 @@ def test_a_model_made_for_inference_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
     with torch.inference_mode():
         model = nn.Linear(3, 2)
-    with pytest.raises(TargetError, match=r"made under torch\.inference_mode"):
+    with pytest.raises(ConvertError, match=r"made under torch\.inference_mode"):
         ckpt.load_into(model, tmp_path / "in.pth")
 
 
@@ -202,6 +201,6 @@ def test_extra_state_that_is_refused(tmp_path: Path) -> None:
     """When a module does not take its extra state, neither tensors nor extra state of any module have changed."""
     path, model = tmp_path / "in.pth", nn.Sequential(Picky(2, 2), Picky(2, 2))
     torch.save(nn.Sequential(Picky(2, 2), Picky(2, 2)).state_dict() | {"0._extra_state": 1, "1._extra_state": 2}, path)
-    error = expect_refused(model, path, TargetError, "does not take its extra state")
+    error = expect_refused(model, path, ConvertError, "does not take its extra state")
     assert "ValueError: not this one" in error.why
     assert [layer.state for layer in model] == [0, 0]

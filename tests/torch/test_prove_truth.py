@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import Proved
-from ckpt_tools.errors import TargetError
+from ckpt_tools.errors import ConvertError
 from tests.cli.test_cli import ROOT, ckpt
 
 
@@ -96,7 +96,7 @@ def test_outputs_that_one_of_them_lacks_are_told(path: Path) -> None:
     assert (bool(report), report.outputs, report.left_out) == (True, 1, ["aux of the old model"])
     report = proved(path, Net(), Net(lambda x: (x, [x + 1])))
     assert (bool(report), report.outputs, report.left_out) == (True, 1, ["[1][0] of the new model"])
-    with pytest.raises(TargetError, match="no output in common"):
+    with pytest.raises(ConvertError, match="no output in common"):
         proved(path, Net(lambda x: {"a": x, "b": x}), Net(lambda x: {"c": x, "d": x, "e": x}))
 
 
@@ -108,7 +108,7 @@ def test_outputs_that_are_numbers_complex_sparse_or_nothing(path: Path) -> None:
     assert not proved(path, Net(lambda x: torch.complex(x, x)), Net(lambda x: torch.complex(x, -x)))
     assert proved(path, Net(lambda x: x.relu().to_sparse()), Net(torch.relu))
     assert not proved(path, Net(lambda x: x.relu().to_sparse()), Net())
-    with pytest.raises(TargetError, match="gives no numbers"):
+    with pytest.raises(ConvertError, match="gives no numbers"):
         proved(path, Net(lambda x: "text"), Net(lambda x: None))
 
 
@@ -118,9 +118,9 @@ def test_outputs_that_are_numbers_complex_sparse_or_nothing(path: Path) -> None:
 def test_outputs_that_are_not_numbers(path: Path) -> None:
     """NaN is equal to nothing: a proof over it is refused; where only one model gives it, they differ."""
     broken = Net(lambda x: x * float("nan"))
-    with pytest.raises(TargetError, match="NaN"):
+    with pytest.raises(ConvertError, match="NaN"):
         proved(path, broken, broken)
-    with pytest.raises(TargetError, match="24 of 48 numbers are NaN"):
+    with pytest.raises(ConvertError, match="24 of 48 numbers are NaN"):
         proved(path, *[Net(lambda x: (x, x.sub(x).div(0)))] * 2)
     assert not proved(path, Net(), broken)
     masked = Net(lambda x: x.masked_fill(x < 0, -torch.inf))
@@ -130,7 +130,7 @@ def test_outputs_that_are_not_numbers(path: Path) -> None:
 def test_outputs_that_do_not_depend_on_the_inputs(path: Path) -> None:
     """Outputs that are the same for every input prove nothing of what is before them."""
     for nothing in (torch.zeros_like, lambda x: x * 0 + 1):
-        with pytest.raises(TargetError, match="the same for all sets of inputs"):
+        with pytest.raises(ConvertError, match="the same for all sets of inputs"):
             proved(path, Net(nothing), Net(nothing, before=nn.ReLU()))
 
 
@@ -218,13 +218,13 @@ def test_one_module_for_both(path: Path) -> None:
 def test_a_model_that_is_random(path: Path) -> None:
     """Numbers that no seed decides, and dropout that stays on in one of them, are no difference of the models: refused."""
     counter = itertools.count()
-    with pytest.raises(TargetError, match="when it runs again on the same inputs"):
+    with pytest.raises(ConvertError, match="when it runs again on the same inputs"):
         proved(path, *[Net(lambda x: x + next(counter))] * 2)
     for dropping in (
         lambda x: nn.functional.dropout(x, 0.5),
         lambda x: nn.functional.dropout(nn.functional.dropout(x, 0.3), 0.5),
     ):
-        with pytest.raises(TargetError, match="random"):
+        with pytest.raises(ConvertError, match="random"):
             proved(path, Net(), Net(dropping))
 
 

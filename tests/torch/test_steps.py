@@ -22,7 +22,7 @@ CHAINS: list[tuple[Path, Chain, dict[str, Any]]] = [
     (SINGLE, lambda c: c.rename("^fc=head").rename({"1": "one"}), {"rename": [("^fc", "head"), ("1", "one")]}),
     (SINGLE, lambda c: c.strip_prefix("fc1.").add_module(), {"strip_prefix": "fc1.", "add_module": True}),
     (FIXTURES / "cuda.pth", lambda c: c.map_location("cpu").cast("fp16", only="*weight"),
-     {"map_location": "cpu", "dtype": "fp16", "dtype_only": "*weight"}),
+     {"map_location": "cpu", "dtype": "*weight=fp16"}),
     (TRAINING, lambda c: c.select("model").unwrap().fit(like=SINGLE), {"select": "model", "unwrap": True, "like": SINGLE}),
 ]  # fmt: skip
 

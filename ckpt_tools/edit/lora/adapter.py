@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
-from ckpt_tools.errors import ConvertError, FolderError, RemoteMissingError
+from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.open import Checkpoint, find_state_dicts, open_checkpoint, open_source, tensors_by_name
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import is_address
@@ -87,14 +87,14 @@ def _remote_file(folder: str) -> str:
     for name in FILES:
         try:
             open_source(f"{folder}/{name}").close()
-        except RemoteMissingError:
+        except MissingFileError:
             continue
         return f"{folder}/{name}"
     raise _no_adapter(folder)
 
 
-def _no_adapter(path: str | os.PathLike[str]) -> FolderError:
-    return FolderError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
+def _no_adapter(path: str | os.PathLike[str]) -> NotACheckpointError:
+    return NotACheckpointError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:

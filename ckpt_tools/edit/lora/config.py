@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError, RemoteMissingError
+from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.open import open_source
 from ckpt_tools.io.address import Address
 from ckpt_tools.io.parsers import load_json
@@ -74,7 +74,7 @@ def read_config(beside: Path) -> dict[str, Any] | None:
     path = beside.beside(CONFIG) if isinstance(beside, Address) else beside.parent / CONFIG
     try:
         source = open_source(path)
-    except (MissingFileError, RemoteMissingError):
+    except MissingFileError:
         return None
     try:
         said = load_json(source.read(0, source.size))

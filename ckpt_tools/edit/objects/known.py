@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.open import find_tensors
 from ckpt_tools.pickling.weights_only import ALLOWED, is_newer_dtype
 from ckpt_tools.text import dotted, some
@@ -59,9 +59,9 @@ def tensor_attributes(root: Node) -> dict[Where, Node]:
 
 
 def check_no_tensors(attributes: dict[Where, Node], container: str) -> None:
-    """Raise ContainerLimitError where attributes hold tensors, which an output of this container would lose."""
+    """Raise ConvertError where attributes hold tensors, which an output of this container would lose."""
     if lost := [dotted(where) for where, value in attributes.items() if next(find_tensors(value), None) is not None]:
-        raise ContainerLimitError(
+        raise ConvertError(
             f"{container} has no place for attributes of tensors, and {some(lost)} hold tensors.",
             fix="Leave them out with `objects='drop'`, or write a .pth, which keeps them.",
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ConvertError, NotACheckpointError, RemoteMissingError
+from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.open import Checkpoint, open_source
 from ckpt_tools.io.address import Address
 from ckpt_tools.io.output import Source
@@ -96,7 +96,7 @@ def _fetched(url: str) -> Source | None:
     """Something remote, where it is there."""
     try:
         return open_source(url)
-    except RemoteMissingError:
+    except MissingFileError:
         return None
 
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING, types_in
 from ckpt_tools.formats.safetensors import GGUF_TYPES
 from ckpt_tools.io.content import Content, Literal, Piece
@@ -50,13 +50,13 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     """A tensor's type, and its bytes in that."""
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
-        need_torch("`quantize` works blocks out with it.")
+        need_torch("`dtype='q8_0'` works blocks out with it.")
         from ckpt_tools.values.ggml import Q8_0, quantised
 
         return Q8_0, quantised(content, dtype, name)
     kind = _BY_DTYPE.get(dtype)
     if kind is None:
-        raise ContainerLimitError(
+        raise ConvertError(
             f"{name!r} is {dtype.name}, which GGUF has no type for.",
             fix="`dtype` casts floats; or write a .pth, which holds any tensor.",
         )
@@ -66,9 +66,9 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
 def _info(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
     raw = _text(name, name)
     if len(raw) - 8 > _MAX_NAME:
-        raise ContainerLimitError(f"The name {name!r} is longer than the {_MAX_NAME} bytes that GGUF has.", fix="Use `rename`.")
+        raise ConvertError(f"The name {name!r} is longer than the {_MAX_NAME} bytes that GGUF has.", fix="Use `rename`.")
     if len(entry.shape) > _MAX_DIMENSIONS:
-        raise ContainerLimitError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MAX_DIMENSIONS} at most.")
+        raise ConvertError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MAX_DIMENSIONS} at most.")
     sizes = reversed(entry.shape)
     return raw + struct.pack(f"<I{len(entry.shape)}QIQ", len(entry.shape), *sizes, kind.number, at)
 
@@ -77,7 +77,7 @@ def _alignment(metadata: Mapping[str, str]) -> int:
     said = metadata.get("general.alignment", "")
     alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
     if alignment < 1 or alignment & (alignment - 1):
-        raise ContainerLimitError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
+        raise ConvertError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
     return alignment
 
 
@@ -98,7 +98,7 @@ def _value(kind: str, key: str, text: str) -> bytes:
     try:
         number, raw = _encoded(kind, key, json.loads(text))
     except (ValueError, TypeError, KeyError, struct.error, RecursionError):
-        raise ContainerLimitError(f"The metadata {key!r} is not of the type {kind[:20]}, which it has in GGUF.") from None
+        raise ConvertError(f"The metadata {key!r} is not of the type {kind[:20]}, which it has in GGUF.") from None
     return struct.pack("<I", number) + raw
 
 
@@ -122,5 +122,5 @@ def _text(key: str, text: str) -> bytes:
     try:
         raw = text.encode()
     except UnicodeEncodeError:
-        raise ContainerLimitError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
+        raise ConvertError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
     return struct.pack("<Q", len(raw)) + raw

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.base import (
     Decoded,
     Warned,
@@ -77,7 +77,7 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
 def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
     if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
-        raise ContainerLimitError(
+        raise ConvertError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
             fix="Write another container.",
         )

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import (
     TWO_FILES,
-    AmbiguousFileError,
     CkptError,
     DamagedFileError,
     PickleError,
@@ -116,7 +115,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     except OddHeaderError as error:
         odd = str(error)
     if odd and {*members, *others} & set(_NAMES):
-        raise AmbiguousFileError(f"The tar has {odd}.", why=TWO_FILES)
+        raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
     missing = [name for name in ("storages", "pickle") if name not in members]
     if missing:
         shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"

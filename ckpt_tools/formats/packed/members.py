@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, AmbiguousFileError, NotACheckpointError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.folders import layout_of
 from ckpt_tools.formats.packed.tars import BYTES_PER_CONTAINER, OddHeaderError, entries
 from ckpt_tools.io.output import Source
@@ -74,11 +74,11 @@ def members_of(tar: Source) -> dict[str, Member]:
                 raise OddHeaderError(f"two members {name!r}")
             found[name] = Member(tar, name, part.start, part.end - part.start)
     except OddHeaderError as error:
-        raise AmbiguousFileError(
+        raise DamagedFileError(
             f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
         ) from None
     if any(name in found for name in _OF_TORCH):
-        raise AmbiguousFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
+        raise DamagedFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
     return found
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckpt_tools.errors import FolderError
+from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.frozen import frozen
 
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
@@ -95,7 +95,7 @@ def iteration_folder(folder: Path) -> Path:
         return folder
     name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
     if not name or not (folder / name).is_dir():
-        raise FolderError(
+        raise NotACheckpointError(
             f"{folder / _LATEST} says {said!r}, and there is no such checkpoint.",
             why="It should be a number, or release, and the folder is beside it.", fix="Name the folder that is wanted.",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tools.errors import CkptError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.io.parsers import load_json
@@ -34,7 +34,7 @@ def graph_in(decoded: Decoded) -> Graph | None:
     except CkptError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ZipError(f"{names[0].name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+        raise DamagedFileError(f"{names[0].name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
 
 class _Reader:

@@ -19,8 +19,8 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import (
     CkptError,
+    DamagedFileError,
     LimitError,
-    ZipError,
 )
 from ckpt_tools.formats import (
     numpy_files,
@@ -86,7 +86,9 @@ def decode(source: Source, directory: Directory) -> Decoded:
     for record in directory.records:
         bundle.add(record)
     if len(bundle.byteorders) > 1:
-        raise ZipError("The members of the archive are of both byte orders.", fix="Unpack it and convert them one by one.")
+        raise DamagedFileError(
+            "The members of the archive are of both byte orders.", fix="Unpack it and convert them one by one."
+        )
     return decoded
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, AmbiguousFileError, UnsupportedContainerError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip import archives
@@ -76,7 +76,7 @@ def _torch_reads_the_first(source: Source, first: int) -> bool:
     if start + 4 > source.size or source.read(start, 4) != b"PK\x01\x02":
         return False
     if at != first - _ENDS:
-        raise AmbiguousFileError(
+        raise DamagedFileError(
             f"{source.path} is several archives one after another, and torch.load would find another one in it.", why=TWO_FILES
         )
     return True

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, ZipError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.formats.zip.headers import (
     ALIGNMENT,
     CENTRAL,
@@ -86,7 +86,7 @@ class Directory:
     folders: Sequence[str] = ()
 
 
-class MissingDirectoryError(ZipError):
+class MissingDirectoryError(DamagedFileError):
     """The file ends without an end record: it was cut off."""
 
 
@@ -94,7 +94,7 @@ def read_directory(source: Source) -> Directory:
     """Read and check the directory of a zip file."""
     try:
         return _read_directory(source)
-    except ZipError as error:
+    except DamagedFileError as error:
         # Carriage returns that were put in can break any part, so this is asked last, whatever broke.
         raise _text_mode(source) or error from None
 
@@ -112,7 +112,7 @@ def _read_directory(source: Source) -> Directory:
         _agree((disk, first_disk, on_disk, count, size, start), wide_fields)
         disk, first_disk, on_disk, count, size, start = wide_fields
     if disk or first_disk or on_disk != count:
-        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     _check_place(start, size, directory_end)
     records, folders = _read_central(source, source.read(start, size), count, start)
@@ -141,11 +141,11 @@ def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
     if last < 0:
         raise MissingDirectoryError("The zip directory at the end of the file is missing.")
     if last + END.size + _comment_length(tail, last) > len(tail):
-        raise ZipError("The zip's end record claims a comment longer than the file.")
+        raise DamagedFileError("The zip's end record claims a comment longer than the file.")
     earlier = last
     while (earlier := tail.rfind(b"PK\x05\x06", 0, earlier)) >= 0:
         if earlier + END.size + _comment_length(tail, earlier) > last and _plausible_end(source, tail, earlier, tail_start):
-            raise ZipError(
+            raise DamagedFileError(
                 "The zip has an end record inside the comment of another.",
                 why="Two programs would read two different archives.",
             )
@@ -166,7 +166,7 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     if signature != b"PK\x06\x07":
         return None
     if disk or disks != 1:
-        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     if at + END64.size > end - LOCATOR64.size:
         raise _misplaced(f"its zip64 end record is said to be at {at}")
     signature, record_size, _, _, disk, first_disk, on_disk, count, size, start = END64.unpack(source.read(at, END64.size))
@@ -179,7 +179,7 @@ def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
     for index, (narrow, full) in enumerate(zip(plain, wide, strict=True)):
         limit = FULL_16 if index < 4 else FULL_32
         if narrow != full and narrow != limit:
-            raise ZipError(
+            raise DamagedFileError(
                 "The zip's two end records disagree.",
                 why=f"One says {narrow}, the zip64 one {full}: two programs would differ.",
             )
@@ -190,18 +190,18 @@ def _check_place(start: int, size: int, directory_end: int) -> None:
         raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
 
 
-def _misplaced(why: str) -> ZipError:
+def _misplaced(why: str) -> DamagedFileError:
     """The directory is not where the end record says: bytes were put before or removed, or the file was damaged."""
     reason = "Bytes are missing or added before it, or several zips were put one after another (a .distcp shard)."
-    return ZipError(f"The zip directory is not where the file says: {why}.", why=reason)
+    return DamagedFileError(f"The zip directory is not where the file says: {why}.", why=reason)
 
 
-def _text_mode(source: Source) -> ZipError | None:
+def _text_mode(source: Source) -> DamagedFileError | None:
     """The error for a file that a text-mode transfer went over, None where none did. No other file lacks a bare line feed."""
     head = source.read(0, min(source.size, 1 << 20))
     if b"\r\n" not in head or b"\n" in head.replace(b"\r\n", b""):
         return None
-    return ZipError(
+    return DamagedFileError(
         "The file was damaged by a text-mode transfer.",
         why="Every line feed has a carriage return before it.",
         fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
@@ -218,7 +218,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
     headers = _Headers(source, start)
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != SIGNATURE_CENTRAL:
-            raise ZipError(
+            raise DamagedFileError(
                 f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
             )
         record, at = _read_entry(headers, data, at)
@@ -227,7 +227,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
         else:
             folders.append(str(record))
     if at != len(data):
-        raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
+        raise DamagedFileError(f"The zip directory lists more than the {count} records that the end record counts.")
     return records, folders
 
 
@@ -287,7 +287,7 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
     extra_end = name_end + extra_length
     following = extra_end + comment
     if following > len(data):
-        raise ZipError(f"The zip directory is damaged at offset {headers.end + at}.", why="An entry runs past its end.")
+        raise DamagedFileError(f"The zip directory is damaged at offset {headers.end + at}.", why="An entry runs past its end.")
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
     if extra_length:
@@ -296,12 +296,12 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
         if UNICODE_PATH in extra:
             check_unicode_name(extra, raw_name, name)
     if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
-        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or attributes & 0x10:
         if size or compressed:
-            raise ZipError(f"The zip record {name!r} is marked as a folder and has data.")
+            raise DamagedFileError(f"The zip record {name!r} is marked as a folder and has data.")
         if not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
-            raise ZipError(f"The zip record {name!r} is marked as a folder and not named as one.", why=TWO_FILES)
+            raise DamagedFileError(f"The zip record {name!r} is marked as a folder and not named as one.", why=TWO_FILES)
         return name, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
@@ -324,20 +324,22 @@ def _checked_name(raw: bytes) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise ZipError(f"The zip record name {raw!r} is not UTF-8.") from None
+        raise DamagedFileError(f"The zip record name {raw!r} is not UTF-8.") from None
     if not is_record_name(name.removesuffix("/")):
-        raise ZipError(f"The zip record name {name!r} is not one that torch writes.")
+        raise DamagedFileError(f"The zip record name {name!r} is not one that torch writes.")
     return name
 
 
 def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) -> None:
     if flags & _ODD_FLAGS:
-        raise ZipError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
+        raise DamagedFileError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
     if method not in (0, 8):
         kind = _METHODS.get(method, f"method {method}")
-        raise ZipError(f"The zip record {name!r} is compressed with {kind}.", why="torch reads stored and deflated records.")
+        raise DamagedFileError(
+            f"The zip record {name!r} is compressed with {kind}.", why="torch reads stored and deflated records."
+        )
     if method == 0 and size != compressed:
-        raise ZipError(f"The zip record {name!r} is stored with two sizes, {compressed} and {size}.")
+        raise DamagedFileError(f"The zip record {name!r} is stored with two sizes, {compressed} and {size}.")
 
 
 def _check_local(
@@ -347,24 +349,24 @@ def _check_local(
     length = LOCAL.size + len(raw)
     local = headers.read(header, length)
     if local[:4] != SIGNATURE_LOCAL:
-        raise ZipError(f"The zip record {name!r} is not where the directory says (offset {header}).")
+        raise DamagedFileError(f"The zip record {name!r} is not where the directory says (offset {header}).")
     _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
-        raise ZipError(
+        raise DamagedFileError(
             f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files."
         )
     if local_method != method or (local_flags ^ flags) & _ENCRYPTED:
-        raise ZipError(f"The zip record {name!r} says in its local header that it is packed in another way.")
+        raise DamagedFileError(f"The zip record {name!r} says in its local header that it is packed in another way.")
     if not local_flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size):
-        raise ZipError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
+        raise DamagedFileError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
     start = header + length + int(extra_length)
     if start + sums[1] > headers.end:
-        raise ZipError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
+        raise DamagedFileError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
     return start
 
 
 def _check_names(records: list[Record]) -> None:
-    """Raise ZipError for a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
+    """Refuse a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
     fold = str if all(record.name.endswith(".npy") for record in records) else str.casefold
     if len({fold(record.name) for record in records}) == len(records):
         return
@@ -374,15 +376,19 @@ def _check_names(records: list[Record]) -> None:
         if folded[fold(name)] is record:
             continue
         if other == name:
-            raise ZipError(f"The zip holds two records named {name!r}.", why="Two programs would read two different ones.")
-        raise ZipError(f"The zip records {other!r} and {name!r} differ only in case.", why="torch would mix them up.")
+            raise DamagedFileError(
+                f"The zip holds two records named {name!r}.", why="Two programs would read two different ones."
+            )
+        raise DamagedFileError(f"The zip records {other!r} and {name!r} differ only in case.", why="torch would mix them up.")
 
 
 def _in_file_order(records: list[Record], directory: int) -> list[Record]:
-    """The records by offset, each knowing where the next begins; ZipError when two overlap."""
+    """The records by offset, each knowing where the next begins; DamagedFileError when two overlap."""
     ordered = sorted(records, key=lambda record: record.header)
     for record, other in zip(ordered, [*ordered[1:], None], strict=False):
         record.following = other.header if other else directory
         if record.end > record.following:
-            raise ZipError(f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}.")
+            raise DamagedFileError(
+                f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}."
+            )
     return ordered

@@ -12,7 +12,7 @@ from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
-from ckpt_tools.errors import TWO_FILES, ZipError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
@@ -84,13 +84,13 @@ def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: st
     """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
     bodies = [body for tag, body in _extra_fields(extra, name) if tag == 1]
     if len(bodies) > 1:
-        raise ZipError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
+        raise DamagedFileError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
     if not bodies:
         return size, compressed, header
     values = [int.from_bytes(bodies[0][i : i + 8], "little") for i in range(0, len(bodies[0]) - 7, 8)]
     narrow = (size, compressed, header)
     if narrow.count(FULL_32) > len(values):
-        raise ZipError(f"The zip64 field of record {name!r} is too short.")
+        raise DamagedFileError(f"The zip64 field of record {name!r} is too short.")
     wide = iter(values)
     size, compressed, header = (next(wide) if value == FULL_32 else value for value in narrow)
     return size, compressed, header
@@ -100,10 +100,10 @@ UNICODE_PATH = b"up"  # the tag of the field with a name in UTF-8, which Info-ZI
 
 
 def check_unicode_name(extra: bytes, raw: bytes, name: str) -> None:
-    """Raise ZipError where an extra field gives a record another name than its entry does."""
+    """Raise DamagedFileError where an extra field gives a record another name than its entry does."""
     for tag, body in _extra_fields(extra, name):
         if tag == int.from_bytes(UNICODE_PATH, "little") and body[5:] != raw:
-            raise ZipError(
+            raise DamagedFileError(
                 f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
                 why="unzip and Python since 3.12 take that one, others the first.",
             )
@@ -114,7 +114,7 @@ def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
     while at < len(extra):
         length = int.from_bytes(extra[at + 2 : at + 4], "little")
         if at + 4 + length > len(extra):
-            raise ZipError(f"An extra field of zip record {name!r} is malformed.")
+            raise DamagedFileError(f"An extra field of zip record {name!r} is malformed.")
         yield int.from_bytes(extra[at : at + 2], "little"), extra[at + 4 : at + 4 + length]
         at += 4 + length
 

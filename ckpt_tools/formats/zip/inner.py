@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.errors import TWO_FILES, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats import numpy_files, torch_zip, torchscript
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
@@ -54,20 +54,22 @@ def _roots(records: Sequence[Record]) -> list[str]:
 
 
 def refuse_two_readings(records: Sequence[Record]) -> None:
-    """Raise ZipError for names in which two of torch's loaders, or torch and another program, would find different files."""
+    """Refuse names in which two of torch's loaders, or torch and another program, would find different files."""
     data = f"{records[0].name.partition('/')[0]}/data/" if records else ""  # storages, which nobody looks up so
     below = {record.name.partition("/")[2] for record in records if not record.name.startswith(data)}
     if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
         return
     if single_folder(records) is None:
         roots = _roots(records)
-        raise ZipError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
+        raise DamagedFileError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
     if any(len(record.name.encode()) > _LONGEST for record in records):
-        raise ZipError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")
+        raise DamagedFileError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")
     for name in below:
         if name not in _LOOKED_UP and name.lower() in _LOOKED_UP:
-            raise ZipError(f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}.")
+            raise DamagedFileError(
+                f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}."
+            )
     if _PICKLE in below and _CONSTANTS not in below and "model.json" in below:
-        raise ZipError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
+        raise DamagedFileError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
     if _EXPORTED in below and below & {_PICKLE, _CONSTANTS}:
-        raise ZipError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)
+        raise DamagedFileError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)

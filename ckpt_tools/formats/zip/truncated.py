@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.errors import CkptError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
@@ -53,7 +53,7 @@ def said_of_cut(size: int) -> str:
     return f"{_MINIZ}failed finding central directory"
 
 
-def describe_cut(source: Source) -> ZipError:
+def describe_cut(source: Source) -> DamagedFileError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what = "The zip directory at the end of the file is missing"
     ends, says = f"The file ends after {source.size} bytes", said_of_cut(source.size)
@@ -61,16 +61,16 @@ def describe_cut(source: Source) -> ZipError:
         whole, count, last = _count(source)
     except CkptError as error:
         why = f"{ends}. {error.what}"
-        return ZipError(f"{what}; no tensor can be told from what is left.", why=why, says=says, whole=0)
+        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=why, says=says, whole=0)
     why = f"{ends}, in the record {last!r}." if last else f"{ends}."
-    return ZipError(f"{what}: {whole} of {count} tensors complete.", why=why, says=says, whole=whole)
+    return DamagedFileError(f"{what}: {whole} of {count} tensors complete.", why=why, says=says, whole=whole)
 
 
 def _count(source: Source) -> tuple[int, int, str]:
     """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
     first = next(_records(source, {}), None)
     if first is None or first.end is None or not first.name.endswith("/data.pkl"):
-        raise ZipError("The pickle that lists them is cut off or missing.")
+        raise DamagedFileError("The pickle that lists them is cut off or missing.")
     folder = first.name.removesuffix("data.pkl")
     storages = Storages(_nowhere)
     root = Machine(source.read(first.data, first.end - first.data), MAKERS, storages.storage).load()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DigestError
+from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.names import unwrap
@@ -97,9 +97,9 @@ def read(path: Path) -> list[Digest]:
         limits.PICKLE_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DigestError(f"{path} cannot be read.", why=f"{error}.") from None
+        raise NotACheckpointError(f"{path} cannot be read.", why=f"{error}.") from None
     if not lines[0].startswith("# ckpt digest 1:"):
-        raise DigestError(f"{path} is a digest file of another version.", why=f"It begins with {lines[0][:60]!r}.")
+        raise NotACheckpointError(f"{path} is a digest file of another version.", why=f"It begins with {lines[0][:60]!r}.")
     return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
 
 
@@ -116,8 +116,10 @@ def _parse(path: Path, number: int, line: str) -> Digest:
     return Digest(tuple(where), dtype, tuple(shape), sha256.lower())
 
 
-def _malformed(path: Path, number: int) -> DigestError:
-    return DigestError(f"{path} is damaged at line {number}.", why="A line is digest, dtype, shape and path, between tabs.")
+def _malformed(path: Path, number: int) -> NotACheckpointError:
+    return NotACheckpointError(
+        f"{path} is damaged at line {number}.", why="A line is digest, dtype, shape and path, between tabs."
+    )
 
 
 def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Compared:

@@ -14,12 +14,11 @@ from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
     DamagedFileError,
-    DigestError,
     MissingPackageError,
+    NotACheckpointError,
     PartError,
     RemoteError,
     UsageError,
-    ZipError,
 )
 from ckpt_tools.formats.base import PART_CONTAINERS, is_zip
 from ckpt_tools.formats.open import (
@@ -123,7 +122,7 @@ def load_digests(path: AnyPath) -> tuple[str, list[digests.Digest]]:
 def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write the digests of a report to a digest file, whole or not at all."""
     if report.container is None:
-        raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
+        raise NotACheckpointError(f"{report.path} cannot be read, so there are no digests of it.")
     check_document_name(path, "digests", ".digest")
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
@@ -304,7 +303,7 @@ def _torch_says(source: Source, error: CkptError) -> str:
         return error.says
     head = source.read(0, min(HEAD, source.size))
     if is_zip(head):
-        cut = isinstance(error, ZipError) and not isinstance(error, ChecksumError) and not has_end(source)
+        cut = isinstance(error, DamagedFileError) and not isinstance(error, ChecksumError) and not has_end(source)
         return said_of_cut(source.size) if cut else ""
     return torch_errors.of_bytes(source.path, head, source.size)
 

@@ -62,9 +62,7 @@ class Companions:
         self.stayed.append((name, why))
 
 
-def find(
-    checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, only_weights: bool
-) -> Companions:
+def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str]) -> Companions:
     """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder."""
     found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
@@ -75,8 +73,7 @@ def find(
     for name, kind in listed:
         if name in own:
             continue
-        why = kind or _why_it_stays(name.rpartition("/")[2])
-        why = why or ("`only_weights`" if only_weights else _take(name, files, found))
+        why = kind or _why_it_stays(name.rpartition("/")[2]) or _take(name, files, found)
         if why:
             found.stayed.append((name, why))
     return found

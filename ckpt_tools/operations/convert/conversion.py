@@ -26,13 +26,15 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.parts.flat_rows import Names
+
+_RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
 
 @unique
@@ -41,8 +43,8 @@ class Planned:
 
     pieces: list[Piece]
     report: Converted
-    casting: Casting | None = None
-    leaving: Leaving | None = None
+    casting: Casting | None
+    leaving: Leaving
 
 
 @collector_paused()
@@ -64,20 +66,15 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits, report)
-    return Planned(pieces if leaving is None else leaving.pieces(pieces), report, edited.casting, leaving)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
+    return Planned(leaving.pieces(pieces), report, edited.casting, leaving)
 
 
-def records_leaving(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> Leaving | None:
-    """The records whose CRC-32 is compared: those whose bytes leave it behind; with `verify` all, with `no_verify` none."""
-    if edits.options.no_verify:
-        return None
+def records_leaving(root: Node, decoded: Decoded, edits: Edits) -> Leaving:
+    """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
     from ckpt_tools.edit.checksums import Leaving
 
-    leaving = Leaving(root, keeps=edits.kind == "pth" and decoded.has_checksums and not edits.options.verify)
-    if edits.options.verify and not leaving.records and not decoded.has_checksums:
-        report.notes.append(Note("no-checksums", "`verify`: the input carries no checksums."))
-    return leaving
+    return Leaving(Dict() if edits.options.no_verify else root, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -85,8 +82,7 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
     done = clone.done if clone is not None else 0
     check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd, written=done)
     write(planned.pieces, output, progress, clone)
-    if planned.leaving is not None:
-        planned.leaving.check_rest()
+    planned.leaving.check_rest()
     if planned.casting is not None:
         report = planned.report
         report.overflowed, report.underflowed, report.saturated, report.nan = planned.casting.lost()
@@ -113,7 +109,7 @@ def _names(options: ConvertOptions) -> Callable[[], Names] | None:
     def names() -> Names:
         from ckpt_tools.fit.targets import names_of, read_target
 
-        return names_of(read_target(options.like, args=options.like_args, select=options.like_select))
+        return names_of(read_target(options.like, args=options.like_args))
 
     return names
 
@@ -129,7 +125,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
 
 
 def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
-    decoded, verify = checkpoint.decoded, edits.options.verify and checkpoint.decoded.has_checksums
+    decoded = checkpoint.decoded
     if edits.kind == "safetensors":
         pieces = _lay_out_flat(edited.root, decoded, edits, report)
     elif edits.kind == "gguf":
@@ -137,7 +133,7 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
     else:
         if decoded.metadata:
             _tell_lost_text(decoded, edited.ties, report)
-        pieces = _lay_out_torch(edited.root, decoded, edits, verify=verify)
+        pieces = _lay_out_torch(edited.root, decoded, edits)
     return pieces
 
 
@@ -147,7 +143,7 @@ def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted)
 
     flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata)
     report_flat(flat, report)
-    return safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
+    return safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
 
 
 def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
@@ -161,8 +157,7 @@ def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     if "general.architecture" not in flat.metadata:
         text = "llama.cpp reads a GGUF by 'general.architecture', which is not in the metadata; `set_metadata` sets it."
         report.notes.append(Note("no-architecture", text))
-    quantise = edits.options.quantize is not None
-    if quantise:
+    if quantise := edits.options.quantises:
         count = sum(gguf_writing.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
         report.notes.append(
             Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
@@ -178,10 +173,9 @@ def _tell_lost_text(decoded: Decoded, ties: Mapping[str, str], report: Converted
     report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
 
 
-def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits, *, verify: bool) -> list[Piece]:
+def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:
     if edits.kind == "pth-legacy":
         from ckpt_tools.formats.legacy import torch_legacy
 
         return torch_legacy.lay_out(root)
-    folder, trust_crc = decoded.root_folder, decoded.has_checksums
-    return torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.options.compact)
+    return torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_optimizers, parameter_numbers
 from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.formats.zip import torch_layout
@@ -58,14 +58,14 @@ class Items:
 def collect(root: Node, file_bytes: int = 0) -> Items:
     """The items of a tree that was read from a file of this size."""
     if type(root) is not Dict:
-        raise ContainerLimitError(
+        raise ConvertError(
             "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: `select`."
         )
     found = Items()
     for where, optimizer in find_optimizers(root):
         numbers = {key for key, _ in optimizer.state.items if type(key) is int}
         if lost := numbers.difference(parameter_numbers(optimizer).values()):
-            raise ContainerLimitError(
+            raise ConvertError(
                 f"A distributed checkpoint has text for keys, and {dotted(where)!r} has states under whole numbers.",
                 why=f"No group of the optimizer names {min(lost)}: nothing would find the state again.",
                 fix="Write a .pth, which keeps the numbers.",
@@ -76,7 +76,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
     for path, node in _leaves(root, found, limits.TENSORS.most(file_bytes)):
         name = dotted(path)
         if name in names:
-            raise CollisionError(
+            raise ConvertError(
                 f"Two places of the checkpoint have the name {name!r} in a distributed one.", fix="Rename one: `rename`."
             )
         names[name] = path
@@ -92,10 +92,10 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
 def _item(name: str, path: Path, node: Node) -> Item:
     if type(node) is Entry:
         if not node.dtype.in_torch or node.dtype.packed > 1:
-            raise ContainerLimitError(f"{name!r} is {node.dtype.name}, which torch's writer does not take.")
+            raise ConvertError(f"{name!r} is {node.dtype.name}, which torch's writer does not take.")
         return Item(name, path, node, row_major(node))
     if is_tensor(node):
-        raise ContainerLimitError(
+        raise ConvertError(
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
             fix="Write a .pth, which holds any tensor.",
         )
@@ -115,7 +115,7 @@ def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
                 yield where, node
                 continue
             if id(node) in open_ids:
-                raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
+                raise ConvertError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
             if id(node) in seen and (most := most - len(node.items)) < 0:
                 what = "The checkpoint refers to its dicts too often: a distributed one holds what is in them each time."
                 raise limits.TENSORS.error(what, fix="Write a .pth, which keeps them as they are.")

@@ -37,7 +37,6 @@ from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.nodes import Dict, Node
 
-_RESERVE = 4096  # bytes of room in a safetensors header
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 
 
@@ -59,21 +58,17 @@ class Edits:
     """What the options do to a checkpoint: checked when this is made, done once, by `apply`."""
 
     def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
-        if options.reserve is not None and kind != "safetensors":
-            raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
-        if options.quantize is not None and kind != "gguf":
-            raise UsageError("`quantize` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
-        self.metadata = MetadataEdit(options.metadata_texts, options.drop_metadata)
+        if options.quantises and kind != "gguf":
+            raise UsageError("`dtype='q8_0'` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
+        self.metadata = MetadataEdit(options.metadata_texts)
         if self.metadata != UNEDITED and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
-            option = "set_metadata" if options.set_metadata else "drop_metadata"
-            what = f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
+            what = f"`set_metadata` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)
         self.retargeting = _retargeting(options)
-        self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
 
     def _tell_danger(self, danger: str, root: Node, report: Converted) -> None:
         if not danger:
@@ -106,14 +101,12 @@ class Edits:
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
         root = self._retagged(root, checkpoint, report)
-        if self.options.verify and report.dry_run:
-            report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         root, casting = self._cast(root, report, plain)
         if self.kind in ("safetensors", "dcp", "gguf"):
             _leave_attributes(root, self.kind, self.options.objects, report)
-        report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
-        if self.metadata.texts:
-            report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
+        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.metadata.texts if not text]
+        if found := [repr(key) for key, text in self.metadata.texts if text]:
+            report.notes.append(Note("metadata-set", f"Metadata: {listed(found)} set."))
         self._tell_danger(danger, root, report)
         left_out = {path for path, _ in report.dropped}
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
@@ -190,16 +183,17 @@ class Edits:
 
     def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
         """Cast floats, and tell; `before` counts what was lost already."""
-        targets = {glob: DTYPES[name] for glob, name in self.options.cast_to.items()}
+        targets = {glob: DTYPES[name] for glob, name in self.options.cast_to.items() if name != "q8_0"}
         if not targets:
             return root, before
         from ckpt_tools.edit.casts import cast_floats
 
-        root, casting = cast_floats(root, targets.pop("", None), self.options.dtype_only, targets)
+        root, casting = cast_floats(root, targets.pop("", None), targets)
         casting.counts += before.counts if before is not None else []
         report.casts = casting.moves
         if casting.steps:
-            text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
+            glob = f"*.step={next(iter(self.options.cast_to.values()))}"
+            text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype={glob!r}` casts them."
             report.notes.append(Note("steps-kept", text))
         if casting.parts:
             text = f"{casting.parts} parts of quantised weights keep their dtype; `dequantize='bf16'` makes plain ones of them."
@@ -230,8 +224,7 @@ class Edits:
         root, gone = slimming.slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        leaves = self.kind != "pth" and not self.options.no_verify  # the archive, and its checksums
-        root, done = compaction.compact(root, verify=self.options.verify or leaves)
+        root, done = compaction.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
 

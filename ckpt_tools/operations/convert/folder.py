@@ -49,9 +49,12 @@ _STALE = {
 class FolderTarget:
     """The output folder of a conversion and how it is written."""
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, options: ConvertOptions, inputs: Inputs = ()) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], kind: str, options: ConvertOptions, inputs: Inputs = (),
+        ranks: Ranks | None = None, *, durable: bool = False,
+    ) -> None:  # fmt: skip
         self.path, self.kind, self.options, self.inputs = path, kind, options, tuple(inputs)
-        self.ranks = options.ranks if options.ranks is not None else Ranks()
+        self.ranks, self.durable = ranks if ranks is not None else Ranks(), durable
 
     def check(self) -> None:
         """What can be refused before the input is read."""
@@ -78,7 +81,7 @@ class FolderTarget:
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
-        found = companions.find(checkpoint, report.source, self.path, only_weights=self.options.only_weights)
+        found = companions.find(checkpoint, report.source, self.path)
         if report.dequantised:
             _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
@@ -107,7 +110,7 @@ class FolderTarget:
 
             return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.options.overwrite)
         return replacing_folder(
-            self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.options.fsync, inputs=self.inputs
+            self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.durable, inputs=self.inputs
         )
 
 
@@ -140,7 +143,7 @@ def _run_shards(
 ) -> None:
     ranks = target.ranks
 
-    def plan() -> tuple[Edited, Shards, Leaving | None, Companions]:
+    def plan() -> tuple[Edited, Shards, Leaving, Companions]:
         with collector_paused():
             edited = edits.apply(checkpoint, report, inputs)
             shards, leaving = _shards(edited.root, checkpoint, edits, limit, report)
@@ -154,7 +157,7 @@ def _run_shards(
     with ExitStack() as stack:
         staging = target.staged(stack, shards.index_name, beside)
         ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
-        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world) if leaving is not None else None)
+        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)
@@ -165,20 +168,18 @@ def _run_shards(
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
 
 
-def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving | None]:
+def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving]:
     decoded, objects = checkpoint.decoded, edits.options.objects
-    verify = edits.options.verify and decoded.has_checksums
     if edits.kind == "safetensors":
         shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
     else:
         shards = torch_shards(
             root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata,
-            trust_crc=decoded.has_checksums, verify=verify,
+            trust_crc=decoded.has_checksums,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, decoded, edits, report)
-    if leaving is not None:
-        shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
+    leaving = records_leaving(root, decoded, edits)
+    shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
 
 
@@ -231,7 +232,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits, report)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -242,7 +243,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         staging = target.staged(stack, ".metadata", beside)
         ranks.agree(lambda: staging.check_space((report.bytes + beside.bytes) // ranks.world))
         _save(found, staging, ranks, edits.options.progress)
-        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world) if leaving is not None else None)
+        ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)
@@ -254,7 +255,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
 
 def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
     """Write a tree as a distributed checkpoint, in the place of one that is there; durable."""
-    target = FolderTarget(path, "dcp", ConvertOptions(overwrite=True, fsync=True))
+    target = FolderTarget(path, "dcp", ConvertOptions(overwrite=True), durable=True)
     target.check()
     found = collect(root)
     with ExitStack() as stack:
@@ -355,7 +356,6 @@ def torch_shards(
     objects: str | None,
     metadata: Mapping[str, str],
     trust_crc: bool,
-    verify: bool,
     edit: MetadataEdit = UNEDITED,
 ) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
@@ -367,7 +367,7 @@ def torch_shards(
     trees: dict[str, Dict] = {file: Dict(ordered=True) for file in homes.values()} or {names.shard(1, 1): Dict(ordered=True)}
     for name, node in items:
         trees[homes[name]].items.append((name, node))
-    files = [(file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)) for file, tree in trees.items()]
+    files = [(file, torch_layout.lay_out(tree, trust_crc=trust_crc)) for file, tree in trees.items()]
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)

@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-from ckpt_tools.errors import ContainerLimitError, OutputError
+from ckpt_tools.errors import ConvertError, OutputError
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.output import Source, check_space, is_address
@@ -39,7 +39,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         The report of `convert`.
 
     Raises:
-        ContainerLimitError: another container; or the file is one of several, and another one says where in it things lie,
+        ConvertError: another container; or the file is one of several, and another one says where in it things lie,
             or what they are called.
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
@@ -48,7 +48,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     with open_checkpoint(path) as checkpoint:
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
-            raise ContainerLimitError(
+            raise ConvertError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         _check_alone(Path(path))
@@ -58,7 +58,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
 
 
 def _check_alone(path: Path) -> None:
-    """Raise ContainerLimitError for a file that another one tells of: .metadata, or an index."""
+    """Raise ConvertError for a file that another one tells of: .metadata, or an index."""
     for place in (path, Path(os.path.realpath(path))):
         if place.suffix == ".distcp" and (place.parent / DCP_METADATA).exists():
             raise _told_of(path, "a part of a distributed checkpoint", place.parent / DCP_METADATA)
@@ -67,7 +67,7 @@ def _check_alone(path: Path) -> None:
                 raise _told_of(path, "a shard of a model", index)
 
 
-def _told_of(path: Path, what: str, by: Path) -> ContainerLimitError:
+def _told_of(path: Path, what: str, by: Path) -> ConvertError:
     why = f"{by.name} says what is in it, and would not be true any more."
     command = printable(f"ckpt convert {shlex.quote(str(by.parent))} OUT")
-    return ContainerLimitError(f"{path} is {what}.", why=why, fix=f"Convert the whole to another place: {command}")
+    return ConvertError(f"{path} is {what}.", why=why, fix=f"Convert the whole to another place: {command}")

@@ -8,18 +8,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
-from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, text, texts, value, whole
+from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, text, texts, value
 from ckpt_tools.tree.output_names import FORMATS, Format
-
-if TYPE_CHECKING:
-    from ckpt_tools.io.ranks import Ranks
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 
@@ -104,7 +101,7 @@ class PartOptions(Options):
     fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)
 
 
-_ABOUT_INTEGERS = "Integers need scales beside them: `quantize='q8_0'` makes both, in a .gguf."
+_ABOUT_INTEGERS = "Integers need scales beside them: `dtype='q8_0'` makes both, in a .gguf."
 
 
 class CastOptions(Options):
@@ -112,29 +109,32 @@ class CastOptions(Options):
 
     heading = "Values and devices"
     dtype: Dtypes | None = texts(
-        "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches.",
+        "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches. q8_0: of a "
+        "GGUF, matrices become Q8_0.",
         read=arguments.read_dtypes, default=None, metavar="[GLOB=]TYPE", moves=True, common=True,
         in_code="Or a torch.dtype, or a mapping from globs; the last glob that matches counts.",
     )  # fmt: skip
-    dtype_only: str | Sequence[str] = texts("Cast only tensors whose name matches.", metavar="GLOB", completes="names")
 
     def check(self) -> None:
-        """Raise UsageError for a dtype that nothing is cast to, and for globs without one."""
+        """Raise UsageError for a dtype that nothing is cast to."""
         super().check()
         for glob, name in self.cast_to.items():
             from ckpt_tools.tree.dtypes import CAST_TARGETS
 
-            if name not in CAST_TARGETS.values():
+            if name not in CAST_TARGETS.values() and (glob, name) != ("", "q8_0"):
                 said = f"{glob}={name}" if glob else name
                 fix = _ABOUT_INTEGERS if re.match(r"u?int\d|q\d", name, re.IGNORECASE) else ""
                 raise UsageError(f"`dtype={said!r}` is not one of {', '.join(CAST_TARGETS)}.", fix=fix)
-        if self.dtype_only and "" not in self.cast_to:
-            raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
 
     @property
     def cast_to(self) -> dict[str, str]:
         """Glob -> dtype; "" for all that no glob matches."""
         return cast("dict[str, str]", self.dtype or {})
+
+    @property
+    def quantises(self) -> bool:
+        """Whether matrices become Q8_0, as a GGUF has them."""
+        return self.cast_to.get("") == "q8_0"
 
 
 class ObjectOptions(Options):
@@ -164,17 +164,17 @@ class MetadataOptions(Options):
 
     heading = "Output"
     set_metadata: Metadata = texts(
-        "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index.", read=arguments.read_texts_by_key,
+        "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index; KEY= leaves KEY out.",
+        read=arguments.read_texts_by_key,
         metavar="KEY=VALUE", in_code="`KEY=VALUE`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
-    drop_metadata: str | Sequence[str] = texts("Leave KEY out of the metadata.", metavar="KEY")
 
     def check(self) -> None:
-        """Raise UsageError for a key that is set twice, set and dropped, or ckpt's own."""
+        """Raise UsageError for a key that is set twice, or ckpt's own."""
         super().check()
-        keys = [*(key for key, _ in self.metadata_texts), *self.drop_metadata]
+        keys = [key for key, _ in self.metadata_texts]
         if repeated := [key for key, count in Counter(keys).items() if count > 1]:
-            raise UsageError(f"`set_metadata` and `drop_metadata` name the key {repeated[0]!r} twice.")
+            raise UsageError(f"`set_metadata` names the key {repeated[0]!r} twice.")
         if own := [key for key in keys if key.startswith("ckpt_tools.")]:
             raise UsageError(
                 f"The metadata {own[0]!r} is what ckpt keeps there for the way back.",
@@ -196,12 +196,10 @@ class OutputOptions(Options):
         FORMATS,
         common=True,
     )
-    quantize: Literal["q8_0"] | None = choice("Of a GGUF: matrices of floats become Q8_0.", ["q8_0"], moves=True)
     shard_size: str | int | None = value(
         "OUT is a folder of shards of at most 5GB, 500MiB ... each.", arguments.read_size, metavar="SIZE",
         in_code="Or a number of bytes.",
     )  # fmt: skip
-    only_weights: bool = flag("From folder to folder: leave config.json, tokenizer files and the like.")
     partial: bool = flag("Of ranks' files and shards: write what is whole, leave out and list the rest.")
     overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
@@ -217,15 +215,7 @@ class WriteOptions(Options):
     """How the bytes are written."""
 
     heading = "Output"
-    verify: bool = flag("Check the CRC-32 of every record while copying, where the bytes keep it too.", moves=True)
-    no_verify: bool = flag("Check no CRC-32, where the bytes leave it behind either.", moves=True)
-    reserve: int | None = whole("Room in a safetensors header.  [4096]", metavar="BYTES", most=64 << 20)
-    compact: bool = flag("Leave no gaps, at the price of moving every tensor.", moves=True)
-    fsync: bool = flag("Make a new OUT durable before returning (a replaced one always is).")
-    ranks: Ranks | None = value(
-        "The processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).", arguments.read_ranks,
-        kind="code",
-    )  # fmt: skip
+    no_verify: bool = flag("Check no CRC-32 where the bytes leave it behind.", moves=True)
     progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
 
 

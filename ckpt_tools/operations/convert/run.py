@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.attributes import Inputs
@@ -28,6 +29,9 @@ from ckpt_tools.tree.output_names import (
     output_format,
 )
 
+if TYPE_CHECKING:
+    from ckpt_tools.io.ranks import Ranks
+
 
 @as_keywords(ConvertOptions)
 @natural
@@ -50,8 +54,10 @@ def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     return convert_with(as_path(source), as_path(target), options)
 
 
-def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions) -> Converted:
-    """`convert` with its options in their record."""
+def convert_with(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions, ranks: Ranks | None = None
+) -> Converted:
+    """`convert` with its options in their record; `ranks`: the processes that share the work of a sharded output."""
     started = time.perf_counter()
     limit = None if options.shard_size is None else shard_limit(target, options.shard_size, options.format)
     kind = options.format or "safetensors" if limit is not None else output_format(target, options.format)
@@ -71,7 +77,7 @@ def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str],
         if to_folder:
             from ckpt_tools.operations.convert.folder import FolderTarget, run_folder
 
-            report = run_folder(source, FolderTarget(target, kind, options, inputs=inputs), edits, limit or 0)
+            report = run_folder(source, FolderTarget(target, kind, options, inputs, ranks), edits, limit or 0)
         else:
             report = run(source, target, edits, output, clone)
     report.seconds = time.perf_counter() - started
@@ -82,7 +88,7 @@ def open_output(stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs
     """The file to write, until the stack ends, which gives it its name; None in a dry run."""
     if not is_address(target):
         if not options.dry_run:
-            return stack.enter_context(replacing(target, overwrite=options.overwrite, durable=options.fsync, inputs=inputs))
+            return stack.enter_context(replacing(target, overwrite=options.overwrite, inputs=inputs))
         output_target(target, overwrite=True)
     else:
         from ckpt_tools.io.uploads import check_upload, uploading

@@ -1,16 +1,14 @@
-"""Several checkpoints converted alike into one folder: which becomes which file, then one after another, or several at once."""
+"""Several checkpoints converted alike into one folder: which becomes which file, then one after another."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, OutputFolderError, UsageError
-from ckpt_tools.io.processes import in_processes
+from ckpt_tools.errors import CkptError, OutputError, UsageError
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
@@ -50,28 +48,21 @@ def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:
     return name + (own if own and writes(own) and not os.path.isdir(source) else ".pth")
 
 
-def convert_several(
-    sources: Sequence[Path], made: Sequence[Path], asked: Mapping[str, Any], *, jobs: int
-) -> Iterator[Converted | CkptError]:
+def convert_several(sources: Sequence[Path], made: Sequence[Path], asked: Mapping[str, Any]) -> Iterator[Converted | CkptError]:
     """The report of each conversion, or why there is none, in the order of the inputs; one that fails stops no other."""
     if not asked.get("dry_run"):
         for folder in dict.fromkeys(target.parent for target in made):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OutputFolderError(f"{folder} cannot be made.", why=f"{error.strerror or error}.") from None
-    pairs = list(zip(sources, made, strict=True))
-    work = partial(_converted, dict(asked))
-    if jobs > 1 and len(pairs) > 1:
-        yield from in_processes(work, pairs, min(jobs, len(pairs)))
-    else:
-        yield from map(work, pairs)
+                raise OutputError(f"{folder} cannot be made.", why=f"{error.strerror or error}.") from None
+    for source, target in zip(sources, made, strict=True):
+        yield _converted(source, target, asked)
 
 
-def _converted(asked: dict[str, Any], pair: tuple[Path, Path]) -> Converted | CkptError:
+def _converted(source: Path, target: Path, asked: Mapping[str, Any]) -> Converted | CkptError:
     from ckpt_tools.operations.convert.run import convert
 
-    source, target = pair
     try:
         with torch_told():
             if not asked.get("dry_run"):

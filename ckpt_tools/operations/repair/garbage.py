@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tools.edit.devices import map_storages
-from ckpt_tools.errors import SafetensorsError
+from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.safetensors import MAX_HEADER
@@ -86,7 +86,7 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     """A safetensors file that begins at an offset, and whose tail may be missing or be followed by other bytes."""
     length, end = int.from_bytes(source.read(start, 8), "little"), header_end(source, start)
     if end is None:
-        raise SafetensorsError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")
+        raise DamagedFileError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")
     claimed = TruncatedSource(source, start, 8 + length + end)
     unread: dict[str, str] = {}
     salvaged = Salvaged(safetensors.decode(claimed, unread))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.devices import map_storages
-from ckpt_tools.errors import ChecksumError, PickleError, TensorError, ZipError
+from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import find_tensors
@@ -129,7 +129,9 @@ def _pickle(source: Source, walked: Walked) -> Found:
     """The pickle that lists the tensors: the last that is proved, else the last."""
     pickles = list(by_name(pickles_of(walked.records)).values())
     if not pickles:
-        raise ZipError("No pickle that lists tensors is left in the file.", why="Without it no name and no shape is known.")
+        raise DamagedFileError(
+            "No pickle that lists tensors is left in the file.", why="Without it no name and no shape is known."
+        )
     proved = [found for found in pickles if found.proof]
     chosen = (proved or pickles)[-1]
     check_pickle(source, chosen.size or 0, deflated=chosen.deflated)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, UnsupportedContainerError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import DCP_METADATA
@@ -170,7 +170,7 @@ def _joined(source: Source, spans: Sequence[tuple[int, int]], keep_damaged: bool
             lost.append(LostArchive(index, sizes, f"{error.what} {error.why}".strip().rstrip(".")))
     if len({part.decoded.byteorder for part in parts if part is not None}) != 1:
         why = lost[0].why if lost else "Some are big-endian, others little-endian."
-        raise ZipError(f"None of the file's {len(spans)} archives can be saved.", why=why)
+        raise DamagedFileError(f"None of the file's {len(spans)} archives can be saved.", why=why)
     return _list(source, parts, lost)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, ZipError
+from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats.zip.headers import (
     ALIGNMENT,
     CENTRAL,
@@ -128,7 +128,7 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
         if name is None:
             continue
         size, compressed, header = entry.size, entry.compressed, entry.header
-        with contextlib.suppress(ZipError):  # a damaged extra field: sizes that nothing proves
+        with contextlib.suppress(DamagedFileError):  # a damaged extra field: sizes that nothing proves
             size, compressed, header = zip64_fields(
                 raw[name_end : name_end + entry.extra_length], size, compressed, header, name
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.errors import NotLoadedError, UsageError
+from ckpt_tools.errors import MatchError, UsageError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
 from ckpt_tools.torch.guarding.stored import Library
@@ -92,7 +92,7 @@ class Fates:
             allow: globs on names that need not be: a head that is random on purpose, what the code computes.
 
         Raises:
-            NotLoadedError: some are not; all are listed. UsageError: a glob matches no tensor, or nothing was watched.
+            MatchError: some are not; all are listed. UsageError: a glob matches no tensor, or nothing was watched.
         """
         if not self.fates:
             raise UsageError("No model was watched.", fix="guard(model), or seen.watch(model) inside the block.")
@@ -100,7 +100,7 @@ class Fates:
         if wrong:
             groups = {word: [_named(fate) for fate in wrong if fate.fate == word] for word in _WRONG}
             told = [f"{len(names)} {_SAYS[word]}: {listed(names, 40)}" for word, names in groups.items() if names]
-            raise NotLoadedError(
+            raise MatchError(
                 f"{len(wrong)} of {len(self.fates)} tensors of the model are not what a file has for them.",
                 why=printable("; ".join([*told, self._opened(), *self.notes])) + ".",
                 fix="What is meant: check(allow=['head.*']). A file that was read before: guard(model, files=[...]).",

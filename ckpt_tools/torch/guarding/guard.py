@@ -88,7 +88,7 @@ def guarded(*, allow: Sequence[str] = ()) -> Callable[[Callable[P, R]], Callable
         allow: globs on names that need not be from a file.
 
     Raises:
-        NotLoadedError: (from the decorated function) tensors are not from a file.
+        MatchError: (from the decorated function) tensors are not from a file.
     """
 
     def decorate(load: Callable[P, R]) -> Callable[P, R]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import TargetError, UsageError
+from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
@@ -64,7 +64,7 @@ def prove(
         overwrite: replace the certificate if it exists.
 
     Raises:
-        TargetError: a model cannot be made, or raises when it runs; its outputs prove nothing. MatchError: a checkpoint does
+        ConvertError: a model cannot be made, or raises when it runs; its outputs prove nothing. MatchError: a checkpoint does
             not fit its model.
         UsageError: an input that cannot be read. CkptError: a file cannot be read or written.
     """
@@ -161,10 +161,10 @@ class Prover:
         raise _raised(problem, "OLD" if problem.model is old else "NEW") from problem.__cause__
 
 
-def _raised(problem: RaisedError, side: str) -> TargetError:
+def _raised(problem: RaisedError, side: str) -> ConvertError:
     call, cause = problem.inside, problem.__cause__
     where = f", in {call.path} ({type(call.module).__name__})" if call is not None and call.path else ""
-    return TargetError(
+    return ConvertError(
         f"{side} raised {type(cause).__name__} when it ran{where}.", why=f"{cause}",
         fix="Give the inputs that its forward takes: NAME=SHAPE by name, SHAPE:N for integers below N.",
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _made(wanted: Wanted, seed: int) -> torch.nn.Module:
     with seeded(seed):
         made = _from(wanted)
     if not isinstance(made, torch.nn.Module):
-        raise TargetError(f"{wanted.label} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
+        raise ConvertError(f"{wanted.label} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
     return made
 
 
@@ -228,7 +228,7 @@ def _called(wanted: Wanted) -> Any:
     try:
         return make(**(wanted.arguments or {}))
     except Exception as error:  # whatever the user's function raises
-        raise TargetError(f"{wanted.label} raised {type(error).__name__} when it was called.", why=f"{error}") from error
+        raise ConvertError(f"{wanted.label} raised {type(error).__name__} when it was called.", why=f"{error}") from error
 
 
 def _filled(model: torch.nn.Module, wanted: Wanted) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ckpt_tools.errors import TargetError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.running import tensors_in
 
 _MOST = 4096
@@ -175,14 +175,14 @@ def pair(old: Named, new: Named) -> Paired:
     """Outputs by their paths; by their order, where none is called alike; one alone is the first of several."""
     for side, found in (("OLD", old), ("NEW", new)):
         if not found:
-            raise TargetError(f"The model of {side} gives no numbers.", why="There is nothing to compare.")
+            raise ConvertError(f"The model of {side} gives no numbers.", why="There is nothing to compare.")
     shared = [path for path in old if path in new]
     if shared:
         pairs = [(path, path) for path in shared]
     elif len(old) == len(new) or 1 in (len(old), len(new)):
         pairs = list(zip(old, new, strict=False))
     else:
-        raise TargetError(
+        raise ConvertError(
             f"The models have no output in common: {len(old)} of OLD ({', '.join(old)}), {len(new)} of NEW ({', '.join(new)}).",
             why="They are paired by their names, or by their order where there are equally many.",
         )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_tools.errors import TargetError
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.operations.proved import Fault
 from ckpt_tools.torch.proving.faults import first_apart
 from ckpt_tools.torch.proving.inputs import Done, Given, RaisedError, run, run_alone
@@ -76,10 +76,10 @@ class Trial:
         return Reach(self.models[1], self.sets, self.precision, self.seed, {new for _, new in self.paired.pairs})
 
     def refuse_nothing(self) -> None:
-        """Raise where equal outputs prove nothing: they are NaN, or have nothing to do with the inputs. Raises TargetError."""
+        """Raise where equal outputs prove nothing: they are NaN, or have nothing to do with the inputs. Raises ConvertError."""
         if nan := sum(gap.nan for gap in self.gaps):
             total = sum(gap.numbers for gap in self.gaps)
-            raise TargetError(
+            raise ConvertError(
                 f"Nothing is proved: {nan} of {total} numbers are NaN in the outputs of both models.",
                 fix="Other inputs; or the numbers in the checkpoints are damaged: `ckpt check` tells.",
             )
@@ -88,26 +88,26 @@ class Trial:
         given = [(*one.by_position, *one.by_name.values()) for one in self.sets]
         varied = others and any(not torch.equal(*pair) for one in given[1:] for pair in zip(given[0], one, strict=True))
         if varied and floats and all(torch.equal(first[path], other[path]) for path in floats for other in others):
-            raise TargetError(
+            raise ConvertError(
                 "Nothing is proved: the outputs are the same for all sets of inputs.",
                 why="What is before them does not show: weights that are zero, an input that is not used.",
             )
 
     def refuse_random(self, fault: Fault) -> None:
-        """Raise where models differ in random numbers, and perhaps in nothing else. Raises TargetError."""
+        """Raise where models differ in random numbers, and perhaps in nothing else. Raises ConvertError."""
         given = self.sets[self.worst]
         for side, model, before, where in zip(
             _SIDES, self.models, self.done[self.worst], (fault.where, fault.new_where), strict=True
         ):
             again = run(model, given, self.precision, self.seed)
             if not self._is_same(before, again):
-                raise TargetError(
+                raise ConvertError(
                     f"{side} gives other numbers when it runs again on the same inputs, from {_where(before, again)} on.",
                     why="What it draws or remembers follows no seed of torch, Python or numpy; it cannot be compared.",
                 )
             other = run(model, given, self.precision, self.seed + 1)
             if not self._is_same(before, other) and first_apart(before.root, other.root)[0] == where:
-                raise TargetError(
+                raise ConvertError(
                     f"{side} is random in {_where(before, other)}: with another seed it gives other numbers.",
                     why="The models draw different random numbers, so that their outputs tell nothing of their weights.",
                     fix="Dropout as a function needs training=self.training.",
