@@ -66,7 +66,7 @@ def test_damage_inside_a_member_is_found(tmp_path: Path) -> None:
     path = bundle(tmp_path / "agent.zip", AGENT)
     flip_byte(path, POLICY["net.weight"].numpy().tobytes())
     with pytest.raises(CkptError, match="CRC-32"):
-        ckpt_tools.convert(path, tmp_path / "out.pth")
+        ckpt_tools.convert(path, tmp_path / "out.safetensors", select="policy.pth")
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])

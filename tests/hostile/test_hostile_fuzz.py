@@ -54,7 +54,7 @@ def test_text_mode_damage_leaves_no_copy(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(600.0))
 
 
-@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"verify": True}, {}])
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {}])
 def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     """Found by the fuzzer (--seed 601 --first 117360): the wrong CRC-32 of an empty record went into the directory alone."""
     body = p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": p.tensor(p.sizes(0), p.sizes(1), on=p.storage("1", 0))}))
