@@ -1,6 +1,7 @@
 """npy and npz: arrays that NumPy saved are tensors; what it pickled is data that nobody runs."""
 
 import io
+import os
 import warnings
 import zlib
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_nothing_runs(tmp_path: Path) -> None:
     held = np.empty((), object)
     held[()] = {"w": np.ones(2), "x": _Evil(str(marker))}
     path = write(tmp_path, npy(held), "in.npy")
-    assert [row["global"] for row in described(path)["objects"]] == [f"{os_name()}.mkdir"]
+    assert [row["global"] for row in described(path)["objects"]] == [f"{os.mkdir.__module__}.mkdir"]
     assert not marker.exists()
 
 
@@ -176,16 +177,7 @@ class _Evil:
         self.path = path
 
     def __reduce__(self) -> Any:
-        import os
-
         return os.mkdir, (self.path,)
-
-
-def os_name() -> str:
-    """The module that pickle names for os.mkdir here."""
-    import os
-
-    return os.mkdir.__module__
 
 
 def test_objects_as_old_numpy_wrote_them(tmp_path: Path) -> None:

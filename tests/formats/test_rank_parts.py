@@ -1,7 +1,5 @@
 """One rank's part of a model is named as such and never passes for the model; what is whole on a rank is read."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 import ckpt_tools
 from ckpt_tools.errors import PartError
 from ckpt_tools.torch import load, load_into, load_state_dict, save
+from tests.support.job import job
 from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, tp
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = {"FSDP1": fsdp1, "FSDP2": fsdp2, "HSDP": hsdp, "TP": tp, "FSDP2 x TP": fsdp_tp}
 
 
@@ -185,11 +183,7 @@ def test_meshes_of_older_torch(family: str, listed: bool, tmp_path: Path, monkey
 
 def test_a_job_saves_and_loads(tmp_path: Path) -> None:
     """In two processes `save` writes the whole model once, and `load_into` gives each rank of an FSDP2 model its part."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    done = subprocess.run(
-        [*command, "tests/support/fsdp_job.py", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False,
-        timeout=120,
-    )  # fmt: skip
+    done = job(2, "tests/support/fsdp_job.py", tmp_path)
     assert done.returncode == 0, done.stderr
     expected = net().state_dict()
     for name in ("model.pth", "model.safetensors"):

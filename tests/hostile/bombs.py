@@ -22,7 +22,7 @@ from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
 from tests.support.legacy import floats, persistent, stream
 from tests.support.samples import FIXTURES
 
-SIZE = int(os.environ.get("CKPT_BOMB_BYTES", "2000000"))  # of a file whose builder repeats a unit
+SIZE = int(os.environ.get("CKPT_BOMB_BYTES", "1000000"))  # of a file whose builder repeats a unit
 SECONDS, MEGABYTES = 15, 1000
 FLOATS = {"0": bytes(24)}
 _CHILD = """
@@ -270,7 +270,7 @@ def code_of_a_program() -> bytes:
 @bomb("inspect IN")
 def header_of_dicts() -> bytes:
     """A safetensors header with a field full of dicts."""
-    field = '{"":0},' * (SIZE // 7)
+    field = '{"":0},' * (max(SIZE, 2_000_000) // 7)
     return safetensors('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":[' + field + "0]}}")
 
 

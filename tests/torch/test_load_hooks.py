@@ -10,7 +10,8 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from tests.torch.test_load_into import WRAPS, bits
+from tests.torch.test_load_into import bits
+from tests.torch.test_torch import WRAPS
 
 
 class Overriding(nn.Module):
