@@ -26,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {}, {"select": "model"}, {"drop": ["optimizer", "queue", "b.*"]}, {"keep": "a.*", "drop": "optimizer"},
     {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"map_location": "cuda"},
     {"objects": "plain", "add_prefix": "net."}, {"format": "pth-legacy"},
+    {"drop": "s.*", "format": "dcp"},
     {"select": "model", "drop": "s.*", "format": "safetensors"}, {"select": "model", "drop": "s.*", "shard_size": "1KB"},
 ]  # fmt: skip
 
