@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ckpt_tools.errors import CkptError
-from train.config import Config, spelled
+from train.config import Config, measuring, spelled
 
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -21,14 +20,12 @@ SETTINGS = {
 }
 
 
-def options(command: Callable[..., int]) -> Callable[..., int]:
-    """Gives a command the options of `Config`, with their defaults; what is true or false has a second name."""
-    for each in reversed(fields(Config)):
-        name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
-        about = {key: value for key, value in each.metadata.items() if key in ("help", "type", "metavar", "multiple")}
-        shown: dict[str, Any] = {"hidden": "often" not in each.metadata, "show_default": each.default not in (None, ())}
-        command = click.option(name, each.name, default=each.default, **about, **shown)(command)
-    return command
+def option(each: Any) -> click.Option:
+    """An option of `Config`, with its default; what is true or false has a second name."""
+    name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
+    about = {key: each.metadata[key] for key in ("help", "type", "multiple") if key in each.metadata}
+    often, shown = "often" in each.metadata, each.default not in (None, ())
+    return click.Option([name, each.name], default=each.default, hidden=not often, show_default=shown, **about)
 
 
 def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -40,8 +37,7 @@ def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.command(context_settings=SETTINGS)
-@options
+@click.command(context_settings=SETTINGS, params=[option(each) for each in fields(Config)])
 @click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all, help="Show every option.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
@@ -60,9 +56,33 @@ def command(ctx: click.Context, /, **options: Any) -> int:
 
     given = frozenset(name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     config = Config(**options)
+    if config.evaluate:
+        return measure(config, config.evaluate, given)
     if config.resume not in (None, "latest", "auto") and "out" not in given:
         config = replace(config, out=Path(str(config.resume)).parent)
     return train(config, given)
+
+
+def measure(config: Config, path: Path, given: frozenset[str]) -> int:
+    """`--evaluate`: the accuracy of a checkpoint of any mode and container on the test images, in one process.
+
+    Network and images are those of the run that wrote it; for a file of another's making those of the command line.
+    """
+    from train import checkpoint, parallel
+    from train import train as core
+    from train.metrics import Log, parameters
+
+    path = checkpoint.meant(path)
+    _, saved = checkpoint.described(path)
+    config = measuring(config, saved, given)
+    with parallel.joined(config) as world:
+        run = core.Run(config, parallel.placed(world, config), Log(config, world))
+    checkpoint.load_weights(run.network, path, config)
+    loss, accuracy = core.evaluate(run)
+    images = f"{run.test.total} test images of {config.data}"
+    click.echo(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}, on {run.world.device}")
+    click.echo(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    return 0
 
 
 def main() -> None:
