@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ckpt_tools.errors import CkptError
-from train.config import Config, measuring, spelled
+from train.config import Config, spelled
 
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -24,8 +24,8 @@ def option(each: Any) -> click.Option:
     """An option of `Config`, with its default; what is true or false has a second name."""
     name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
     about = {key: each.metadata[key] for key in ("help", "type", "multiple") if key in each.metadata}
-    often, shown = "often" in each.metadata, each.default not in (None, ())
-    return click.Option([name, each.name], default=each.default, hidden=not often, show_default=shown, **about)
+    about |= {"hidden": "often" not in each.metadata, "show_default": each.default not in (None, ())}
+    return click.Option([name, each.name], default=each.default, **about)
 
 
 def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -41,7 +41,7 @@ def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 @click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all, help="Show every option.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
-    """Train a network, in one process, under DataParallel, DistributedDataParallel or FSDP2.
+    """Train a network: in one process, under DataParallel, DDP or FSDP2.
 
     \b
       python -m train --model mlp --out runs/mlp
@@ -49,10 +49,9 @@ def command(ctx: click.Context, /, **options: Any) -> int:
       python -m train --out runs/mlp --resume latest --epochs 20
       python -m train --evaluate runs/mlp/epoch_010.pth
 
-    Each epoch ends with OUT/epoch_NNN.pth, from which a run goes on exactly, and OUT/epoch_NNN.weights.pth, the weights.
-    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU save after the step under way; a second Ctrl-C quits at once.
+    OUT/epoch_NNN.pth is what a run goes on from, OUT/epoch_NNN.weights.pth the weights alone.
     """
-    from train.train import train  # takes a second, in which Ctrl-C would otherwise be a traceback
+    from train.train import measure, train  # takes a second, in which Ctrl-C would otherwise be a traceback
 
     given = frozenset(name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     config = Config(**options)
@@ -61,28 +60,6 @@ def command(ctx: click.Context, /, **options: Any) -> int:
     if config.resume not in (None, "latest", "auto") and "out" not in given:
         config = replace(config, out=Path(str(config.resume)).parent)
     return train(config, given)
-
-
-def measure(config: Config, path: Path, given: frozenset[str]) -> int:
-    """`--evaluate`: the accuracy of a checkpoint of any mode and container on the test images, in one process.
-
-    Network and images are those of the run that wrote it; for a file of another's making those of the command line.
-    """
-    from train import checkpoint, parallel
-    from train import train as core
-    from train.metrics import Log, parameters
-
-    path = checkpoint.meant(path)
-    _, saved = checkpoint.described(path)
-    config = measuring(config, saved, given)
-    with parallel.joined(config) as world:
-        run = core.Run(config, parallel.placed(world, config), Log(config, world))
-    checkpoint.load_weights(run.network, path, config)
-    loss, accuracy = core.evaluate(run)
-    images = f"{run.test.total} test images of {config.data}"
-    click.echo(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}, on {run.world.device}")
-    click.echo(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
-    return 0
 
 
 def main() -> None:

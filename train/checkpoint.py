@@ -2,19 +2,17 @@
 
 * `OUT/epoch_003.pth`: after three epochs; `OUT/epoch_003/`, a folder, with `--save dcp`
 * `OUT/epoch_003_step_00010.pth`: in the middle of the fourth, after a signal or with `--save-every`
-* `OUT/epoch_003.weights.pth`: the weights alone; `OUT/epoch_003.json`: what it is, readable without loading it
+* `OUT/epoch_003.weights.pth`: the weights alone
 * `OUT/latest`, `OUT/best`: the names of the newest, and of that with the highest test accuracy, written after them
 * `OUT/.lock`: held while a run writes here
 """
 
-import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from io import BytesIO
+from contextlib import ExitStack, contextmanager
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from train.parallel import World
 
 PARTS = ("model", "optimizer", "scaler", "epoch", "step", "totals", "seconds", "config")
 # Every run has written these; of the options that later ones have more, the default was what it did.
-OPTIONS = {"model", "width", "hidden", "data", "shape", "samples", "batch_size", "lr", "schedule", "seed", "amp", "epochs"}
+OPTIONS = {"model", "width", "data", "shape", "samples", "batch_size", "lr", "schedule", "seed", "amp", "epochs"}
 NAME = re.compile(r"epoch_(\d{3,})(?:_step_(\d{5,}))?(?:\.pth)?")
 
 # --- reading
@@ -57,39 +55,37 @@ def chosen(config: Config) -> Path | None:
         refuse(there, f"{out} holds checkpoints: go on from them with --resume latest, or choose another --out")
         return None
     path = meant(Path(config.resume))
-    elsewhere = not (out.exists() and path.parent.exists() and out.samefile(path.parent))
-    theirs = there or (out / "metrics.jsonl").exists()
-    refuse(elsewhere and theirs, f"{out} holds another run, and {path} is not of it: choose another --out")
-    refuse_damage(path, "resume from")
+    other = there and path.parent.resolve() != out.resolve()
+    refuse(other, f"{out} holds another run, and {path} is not of it: choose another --out")
+    refuse_damage(path)
     return path
 
 
 def newest(out: Path) -> Path:
-    """The newest checkpoint in `out` that is whole: what `latest` names, or one before it, which is said.
-
-    Raises UsageError, about the newest, where all are damaged.
-    """
-    found, refused = checkpoints(out)[::-1], []
+    """The newest checkpoint in `out` that is whole: what `latest` names, or one before it, which is said."""
+    found = checkpoints(out)[::-1]
     refuse(not found, f"--resume latest: there is no checkpoint in {out}; leave --resume out to start anew")
     named = next((path for path in found if path.name == pointed(out)), None)
-    # What comes after `latest` is of a run that somebody went back from. All count where it names none.
-    for path in found if named is None else [named, *(path for path in found if order(path) < order(named))]:
-        try:
-            refuse_damage(path, "resume from")
-        except UsageError as error:
-            refused.append(error.message)
-        else:
-            why = refused or [f"{out / 'latest'} names no checkpoint"]
-            if path is not named:
+    why = [] if named else [f"{out / 'latest'} names no checkpoint"]
+    # What comes after `latest` is of a run that somebody went back from.
+    for path in [named, *(path for path in found if order(path) < order(named))] if named else found:
+        if not (damaged := damage(path)):
+            if why:
                 click.echo("; ".join([*why, f"going on from {path}"]), err=True)
             return path
-    raise UsageError(refused[0])
+        why.append(damaged)
+    raise UsageError("; ".join(why))
 
 
-def refuse_damage(path: Path, purpose: str) -> None:
-    """Raises UsageError where a file is cut, or bytes do not match their checksums: a flipped bit is a weight of 7e36."""
-    damage = [each.found for each in ckpt_tools.check(path).findings if each.code in ("damaged-record", "unreadable")]
-    refuse(bool(damage), f"cannot {purpose} {path}, which is damaged: {''.join(damage[:1])}")
+def damage(path: Path) -> str:
+    """What is wrong with a file that is cut, or whose bytes do not match their checksums; "" for a whole one."""
+    found = [each.found for each in ckpt_tools.check(path).findings if each.code in ("damaged-record", "unreadable")]
+    return f"cannot read {path}, which is damaged: {found[0]}" if found else ""
+
+
+def refuse_damage(path: Path) -> None:
+    """Raises UsageError for such a file: a flipped bit is a weight of 7e36."""
+    refuse(bool(found := damage(path)), found)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -121,15 +117,16 @@ def put_into(run: Any, saved: dict[str, Any]) -> None:
     refuse(not possible, f"cannot resume: epoch {epoch}, step {step} is nowhere in epochs of {steps} steps of these images")
     wrong = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
     with refusing("cannot resume: the checkpoint does not fit its own config", *wrong):
-        saved = {**saved, "model": unwrap(saved["model"])}
-        saved = wrap.cut_as(saved, run.network) if run.config.parallel == "fsdp" else saved
-        run.network.load_state_dict(saved["model"])
+        own, model = run.network.state_dict(), unwrap(saved["model"])
+        run.network.load_state_dict({name: wrap.part(tensor, own.get(name)) for name, tensor in model.items()})
         run.optimizer.load_state_dict(saved["optimizer"])
+        for weight, state in run.optimizer.state.items():
+            state.update({name: wrap.part(value, weight) for name, value in state.items()})
         for group in run.optimizer.param_groups:
             group["weight_decay"] = run.config.weight_decay
         run.scaler.load_state_dict(saved["scaler"])
         for name, mean in run.average.items():
-            mean.copy_(saved["ema"][name])
+            mean.copy_(wrap.part(saved["ema"][name], mean))
         run.loss += saved["totals"][0]
         run.epoch, run.step, run.seconds = epoch, step, float(saved["seconds"])
 
@@ -137,16 +134,13 @@ def put_into(run: Any, saved: dict[str, Any]) -> None:
 def described(path: Path) -> tuple[str | None, dict[str, Any]]:
     """Which state dict of a checkpoint is the network, None for the only one; and the config of the run that wrote it.
 
-    That is in the checkpoint, or in the JSON beside it; {} where no run of ours wrote it.
+    {} where no run of ours wrote it.
     """
     with refusing(f"cannot read {path}", CkptError):
         description = ckpt_tools.inspect(path)
-    refuse_damage(path, "read")
+    refuse_damage(path)
     where = "model" if ["model"] in [each["where"] for each in description.state_dicts] else None
     config = {name.removeprefix("config."): value for name, value in description.values.items() if name.startswith("config.")}
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        facts = json.loads(path.with_name(f"{path.name.partition('.')[0]}.json").read_bytes())
-        config = config or (dict(facts["config"]) if path.name in (facts["file"], facts["weights"]) else {})
     return where, config if config.keys() >= OPTIONS else {}
 
 
@@ -154,50 +148,41 @@ def load_weights(network: nn.Module, path: Path, config: Config) -> str:
     """The weights of any checkpoint into `network`: what was loaded, renamed, made anew. UsageError where it does not fit."""
     where, _ = described(path := meant(path))
     with refusing(f"{path}, into {config.model}", CkptError):
-        how: Any = config.on_mismatch
-        return str(load_into(network, path, select=where, on_mismatch=how, seed=config.seed))
+        return str(load_into(network, path, select=where, on_mismatch=config.on_mismatch, seed=config.seed))
 
 
 # --- writing
 
 
-def write(
-    state: Mapping[str, Any], network: nn.Module, weights: nn.Module | None, config: Config, world: World, best: int
-) -> None:
-    """Writes one checkpoint into `config.out`, its weights and JSON, `latest`, `best`; removes what `--keep` leaves out.
+def write(run: Any, state: Mapping[str, Any], best: int) -> None:
+    """Writes one checkpoint into `--out`, its weights, `latest`, `best` (of which epoch); removes what `--keep` leaves out.
 
     Every rank calls this; rank 0 writes, and the others where they have parts of the tensors. A process killed at any
     point leaves `latest` on the last whole checkpoint.
     """
-    out, name = config.out, f"epoch_{state['epoch']:03d}" + (f"_step_{state['step']:05d}" if state["step"] else "")
+    config, world, out = run.config, run.world, run.config.out
+    name = f"epoch_{run.epoch:03d}" + (f"_step_{run.step:05d}" if run.step else "")
     path, beside = out / (name if config.save == "dcp" else f"{name}.pth"), out / f"{name}.weights.pth"
+    rank_writes = world.rank == 0 or config.parallel == "fsdp"  # then `save` gathers all parts first
+    pointers = [out / "latest", out / "best"]
+    for each in (path, beside, *pointers) if world.rank == 0 else ():
+        if each.is_symlink():  # what is written goes here, and not over the checkpoint that a link leads to
+            each.unlink()
     if config.save == "dcp":
         write_folder(state, path, world)
-    else:
-        write_file(network if config.save == "module" else state, path, config, world)
-    if weights:
-        write_file(weights.state_dict(), beside, config, world)
-    if world.rank > 0:
-        return
-    facts = {"file": path.name, "weights": beside.name if weights else None}
-    facts |= {key: state[key] for key in ("epoch", "step", "config", "torch")}
-    write_bytes(out / f"{name}.json", json.dumps(facts, indent=2).encode())
-    write_bytes(out / "latest", f"{path.name}\n".encode())
-    highest = next((each.name for each in checkpoints(out) if best and order(each) == (best, 0)), None)
-    if highest and pointed(out, "best") != highest:
-        write_bytes(out / "best", f"{highest}\n".encode())
-    prune(path, config.keep)
-
-
-def write_file(content: nn.Module | Mapping[str, Any], path: Path, config: Config, world: World) -> None:
-    """One file. Under fsdp `save` gathers the parts of all ranks, and the first one writes."""
-    if world.rank == 0:
-        cut_link(path)
-    if isinstance(content, nn.Module) and world.rank == 0:
-        torch.save(content, pickled := BytesIO())
+    elif config.save == "module" and world.rank == 0:
+        torch.save(run.network, pickled := BytesIO())
         write_bytes(path, pickled.getvalue())
-    elif world.rank == 0 or config.parallel == "fsdp":
-        save(content, path)
+    elif config.save != "module" and rank_writes:
+        save(state, path)
+    if config.weights != "none" and rank_writes:
+        save((run.model if config.weights == "wrapped" else run.network).state_dict(), beside)
+    if world.rank == 0:
+        write_bytes(pointers[0], f"{path.name}\n".encode())
+        highest = path.with_name(path.name.replace(name, f"epoch_{best:03d}"))
+        if best and highest.exists() and pointed(out, "best") != highest.name:
+            write_bytes(pointers[1], f"{highest.name}\n".encode())
+        prune(path, config.keep)
 
 
 def write_folder(state: Mapping[str, Any], path: Path, world: World) -> None:
@@ -207,9 +192,9 @@ def write_folder(state: Mapping[str, Any], path: Path, world: World) -> None:
 
     if world.rank == 0:
         for left in (each for each in path.parent.glob("epoch_*") if each.is_dir()):
-            if left == path or not (left / ".metadata").exists():  # by a run that was killed
+            if left == path or {each.suffix for each in left.iterdir()} <= {".distcp", ".tmp"}:  # a run was killed in it
                 remove(left)
-    world.barrier()
+    world.gather(None)
     try:
         dcp.save(dict(state), checkpoint_id=path, process_group=world.control)
     except CheckpointException as error:
@@ -223,8 +208,7 @@ def prune(written: Path, keep: int | None) -> None:
     for each in older[: max(0, len(older) + 1 - keep)] if keep else []:
         if each.name != pointed(written.parent, "best"):
             remove(each)
-            for beside in (".json", ".weights.pth"):
-                each.with_name(each.name.partition(".")[0] + beside).unlink(missing_ok=True)
+            each.with_name(f"{each.name.removesuffix('.pth')}.weights.pth").unlink(missing_ok=True)
 
 
 def order(path: Path) -> tuple[int, int]:
@@ -260,15 +244,8 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def cut_link(path: Path) -> None:
-    """Removes a link, so that what is written goes here, and not over the checkpoint that it leads to."""
-    if path.is_symlink():
-        path.unlink()
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """A small file, whole or not at all. Raises OutputError where it cannot be written, as on a full disk."""
-    cut_link(path)
     with output_errors(path), replacing(path, overwrite=True, durable=True) as out, open(out.fd, "wb", closefd=False) as file:
         file.write(content)
 
@@ -285,9 +262,10 @@ def owned(folder: Path, world: World) -> Iterator[None]:
     """
     new = world.rank == 0 and not folder.exists()
     with ExitStack() as stack:
-        with world.together():
+        with world.together(), refusing(f"--out: cannot write into the folder {folder}", OSError):
             if world.rank == 0:
-                stack.enter_context(locked(folder))
+                folder.mkdir(parents=True, exist_ok=True)
+                lock(stack.enter_context(open(folder / ".lock", "a+b", buffering=0)), folder)
         try:
             yield
         finally:
@@ -295,32 +273,19 @@ def owned(folder: Path, world: World) -> Iterator[None]:
                 shutil.rmtree(folder)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The lock of one process, until it ends or is killed; a loader's worker that outlives it does not keep it.
+def lock(file: FileIO, folder: Path) -> None:
+    """Locks `file` until this process closes it, ends or is killed; a loader's worker that outlives it does not keep it.
 
     Where the system or the disk has no locks, the run goes on without.
     """
-    with ExitStack() as stack:
-        with refusing(f"--out: cannot write into the folder {folder}", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(folder / ".lock", "a+b", buffering=0))
-        try:
-            import fcntl
+    try:
+        import fcntl
 
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
-            holder = file.readline().decode()
-            raise UsageError(
-                f"another run writes into {folder}: {holder}; wait for its end, or choose another --out"
-            ) from error
-        except (ImportError, OSError):
-            pass
-        with suppress(OSError):  # a disk so full that it does not take the name
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        for pointer in (folder / "latest", folder / "best"):
-            short = pointer.is_symlink() or not pointer.exists() or (pointer.is_file() and pointer.stat().st_size < 256)
-            refuse(not short, f"{pointer} is not the name of a checkpoint, as a run writes it there: move it away")
-        yield
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise UsageError(f"another run writes into {folder}: wait for its end, or choose another --out") from error
+    except (ImportError, OSError):
+        pass
+    for pointer in (folder / "latest", folder / "best"):
+        short = pointer.is_symlink() or not pointer.exists() or (pointer.is_file() and pointer.stat().st_size < 256)
+        refuse(not short, f"{pointer} is not the name of a checkpoint, as a run writes it there: move it away")

@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,17 @@ from train.parallel import World
 
 CLASSES = 10
 IDX = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's name of the folder
-Sets = tuple[Any, Any]  # to train on, and to test with
 
 
-def load(name: str, folder: Path = Path("data"), *, shape: str = "1x28x28", samples: int = 12_000) -> Sets:
+def load(name: str, folder: Path = Path("data"), *, shape: str = "1x28x28", samples: int = 12_000) -> tuple[Any, Any]:
     """The training and the held-out test images of a data set, whose files are in `folder`.
 
     Ours are TensorDatasets of pixels (N, channels, height, width) uint8 and labels (N,) int64. `shape` (CxHxW) and `samples`
     are those of `synthetic`. Raises UsageError, with what to install or where to put the files, where it is not to be had.
     """
     if ":" in name:
-        sets: Sets = called("--data", name)
-        good = isinstance(sets, tuple) and len(sets) == 2 and all(len(each) > 0 and len(each[0]) == 2 for each in sets)
-        refuse(not good, f"--data {name} returns no two data sets of (sample, label), to train on and to test with")
-        return sets
+        train, test = called("--data", name)
+        return train, test
     if name == "digits":
         with refusing("--data digits needs scikit-learn: pip install -e '.[train]'", ImportError):
             source = importlib.import_module("sklearn.datasets").load_digits()
@@ -56,7 +53,7 @@ def load(name: str, folder: Path = Path("data"), *, shape: str = "1x28x28", samp
         return cifar(folder) if name == "cifar10" else (idx_pair(folder, name, "train"), idx_pair(folder, name, "t10k"))
 
 
-def synthetic(shape: list[int], samples: int) -> Sets:
+def synthetic(shape: list[int], samples: int) -> tuple[Any, Any]:
     """`samples` images of `shape`: ten fixed random patterns under noise, for timing and for tests."""
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (samples,), generator=draws)
@@ -65,7 +62,7 @@ def synthetic(shape: list[int], samples: int) -> Sets:
     return held_out(noise.add_(patterns[labels]), labels)
 
 
-def held_out(pixels: Tensor, labels: Tensor) -> Sets:
+def held_out(pixels: Tensor, labels: Tensor) -> tuple[Any, Any]:
     """Four fifths to train on and one to test with, drawn at random; the same split in every run, whatever its seed."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, rest = order[: len(order) // 5], order[len(order) // 5 :]
@@ -89,7 +86,7 @@ def idx(path: Path) -> Tensor:
     return torch.frombuffer(pixels, dtype=torch.uint8).reshape(sizes)
 
 
-def cifar(folder: Path) -> Sets:
+def cifar(folder: Path) -> tuple[Any, Any]:
     """The six pickles of CIFAR-10, read as ckpt reads them: nothing in them is run. A row is 3 x 32 x 32 bytes."""
     unpacked = folder / "cifar-10-batches-py"
     place = unpacked if unpacked.is_dir() else folder
@@ -99,7 +96,7 @@ def cifar(folder: Path) -> Sets:
     return TensorDataset(pixels, labels), sets[5]
 
 
-def fitted(images: Tensor, shape: tuple[int, ...] | None, darkest: int = -1) -> Tensor:
+def fitted(images: Tensor, shape: tuple[int, ...] | None = None, darkest: int = -1) -> Tensor:
     """Images (N, C, H, W) of (N, *shape), uint8 as floats in [darkest, 1]: grey is repeated, colours are averaged to grey.
 
     Without a shape they keep their own.
@@ -132,10 +129,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     whole: each epoch leaves out the few samples that are left in its order. None is left out of a test.
     """
 
-    def __init__(
-        self, samples: Any, shape: tuple[int, ...] | None, darkest: int, config: Config, world: World, *, train: bool
-    ) -> None:
-        self.samples, self.shape, self.darkest, self.total = samples, shape, darkest, len(samples)
+    def __init__(self, samples: Any, fit: Callable[[Tensor], Tensor], config: Config, world: World, *, train: bool) -> None:
+        self.samples, self.fit, self.total = samples, fit, len(samples)
         self.config, self.rank, self.ranks, self.train = config, world.rank, world.size, train
         self.epoch, self.order = -1, torch.arange(self.total)
         self.places: list[tuple[int, int]] = []
@@ -160,7 +155,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
             # A rank without a sample in the last batch of the test set takes part with none of one.
             chosen = default_collate([self.samples[i] for i in share.tolist() or [0]])
             images, labels = (part[: len(share)] for part in chosen)
-        return fitted(images, self.shape, self.darkest), labels
+        return self.fit(images), labels
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "loader": None}  # for a worker
@@ -175,11 +170,13 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def check_shares(network: nn.Module, total: int, config: Config, world: World) -> None:
-    """Raises UsageError where there is no whole batch, or where batch normalisation would see a single sample."""
-    refuse(total < config.batch_size, f"--batch-size {config.batch_size} is more than the {total} images to train on")
+    """Raises UsageError where a batch does not divide, or is more than there is, or a single sample would be normalised."""
+    size, parts = config.batch_size, world.size * len(world.devices) * config.grad_accum
+    shares = f"{parts} equal parts: {parts // config.grad_accum} processes or devices times --grad-accum {config.grad_accum}"
+    refuse(size % parts != 0, f"--batch-size {size} does not divide into {shares}")
+    refuse(total < size, f"--batch-size {size} is more than the {total} images to train on")
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-    alone = config.batch_size == world.size * len(world.devices) * config.grad_accum
-    refuse(normed and alone, f"{config.model} normalises batches, and in each pass a device would have a single image")
+    refuse(normed and size == parts, f"{config.model} normalises batches, and in each pass a device would have a single image")
 
 
 def deaf(worker: int) -> None:

@@ -13,14 +13,11 @@ from train.checkpoint import write_bytes
 from train.config import Config, refusing
 from train.parallel import World
 
-Row = dict[str, Any]
-
 
 def header(config: Config, world: World, network: nn.Module) -> str:
     """What trains where: network, parameters, ranks and devices, and how much of a batch each has."""
     share = config.batch_size // (world.size * len(world.devices))
-    devices = ", ".join(str(device) for device in world.devices)
-    where = f"{world.size} ranks, this one on {devices}" if world.size > 1 else devices
+    where = f"{world.size} ranks, this one on " * (world.size > 1) + ", ".join(map(str, world.devices))
     rounding = "; on CUDA two runs may round differently" if world.device.type == "cuda" else ""
     size = f"{parameters(network):,} parameters"
     return f"{config.model}, {size}; {config.parallel} on {where}; batches of {config.batch_size}, {share} on each{rounding}"
@@ -35,8 +32,8 @@ class Log:
     """What rank 0 says and writes; the others keep the rows, of which every checkpoint has those before it."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.speaks, self.path = config, world.rank == 0, config.out / "metrics.jsonl"
-        self.rows: list[Row] = []
+        self.config, self.path, self.speaks = config, config.out / "metrics.jsonl", world.rank == 0
+        self.rows: list[dict[str, Any]] = []
         self.board: Any = None
         if config.tensorboard:
             with refusing("--tensorboard needs the package, pip install -e '.[tensorboard]'", ImportError):
@@ -47,24 +44,18 @@ class Log:
         if self.speaks:
             click.echo(line)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Prints one epoch's figures and writes them down, after those of the epochs before."""
         self.rows.append(row)
-        self.say(
-            f"epoch {row['epoch']:3d}/{self.config.epochs}  loss {row['loss']:.4f}  test accuracy {row['test_accuracy']:.2%}  "
-            f"{row['seconds']:.1f} s  {row['samples_per_second']:.0f} samples/s"
-        )
+        count, speed = f"epoch {row['epoch']:3d}/{self.config.epochs}", f"{row['samples_per_second']:.0f} samples/s"
+        accuracy = f"test accuracy {row['test_accuracy']:.2%}"
+        self.say(f"{count}  loss {row['loss']:.4f}  {accuracy}  {row['seconds']:.1f} s  {speed}")
         if self.speaks:
             write_bytes(self.path, "".join(json.dumps(each) + "\n" for each in self.rows).encode())
         if self.speaks and self.config.tensorboard:
             self.board = self.board or self.events.SummaryWriter(str(self.config.out), purge_step=row["epoch"])
             for name in ("loss", "test_loss", "test_accuracy", "lr"):
                 self.board.add_scalar(name, row[name], row["epoch"])
-
-    @property
-    def best(self) -> int:
-        """After which epoch the test accuracy was highest; the first of several; 0 before there is one."""
-        return int(max(self.rows, key=lambda row: row["test_accuracy"], default={"epoch": 0})["epoch"])
 
     def end(self) -> None:
         """Says what an epoch took, draws the curves, closes TensorBoard's file."""
@@ -75,19 +66,18 @@ class Log:
             self.board.close()
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A picture of loss and test accuracy over the epochs."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         click.echo(f"no {path.name}: pip install matplotlib to have the curves drawn")
         return
-    figure = figures.Figure(figsize=(7, 4), layout="constrained")
-    left = figure.add_subplot(xlabel="epoch", ylabel="loss")
-    right = left.twinx()
-    right.set_ylabel("test accuracy")
-    for axes, name, style in ((left, "loss", "b-"), (left, "test_loss", "b--"), (right, "test_accuracy", "r-")):
-        axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], style, label=name.replace("_", " "))
-    figure.legend(loc="outside upper center", ncols=3)
+    figure = figures.Figure(layout="constrained")
+    for place, names in ((211, ("loss", "test_loss")), (212, ("test_accuracy",))):
+        axes = figure.add_subplot(place, xlabel="epoch")
+        for name in names:
+            axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], label=name)
+        axes.legend()
     figure.savefig(picture := BytesIO(), format="png", dpi=120)
     write_bytes(path, picture.getvalue())

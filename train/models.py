@@ -4,7 +4,7 @@
 |------------|------------------------|------------------------------------------------------------|
 | `mlp`      | 1 x 28 x 28            | 101,770                                                    |
 | `lenet`    | 1 or 3 x 32 x 32       | 62,006 with 3 channels                                     |
-| `cnn`      | 3 x 32 x 32            | 800,940,490 with `hidden=8000`, 604,137,490 with 5000      |
+| `cnn`      | 3 x 32 x 32            | 800,940,490, 604,137,490 with `hidden=5000`                |
 | `resnet18` | any channels, any size | 11,175,818 with 1 channel                                  |
 
 `cnn` has a ReLU after every layer and takes pixels in [-1, 1], as the others do; `cnn-published` is as its article has it,
@@ -18,6 +18,8 @@ logits (N, classes) out. It is called on every rank after the seed was set, and 
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import Config, called, refuse, refusing
+from train.config import Config, called, refuse
 from train.data import CLASSES, fitted
 
 
@@ -50,7 +52,7 @@ class MLP(Network):
 
     channels, size = (1,), 28
 
-    def __init__(self, channels: int, classes: int, width: float) -> None:
+    def __init__(self, channels: int, classes: int = 10, width: float = 1.0) -> None:
         (inner,) = scaled(width, 128)
         layers = {"fc1": nn.Linear(channels * 28 * 28, inner), "relu": nn.ReLU(), "fc2": nn.Linear(inner, classes)}
         super().__init__(flat=nn.Flatten(), **layers)
@@ -59,7 +61,7 @@ class MLP(Network):
 class LeNet(Network):
     """Images (N, channels, 32, 32) to logits (N, classes)."""
 
-    def __init__(self, channels: int, classes: int, width: float) -> None:
+    def __init__(self, channels: int, classes: int = 10, width: float = 1.0) -> None:
         a, b, c, d = scaled(width, 6, 16, 120, 84)
         super().__init__(
             conv1=nn.Conv2d(channels, a, 5), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
@@ -76,7 +78,7 @@ class CNN(Network):
     channels = (3,)
     between: type[nn.Module] = nn.ReLU
 
-    def __init__(self, channels: int, classes: int, width: float, hidden: int = 8000) -> None:
+    def __init__(self, channels: int, classes: int = 10, width: float = 1.0, hidden: int = 8000) -> None:
         sizes = [channels, *scaled(width, 32, 64, 512, 1024, 2048, 4096)]
         layers: dict[str, nn.Module] = {}
         for i, (before, after) in enumerate(pairwise(sizes), start=1):
@@ -118,7 +120,7 @@ class ResNet18(Network):
 
     size = None
 
-    def __init__(self, channels: int, classes: int, width: float) -> None:
+    def __init__(self, channels: int, classes: int = 10, width: float = 1.0) -> None:
         a, b, c, d = scaled(width, 64, 128, 256, 512)
         super().__init__(
             stem=nn.Sequential(nn.Conv2d(channels, a, 3, padding=1), nn.BatchNorm2d(a), nn.ReLU()),
@@ -136,36 +138,21 @@ class ResNet18(Network):
 NETWORKS: dict[str, Any] = {"mlp": MLP, "lenet": LeNet, "cnn": CNN, "cnn-published": PublishedCNN, "resnet18": ResNet18}
 
 
-def input_shape(name: str, image: tuple[int, ...]) -> tuple[int, int, int]:
-    """What the network takes for images of shape (channels, height, width): their own shape, where it can."""
-    network = NETWORKS[name]
-    channels = image[0] if image[0] in network.channels else network.channels[-1]
-    return channels, network.size or image[1], network.size or image[2]
-
-
-def build(name: str, channels: int, classes: int = 10, *, width: float = 1.0, hidden: int = 8000) -> nn.Module:
-    """The network `name` with fresh weights. `hidden` is the first linear layer of `cnn`: 8000 or 5000 as published."""
-    made: nn.Module = NETWORKS[name](channels, classes, width, *([hidden] if name.startswith("cnn") else []))
-    return made
-
-
-def build_for(config: Config, samples: Any) -> tuple[nn.Module, tuple[int, ...] | None, int]:
-    """The network of a run on these samples; the shape that it wants them in, None for their own; its darkest pixel.
+def build_for(config: Config, samples: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The network of a run on these samples, and what makes them as it wants them.
 
     Raises UsageError where it cannot be had, or does not take them.
     """
-    name, first = config.model, fitted(torch.as_tensor(samples[0][0]).unsqueeze(0), None)
-    if ":" not in name:
-        refuse(first.dim() != 4, f"{name} takes images, and --data {config.data} has none: name a --model of your own")
-        shape = input_shape(name, first.shape[1:])
-        classes = config.classes or len(getattr(samples, "classes", ())) or CLASSES
-        return build(name, shape[0], classes, width=config.width, hidden=config.hidden), shape, NETWORKS[name].darkest
-    network = called("--model", name)
-    refuse(not isinstance(network, nn.Module), f"--model {name} returns no nn.Module")
-    with refusing(f"--model {name} does not take the samples of --data {config.data}", Exception), torch.no_grad():
-        logits = network.eval()(first)
-    refuse(logits.dim() != 2, f"--model {name} returns {tuple(logits.shape)} for one sample, and not (1, classes)")
-    return network, None, -1
+    if ":" in config.model:
+        return called("--model", config.model), fitted
+    first = torch.as_tensor(samples[0][0])
+    refuse(first.dim() != 3, f"{config.model} takes images, and --data {config.data} has none: name a --model of your own")
+    network, (channels, height, width) = NETWORKS[config.model], first.shape
+    # Images keep their own shape where the network takes it.
+    channels = channels if channels in network.channels else network.channels[-1]
+    shape = (channels, network.size or height, network.size or width)
+    classes = config.classes or len(getattr(samples, "classes", ())) or CLASSES
+    return network(shape[0], classes, config.width), partial(fitted, shape=shape, darkest=network.darkest)
 
 
 def optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -177,8 +164,6 @@ def optimizer(network: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def rate(config: Config, done: int, steps: int) -> float:
     """The learning rate after so many steps of the run, `steps` of them an epoch."""
-    if done < config.warmup:
-        return config.lr * (done + 1) / (config.warmup + 1)
-    if config.schedule == "constant":
-        return config.lr
-    return config.lr * (1 + math.cos(math.pi * min(1.0, done / max(1, config.epochs * steps)))) / 2
+    rising = min(1.0, (done + 1) / (config.warmup + 1))
+    falling = (1 + math.cos(math.pi * min(1.0, done / max(1, config.epochs * steps)))) / 2
+    return config.lr * rising * (falling if config.schedule == "cosine" else 1)

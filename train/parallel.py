@@ -12,10 +12,9 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,11 @@ from train.config import Config, refuse
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # Windows has the first two
+TIMEOUT = timedelta(minutes=30)  # after which a process stops waiting for the others
 TOGETHER = 4  # steps, after which ranks tell each other of signals
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process among all. `devices` are its own: one, or with DataParallel as many as it splits a batch over."""
 
     devices: tuple[torch.device, ...]
@@ -42,11 +41,6 @@ class World:
     def device(self) -> torch.device:
         """Where the model and the batches live."""
         return self.devices[0]
-
-    def barrier(self) -> None:
-        """Waits for every rank."""
-        if self.size > 1:
-            dist.barrier(group=self.control)
 
     def sum(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
         """`values` added up over all ranks, on the CPU."""
@@ -60,7 +54,7 @@ class World:
         return int(self.sum(torch.tensor(value), dist.ReduceOp.MAX)) if self.size > 1 else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, in the order of ranks."""
+        """Each rank's value, in the order of ranks, once all have come."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -91,17 +85,17 @@ def joined(config: Config) -> Iterator[World]:
     """
     world = World(devices(config))
     if launched():
-        world = replace(world, rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
+        world = world._replace(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
         gpu = world.device if world.device.type == "cuda" else None
         # torchrun keeps one store, with the addresses of ranks that it has restarted since: each attempt has its own part.
         store, attempt = next(dist.rendezvous("env://"))[0], os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         dist.init_process_group(
             "nccl" if gpu else "gloo", device_id=gpu, store=dist.PrefixStore(f"attempt_{attempt}", store),
-            rank=world.rank, world_size=world.size, timeout=(timeout := timedelta(minutes=config.timeout)),
+            rank=world.rank, world_size=world.size, timeout=TIMEOUT,
         )  # fmt: skip
         if gpu:
             torch.cuda.set_device(gpu)
-            world = replace(world, control=dist.new_group(backend="gloo", timeout=timeout))
+            world = world._replace(control=dist.new_group(backend="gloo", timeout=TIMEOUT))
     try:
         yield world
     except UsageError:
@@ -120,22 +114,13 @@ def leave() -> None:
 
 
 def placed(world: World, config: Config) -> World:
-    """This process in the mode of the run, with its devices. Raises UsageError where the two do not fit."""
-    check_start(config)
-    refuse(config.sync_bn and world.device.type == "cpu", "PyTorch's SyncBatchNorm works on GPUs only")
-    world = replace(world, devices=devices(config))
-    processors, passes, size = world.size * len(world.devices), config.grad_accum, config.batch_size
-    parts = f"{processors * passes} equal parts: {processors} processes or devices times --grad-accum {passes}"
-    refuse(size % (processors * passes) != 0, f"--batch-size {size} does not divide into {parts}")
-    return world
-
-
-def check_start(config: Config) -> None:
-    """Raises UsageError where the way this process was started does not fit `--parallel`."""
+    """This process in the mode of the run, with its devices. Raises UsageError where it was started for another."""
     mode, ranks = config.parallel, config.parallel in ("ddp", "fsdp")
     more = f"; or leave the checkpoint's mode with --parallel {'single' if ranks else 'ddp'}" if config.resume else ""
     refuse(ranks and not launched(), f"start it with torchrun --nproc-per-node 2 -m train --parallel {mode}{more}")
     refuse(launched() and not ranks, f"torchrun starts --parallel ddp and fsdp; python -m train --parallel {mode}{more}")
+    refuse(config.sync_bn and world.device.type == "cpu", "PyTorch's SyncBatchNorm works on GPUs only")
+    return world._replace(devices=devices(config))
 
 
 def devices(config: Config) -> tuple[torch.device, ...]:
@@ -145,8 +130,7 @@ def devices(config: Config) -> tuple[torch.device, ...]:
     """
     gpus, split = torch.cuda.device_count() if torch.cuda.is_available() else 0, config.parallel == "dp"
     refuse(config.device == "cuda" and not gpus, f"--device cuda: PyTorch {torch.__version__} sees no GPU here; take cpu")
-    hidden = "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU"
-    refuse(config.device == "cpu" and split and gpus > 0, hidden)
+    refuse(config.device == "cpu" and split and gpus > 0, "DataParallel takes GPUs: CUDA_VISIBLE_DEVICES= hides them from it")
     if config.device == "cpu" or not gpus:
         return (torch.device("cpu"),)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -183,10 +167,9 @@ class Stop:
 
     def due(self, step: int) -> bool:
         """Whether to save after this step, counted from the run's first. All ranks decide alike."""
-        if self.steps and step % self.steps == 0:
-            return True
-        if self.world.size > 1 and step % TOGETHER:
-            return False  # the ranks ask each other only every few steps: it makes them wait
+        due = self.steps > 0 and step % self.steps == 0
+        if due or (self.world.size > 1 and step % TOGETHER):
+            return due  # the ranks ask each other only every few steps: it makes them wait
         late = self.seconds > 0 and time.monotonic() - self.saved > self.seconds
         return self.world.largest(max(self.signal, int(late))) > 0
 

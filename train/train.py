@@ -10,6 +10,7 @@ import math
 import signal
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from train import checkpoint, data, models, parallel, wrap
-from train.config import Config, changed, continued
-from train.metrics import Log, header
+from train.config import Config, changed, continued, measuring
+from train.metrics import Log, header, parameters
 from train.parallel import Stop, World
 
 
@@ -31,12 +32,12 @@ class Run:
         with world.together():  # what is wrong on one rank ends the run on all
             train_set, test_set = data.load(config.data, config.data_dir, shape=config.shape, samples=config.samples)
             data.seed("weights", config.seed)  # the same in all: DistributedDataParallel would see to it, FSDP2 not
-            self.network, shape, darkest = models.build_for(config, train_set)  # its names are in every file
+            self.network, fit = models.build_for(config, train_set)  # its names are in every file
             data.check_shares(self.network, len(train_set), config, world)
             if config.init_from:
                 log.say(checkpoint.load_weights(self.network, config.init_from, config))
-        self.train = data.Batches(train_set, shape, darkest, config, world, train=True)
-        self.test = data.Batches(test_set, shape, darkest, config, world, train=False)
+        self.train = data.Batches(train_set, fit, config, world, train=True)
+        self.test = data.Batches(test_set, fit, config, world, train=False)
         image = self.train[0, 0][0][:1].to(world.device)
         self.model = wrap.wrap(
             self.network.to(world.device), image, config, world
@@ -65,8 +66,6 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
     (130 Ctrl-C, 143 SIGTERM).
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
-    if config.resume is None or "parallel" in given:
-        parallel.check_start(config)  # before anybody is waited for; otherwise the checkpoint says the mode
     with parallel.joined(config) as world, checkpoint.owned(config.out, world):
         saved = checkpoint.opened(config, world)
         config = continued(config, saved["config"], given) if saved else config
@@ -103,18 +102,16 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
 
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     """Trains from `run.step` to the end of the epoch, or to the step after which the run is to be saved."""
-    began, first, every = time.perf_counter(), run.step, run.config.log_every
+    began, first, every, loss = time.perf_counter(), run.step, run.config.log_every, 0.0
     run.model.train()
     for images, labels in run.train.of(run.epoch, first):  # without the steps that a resumed epoch has behind it
         train_step(run, images, labels)
         run.step += 1
         if every and run.step % every == 0:
-            loss, seconds = mean_loss(run), (time.perf_counter() - began) / (run.step - first)
+            loss, pace = mean_loss(run), (time.perf_counter() - began) / (run.step - first)
             count = f"epoch {run.epoch + 1:3d}/{run.config.epochs}  step {run.step}/{len(run.train)}"
-            log.say(f"{count}  loss {loss:.4f}  {seconds:.3f} s a step")
-            if not math.isfinite(loss):
-                break
-        if stop.due(run.done):
+            log.say(f"{count}  loss {loss:.4f}  {pace:.3f} s a step")
+        if stop.due(run.done) or not math.isfinite(loss):
             break
     if run.world.device.type == "cuda":
         torch.cuda.synchronize(run.world.device)  # the steps are queued: the clock waits until they are done
@@ -144,11 +141,10 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
         torch._foreach_lerp_(means, weights, 1 - run.config.ema)
 
 
-def forward(run: Run, images: Tensor) -> Tensor:
+def forward(run: Run, images: Tensor) -> Any:
     """The logits, in float32."""
     with run.precision:
-        logits: Tensor = run.model(images)
-    return logits.float()
+        return run.model(images).float()
 
 
 def mean_loss(run: Run) -> float:
@@ -157,7 +153,7 @@ def mean_loss(run: Run) -> float:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
+def evaluate(run: Run) -> Any:
     """Mean loss and accuracy (0 to 1) over the test images, each counted once, whatever the number of ranks."""
     wrap.share_buffers(run.network.buffers(), run.world)  # what is measured is what is saved
     run.model.eval()
@@ -166,8 +162,7 @@ def evaluate(run: Run) -> tuple[float, float]:
         logits, labels = forward(run, images.to(run.world.device, non_blocking=True)), labels.to(run.world.device)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(1) == labels).sum()
-    loss, right = (run.world.sum(totals) / run.test.total).tolist()
-    return loss, right
+    return (run.world.sum(totals) / run.test.total).tolist()
 
 
 def finite(run: Run) -> bool:
@@ -189,10 +184,7 @@ def finish_epoch(run: Run) -> dict[str, Any]:
 
 
 def save(run: Run, log: Log) -> None:
-    """Writes a checkpoint: plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of them.
-
-    None goes on, or ends, before the file is whole.
-    """
+    """Writes a checkpoint: plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of them."""
     wrap.share_buffers([*run.network.buffers(), *run.average.values()], run.world)
     model = run.model if run.config.save == "wrapped" else run.network
     state = {
@@ -202,10 +194,8 @@ def save(run: Run, log: Log) -> None:
     }  # fmt: skip
     if run.average:
         state["ema"] = run.network.state_dict() | run.average
-    weights = {"plain": run.network, "wrapped": run.model, "none": None}[run.config.weights]
-    run.world.barrier()
-    checkpoint.write(state, run.network, weights, run.config, run.world, log.best)
-    run.world.barrier()
+    best = max(log.rows, key=lambda row: row["test_accuracy"], default={"epoch": 0})["epoch"]
+    checkpoint.write(run, state, best)
 
 
 def restore(run: Run, saved: dict[str, Any], log: Log) -> None:
@@ -216,3 +206,21 @@ def restore(run: Run, saved: dict[str, Any], log: Log) -> None:
     log.say(f"resumed from step {run.done}: {run.epoch} epochs and {run.step} steps are done")
     for name, value in map(changed, run.config.change):
         log.say(f"changed: {name} {saved['config'].get(name)} -> {value}")
+
+
+def measure(config: Config, path: Path, given: frozenset[str]) -> int:
+    """`--evaluate`: the accuracy of a checkpoint of any mode and container on the test images, in one process.
+
+    Network and images are those of the run that wrote it; for a file of another's making those of the command line.
+    """
+    path = checkpoint.meant(path)
+    config = measuring(config, checkpoint.described(path)[1], given)
+    with parallel.joined(config) as world:
+        log = Log(config, world)
+        run = Run(config, parallel.placed(world, config), log)
+    checkpoint.load_weights(run.network, path, config)
+    loss, accuracy = evaluate(run)
+    images = f"{run.test.total} test images of {config.data}, on {run.world.device}"
+    log.say(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}")
+    log.say(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    return 0

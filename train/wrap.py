@@ -1,6 +1,6 @@
 """What stands around a network: DataParallel, DistributedDataParallel, FSDP2; and the tensors that they share or cut."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,13 +63,11 @@ def average_gradients(model: Any, now: bool) -> None:
         inner.set_requires_gradient_sync(now)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Any:
     """This rank's part of a tensor that FSDP2 cut, and any other tensor as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@torch.no_grad()
 def share_buffers(tensors: Iterable[Tensor], world: World) -> None:
     """Gives rank 0's batch statistics to all ranks; DistributedDataParallel may have done so before the last pass."""
     for tensor in tensors:
@@ -84,20 +82,10 @@ def floats(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in network.state_dict().items() if tensor.is_floating_point()}
 
 
-def cut_as(saved: Mapping[str, Any], network: nn.Module) -> dict[str, Any]:
-    """A checkpoint whose tensors are whole, with this rank's parts in their place, as `network` is cut."""
-    own, parameters = network.state_dict(), list(network.parameters())
-    weights = {key: {name: _part(whole, own[name]) for name, whole in saved[key].items()} for key in ("model", "ema")}
-    state = {
-        place: {name: _part(value, parameters[place]) for name, value in values.items()}
-        for place, values in saved["optimizer"]["state"].items()
-    }
-    return {**saved, **weights, "optimizer": {**saved["optimizer"], "state": state}}
+def part(whole: Any, like: Any) -> Any:
+    """This rank's part of a tensor that is whole, where `like` was cut by FSDP2; anything else as it is."""
+    if not hasattr(like, "placements") or getattr(whole, "shape", None) != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
 
-
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(like, DTensor) and whole.shape == like.shape:
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -34,7 +34,7 @@ def compare(rounds: int) -> None:
     log = Log(config, world)
     run = core.Run(config, world, log)
     samples, _ = load("synthetic")
-    model = models.build("mlp", 1)
+    model = models.MLP(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ours, plain = [], []
     for _ in range(rounds + 1):

@@ -25,8 +25,10 @@ from train.parallel import leave
 HOLDER = """
 import sys, threading
 from pathlib import Path
-from train.checkpoint import locked
-with locked(Path(sys.argv[1])):
+from torch import device
+from train.checkpoint import owned
+from train.parallel import World
+with owned(Path(sys.argv[1]), World((device("cpu"),))):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -39,7 +41,7 @@ def called(*options: object) -> Result:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints that lie there."""
-    return sorted(path.name for path in folder.glob("epoch_*") if path.suffix != ".json")
+    return sorted(path.name for path in folder.glob("epoch_*"))
 
 
 def flip(path: Path, at: bytes) -> None:
@@ -100,7 +102,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives(tmp_path: P
         assert holder.stdout.readline() == "locked\n"
         refused = called("--out", tmp_path, "--epochs", 1)
         assert refused.exit_code == 2
-        assert f"another run writes into {tmp_path}: process {holder.pid} on" in refused.output
+        assert f"another run writes into {tmp_path}: wait for its end" in refused.output
         assert names(tmp_path) == []
         holder.kill()
     assert called("--out", tmp_path, "--epochs", 1).exit_code == 0
@@ -118,7 +120,7 @@ def test_a_flipped_bit_makes_latest_go_on_from_the_checkpoint_before(tmp_path: P
     flip(newest, weights(newest))
     resumed = called("--out", newest.parent, "--resume", "latest")
     assert resumed.exit_code == 0, resumed.output
-    assert f"cannot resume from {newest}, which is damaged" in resumed.stderr
+    assert f"cannot read {newest}, which is damaged" in resumed.stderr
     assert f"going on from {newest.parent / 'epoch_002.pth'}" in resumed.stderr
     assert same(whole, last(newest.parent))
 

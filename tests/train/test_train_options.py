@@ -26,17 +26,18 @@ def refusal(options: str, out: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--model vgg", "'vgg' is not mlp|lenet"), ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
+        ("--model vgg", "'vgg' is not one of mlp, lenet"),
+        ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
         ("--parallel fsdp", "torchrun --nproc-per-node 2 -m train --parallel fsdp"),
         ("--parallel fsdp --save wrapped", "FSDP2 has no wrapper"),
         ("--parallel fsdp --save module", "--save module: FSDP2 has no wrapper"),
         ("--save dcp --parallel ddp", "belongs to --parallel fsdp"),
         ("--batch-size 10 --grad-accum 4", "--batch-size 10 does not divide into 4 equal parts"),
         ("--model resnet18 --batch-size 1", "resnet18 normalises batches"), ("--batch-size 1439", "more than the 1438 images"),
-        ("--hidden 5000", "--hidden belongs to --model cnn"), ("--samples 100", "--samples belongs to --data synthetic"),
+        ("--change lr=1", "--change belongs to --resume"), ("--on-mismatch reinit", "--on-mismatch belongs to --init-from"),
+        ("--samples 100", "--samples belongs to --data synthetic"),
         ("--shape 3x9x7", "--shape belongs to --data synthetic"),
-        ("--evaluate a.pth --resume latest", "--evaluate is for one process"),
-        ("--evaluate a.pth --parallel dp", "leave --resume and --parallel out"), ("--lr inf", "inf is not in the range"),
+        ("--evaluate a.pth --resume latest", "leave --init-from and --evaluate out"), ("--lr inf", "inf is not in the range"),
         ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
         ("--find-unused-parameters", "--find-unused-parameters belongs to --parallel ddp"),
         ("--compile --parallel dp", "--compile does not go with --parallel dp: take ddp or single"),
@@ -78,13 +79,13 @@ def test_a_mistake_is_said_by_one_rank_alone(
     only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only_rank()
-    monkeypatch.setattr("sys.argv", ["train", "--parallel", "single"])
+    monkeypatch.setattr("sys.argv", ["train", "--save", "dcp"])
     for rank, said in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as exit:
             main()
         assert exit.value.code == 2
-        assert ("torchrun starts --parallel ddp" in capsys.readouterr().err) is said
+        assert ("belongs to --parallel fsdp" in capsys.readouterr().err) is said
 
 
 def test_help_names_every_option() -> None:

@@ -15,7 +15,7 @@ from ckpt_tools.torch import load, load_state_dict
 from tests.train.runs import FEW, LENET, RESNET, bare, close, last, ranks, run, same, spelled
 from train import data
 from train.__main__ import command
-from train.models import build
+from train.models import ResNet18
 
 SAVES = ("unwrapped", "dcp")
 
@@ -74,7 +74,7 @@ def test_two_ranks_go_on_from_a_single_process_and_back(two: Path, tmp_path: Pat
 
 def test_two_ranks_measure_what_they_save(two: Path) -> None:
     """Each has batch statistics of its own; the accuracy is that of rank 0's, which are in the file."""
-    network = build("resnet18", 1, width=0.05)
+    network = ResNet18(1, width=0.05)
     network.load_state_dict(bare(last(two / "ddp")["model"]))
     network.eval()
     _, test = data.load("synthetic", shape=FEW["shape"], samples=RESNET["samples"])
@@ -151,6 +151,6 @@ def test_folders_are_pruned_and_the_weights_gathered(tmp_path: Path, only_rank: 
     only_rank()
     done = CliRunner().invoke(command, spelled({"parallel": "fsdp", "epochs": 2, "out": tmp_path, "save": "dcp", "keep": 1}))
     assert done.exit_code == 0, done.output
-    names = ["epoch_002", "epoch_002.json", "epoch_002.weights.pth"]
+    names = ["epoch_002", "epoch_002.weights.pth"]
     assert sorted(path.name for path in tmp_path.glob("epoch_*")) == names
     assert load_state_dict(tmp_path / "epoch_002.weights.pth")["fc1.weight"].shape == (128, 784)
