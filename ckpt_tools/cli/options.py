@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, UsageError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.tree.dtypes import DTYPES, cast_target
@@ -32,7 +32,7 @@ else:
 _PROGRESS_AFTER = 1.0  # seconds
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Expanded:
     """What the paths of a command stand for: the checkpoints, and by folder the files in it that are not."""
 

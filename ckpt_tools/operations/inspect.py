@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,6 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import Partition, names_parts, partition
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
@@ -60,7 +59,7 @@ _ENTRIES = frozenset((Entry,))
 _ROW = frozenset((type(None), bool, int, float, str))
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Description:
     """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`; docs/json.md says what is in each row.
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.render.inspected import Line, by_depth, folded, line_of
 from ckpt_tools.render.plain import Page
@@ -40,7 +39,7 @@ _SHOWN_REST = 12
 _SHAPE_WIDTH = 24
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class View:
     """How `inspect` shows the tensors: all rows or the first ones, as a tree or flat, to which depth, which, in which order."""
 

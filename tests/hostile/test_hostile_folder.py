@@ -35,12 +35,12 @@ LINEAR = '{"in_features":3,"out_features":2}'
 # What other processes have a part in. OUT is a folder elsewhere, KEYS another.
 SHARED = (
     "scan .", "inspect --jobs 2 ddp.pth single.pth", "check --jobs 2 large.safetensors larger.safetensors",
-    "convert ddp.pth single.pth --to-dir OUT/to",
 )  # fmt: skip
 # What is typed, by its exit code.
 TYPED = {
     0: (
-        *SHARED, "ddp.pth", "inspect --json tiny.weights.h5 ddp.pth", "show ddp.pth module.fc2.bias",
+        *SHARED, "convert ddp.pth single.pth --to-dir OUT/to", "ddp.pth",
+        "inspect --json tiny.weights.h5 ddp.pth", "show ddp.pth module.fc2.bias",
         "convert ddp.pth OUT/a.pth --strip-module", "convert ddp.pth OUT/b.safetensors --dtype bf16",
         "convert ddp.pth OUT/dcp --format dcp", f"convert linear.pth OUT/c.pth --like torch.nn:Linear --like-args {LINEAR}",
         "match ddp.pth --like single.pth", "check --format junit single.pth", "scan ddp.pth",

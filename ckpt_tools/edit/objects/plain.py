@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.keys import plain_keys
@@ -18,7 +18,6 @@ from ckpt_tools.edit.objects.values import (
     plain_object,
     plain_subclass,
 )  # fmt: skip
-from ckpt_tools.frozen import frozen
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
@@ -47,7 +46,7 @@ def is_resolved(name: Global) -> bool:
 _INSIDE: Where = ("<inside an object>",)
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Fate:
     """What became of one object: `became` is the kind of plain data, or "dropped"."""
 
