@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import BareOptions
 from ckpt_tools.text import did_you_mean
 from ckpt_tools.tree.options import Options
 
@@ -16,7 +15,7 @@ WHOLE = "ckpt.help-all"  # in the meta of a context whose help is to have every 
 _REST = "Other"
 
 
-class LongHelp(BareOptions):
+class LongHelp(click.Command):
     """A command whose --help has the options that are used most, and whose --help-all has all of them under headings."""
 
     def __init__(self, *args: Any, record: type[Options], **kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,54 +151,21 @@ def _show(description: Description, number: int, view: tuple[Any, ...], *, paged
 
 def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
     """Render to standard output; through a pager where that is a terminal with fewer lines, and a pager is not unwanted."""
-    command = _pager() if allowed and sys.stdout.isatty() else []
-    if not command:
+    unwanted = os.environ.get("NO_PAGER") or os.environ.get("PAGER", "less") in ("", "cat")
+    if unwanted or not (allowed and sys.stdout.isatty()):
         show(render)
         return
     out = console()
     with out.capture() as captured:
         render(out)
     text = captured.get()
-    if text.count("\n") < out.height or not _paged(command, text):
+    try:
+        if text.count("\n") < out.height:
+            raise ValueError
+        os.environ.setdefault("LESS", "FRX")  # colours stay, and so does the page
+        click.echo_via_pager(text, color=True)
+    except ValueError:  # also a quotation mark without its partner in $PAGER
         sys.stdout.write(text)
-
-
-def _pager() -> list[str]:
-    """The pager's command: $PAGER, or less (on Windows none); none where NO_PAGER is set, or PAGER is empty or `cat`."""
-    import shlex  # only a terminal needs it
-
-    if os.environ.get("NO_PAGER"):
-        return []
-    try:
-        told = shlex.split(os.environ.get("PAGER", "" if os.name == "nt" else "less"))
-    except ValueError:  # a quotation mark without its partner
-        return []
-    return [] if told == ["cat"] else told
-
-
-def _paged(command: list[str], text: str) -> bool:
-    """Whether the pager could be started, and has been read to its end. Of less: colours stay, and so does the page."""
-    import subprocess
-
-    if os.name == "nt":  # which looks for a program in the current folder first
-        os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
-    try:
-        pager = subprocess.Popen(  # noqa: S603  what the user calls the pager
-            command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}
-        )
-    except OSError:
-        return False
-    assert pager.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # whoever reads has read enough
-        pager.stdin.write(text.encode(sys.stdout.encoding, "backslashreplace"))
-    with contextlib.suppress(BrokenPipeError):
-        pager.stdin.close()
-    while True:
-        try:
-            pager.wait()
-            return True
-        except KeyboardInterrupt:  # the pager's own affair
-            continue
 
 
 # What training scripts call how far they have come, and what the table calls it.

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,10 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, UsageError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
-from ckpt_tools.tree.dtypes import DTYPES, cast_target
 from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ else:
 _PROGRESS_AFTER = 1.0  # seconds
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Expanded:
     """What the paths of a command stand for: the checkpoints, and by folder the files in it that are not."""
 
@@ -168,29 +167,6 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     return decorate
 
 
-class BareOptions(click.Command):
-    """A command with options whose value may be left out: what comes next is theirs if it is one of their values."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give such an option the value that it has without one."""
-        bare = {name: option for option in self.params if isinstance(option, Bare) for name in option.opts}
-        end = args.index("--") if "--" in args else len(args)
-        for place in range(end):
-            option = bare.get(args[place])
-            following = args[place + 1] if place + 1 < len(args) else ""
-            if option is not None and following not in (*option.choices, *DTYPES) and cast_target(following) is None:
-                args[place] = f"{args[place]}={option.bare}"
-        return super().parse_args(ctx, args)
-
-
-class Bare(Once):
-    """An option whose value may be left out, in a command of the class `BareOptions`."""
-
-    def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bare, self.choices = bare, tuple(kwargs["type"].choices)
-
-
 def _as_click(option: Option) -> dict[str, Any]:
     """What click calls an option of this kind."""
     said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": _completion(option)}
@@ -199,9 +175,9 @@ def _as_click(option: Option) -> dict[str, Any]:
     if option.kind == "texts":
         return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
     if option.kind == "whole":
-        return {**said, "cls": Once, "type": int if option.most is None else click.IntRange(0, option.most)}
-    kind = {"cls": Bare, "bare": option.bare} if option.bare else {"cls": Once}
-    return {**said, **kind, "type": _Choice(option) if option.choices else str}
+        return {**said, "cls": Once, "type": int}
+    bare = {"is_flag": False, "flag_value": option.bare} if option.bare else {}
+    return {**said, **bare, "cls": Once, "type": _Choice(option) if option.choices else str}
 
 
 class _Choice(_OneOf):

@@ -21,7 +21,6 @@ from ckpt_tools.formats.open import (
     tensors_by_name,
 )
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import did_you_mean, dotted, listed, some
 from ckpt_tools.tree.nodes import (
@@ -35,7 +34,7 @@ from ckpt_tools.tree.visit import children, component, walk
 from ckpt_tools.values.numeric import row_major, view_of
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class MetadataEdit:
     """Texts to be set by key; with an empty one the key is to be dropped."""
 

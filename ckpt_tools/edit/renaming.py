@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.formats.contents import StateDict, find_optimizers, is_tensor
-from ckpt_tools.frozen import frozen
 from ckpt_tools.tree.names import check_unique, move_metadata
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -22,7 +22,7 @@ Rename = Callable[[str], str]
 # --- names
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Renamed:
     """The names that changed in one state dict: old -> new, in order."""
 

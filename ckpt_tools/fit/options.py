@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Renames
-from ckpt_tools.tree.options import Options, anything, choice, flag, texts, value, whole
+from ckpt_tools.tree.options import Options, anything, choice, flag, record, texts, value, whole
 
 if TYPE_CHECKING:
     from ckpt_tools.matching import Stages
@@ -18,6 +18,7 @@ OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
 COMPARING = ("structure",)  # the stages that look at what models compute
 
 
+@record
 class LikeOptions(Options):
     """What a checkpoint is compared with or fitted to."""
 
@@ -31,6 +32,7 @@ class LikeOptions(Options):
     )
 
 
+@record
 class PartnerOptions(Options):
     """How tensors find their partners."""
 
@@ -70,10 +72,12 @@ class PartnerOptions(Options):
         return self.match or ("structure" if self.from_ is not None else None)
 
 
+@record
 class TargetOptions(LikeOptions, PartnerOptions):
     """The target, and how tensors find their partners in it."""
 
 
+@record
 class PlanOptions(Options):
     """A plan that names the partners."""
 
@@ -89,6 +93,7 @@ class PlanOptions(Options):
     )  # fmt: skip
 
 
+@record
 class LeftOverOptions(Options):
     """What becomes of tensors that the target wants otherwise."""
 
@@ -110,6 +115,7 @@ class LeftOverOptions(Options):
     seed: int = whole("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
 
 
+@record
 class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
     """What a checkpoint is fitted to, how, and what becomes of tensors that the target wants otherwise."""
 

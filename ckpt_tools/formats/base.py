@@ -9,7 +9,6 @@ from typing import Any
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.zip.directory import Record
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.checks import validate
@@ -73,7 +72,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Warned:
     """Something odd in a file that does not keep it from being read."""
 
@@ -94,7 +93,7 @@ def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned
     return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Packed:
     """What a checkpoint lies in."""
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.errors import LimitError
-from ckpt_tools.frozen import unique
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import CONTAINERS, Dict, Entry, List, Node, Object, Where
 from ckpt_tools.tree.visit import children, is_hollow, walk
 
 
-@unique
+@dataclass(slots=True, eq=False)
 class Tensor:
     """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
 
@@ -25,7 +25,7 @@ class Tensor:
     scheme: str = ""
 
 
-@unique
+@dataclass(slots=True, eq=False)
 class StateDict:
     """A mapping name -> entry found in the tree."""
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,6 @@ from ckpt_tools.formats.parts.grouping import (
     shard_groups,
 )
 from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
-from ckpt_tools.frozen import frozen
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -36,7 +36,7 @@ _CONFIG = "config.json"
 ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 

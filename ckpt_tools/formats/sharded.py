@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools import limits
@@ -28,7 +28,6 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned, repeated
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
@@ -247,7 +246,7 @@ class Keys:
 # --- laying out
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Names:
     """How the ecosystem calls the files of one kind of shard."""
 

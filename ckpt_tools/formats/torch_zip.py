@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from ckpt_tools import limits
@@ -21,7 +22,6 @@ from ckpt_tools.errors import ChecksumError, DamagedFileError, TensorError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip.headers import DESCRIPTOR, LOCAL
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
@@ -116,7 +116,7 @@ def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
     return {record.name.removeprefix(member): record for record in directory.records}
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Locator:
     """Finds the record of a storage in a folder of an archive."""
 

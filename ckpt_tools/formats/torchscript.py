@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import limits
@@ -23,7 +24,6 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorErro
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip.directory import Directory, Record
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import some
@@ -58,7 +58,7 @@ _OUTSIDE = re.compile(r"^\S++", re.MULTILINE)
 _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class _Class:
     """What the code says of a class."""
 

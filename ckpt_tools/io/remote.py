@@ -3,18 +3,258 @@
 from __future__ import annotations
 
 import bisect
+import ipaddress
+import socket
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ckpt_tools.errors import RemoteError
-from ckpt_tools.io.address import Address, ForeignError, T, bounded
+from ckpt_tools._version import __version__
+from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
+from ckpt_tools.io.address import SECONDS, Address, ForeignError, T, bounded, unreachable
 from ckpt_tools.io.content import crc32
-from ckpt_tools.io.http import FIRST, HttpObject
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
+
+# --- an object of an HTTP server, by range requests
+
+
+FIRST = 64 << 10  # bytes of the first request, which also tells the size
+_TRIES = 3
+_SLOWEST = 16 << 10  # bytes a second
+_LONGEST_HEADERS = 256 << 10
+_TAKEN_WHOLE = 16 << 20  # from a server without ranges
+
+
+def in_ascii(url: str) -> str:
+    """An address as HTTP sends it: an `é` in a path or a host is what a browser makes of it."""
+    scheme, rest = url.split("://", 1)
+    host, slash, path = rest.partition("/")
+    name = host if host.isascii() else host.encode("idna").decode()
+    return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
+
+
+_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
+_STATUS = {401: RemoteError, 403: RemoteError, 404: MissingFileError, 410: MissingFileError}
+
+
+def _is_number(text: str) -> bool:
+    """Whether a header's text is a number of bytes that a file can have."""
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _patience(size: int) -> float:
+    """Seconds until so many bytes should be there, tried again or not."""
+    return 2 * SECONDS + size / _SLOWEST
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect to HTTP's own schemes, never away from encryption, never from a public into a private network."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        self.check(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, in_ascii(newurl))
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        """The answer is closed also where it leads nowhere."""
+        try:
+            return super().http_error_302(req, fp, code, msg, headers)
+        except urllib.error.HTTPError:  # it has the answer, and closes it
+            raise
+        except BaseException:
+            fp.close()
+            raise
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+    def check(self, newurl: str) -> None:
+        """Refuse a place that is not to be followed to."""
+        if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
+            raise unreachable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
+        if _is_private(newurl) and not _is_private(self.url):
+            raise unreachable(self.url, f"It redirects into a private network: {newurl[:200]}.")
+
+
+def _is_private(url: str) -> bool:
+    """Whether a host is of this machine or its network; one that cannot be found is reported by whoever connects to it."""
+    host = urllib.parse.urlsplit(in_ascii(url)).hostname or ""
+    try:
+        found = addresses(host)
+    except OSError:
+        return False
+    return any(not ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
+
+
+def addresses(host: str) -> list[str]:
+    """The numeric addresses of a host."""
+    return [str(row[4][0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+
+
+class _Lines:
+    """An answer's bytes as lines, which together are no longer than headers are."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.left = file, _LONGEST_HEADERS
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self.file.readline(limit)
+        self.left -= len(line)
+        if self.left < 0:
+            raise HTTPException("The headers of its answer are longer than any")
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class _Response(HTTPResponse):
+    """An answer whose headers are bounded: Python reads a hundred of 64 KiB each, in memory several times as large."""
+
+    def begin(self) -> None:
+        file, self.fp = self.fp, cast("Any", _Lines(self.fp))
+        try:
+            super().begin()
+        finally:
+            if self.fp is not None:  # the answer has a body
+                self.fp = file
+
+
+class _Bounded(urllib.request.AbstractHTTPHandler):
+    """Connections with such answers."""
+
+    def do_open(self, http_class: Any, req: Any, **http_conn_args: Any) -> Any:
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            connection = http_class(*args, **kwargs)
+            connection.response_class = _Response
+            return connection
+
+        return super().do_open(connect, req, **http_conn_args)
+
+
+class _Http(_Bounded, urllib.request.HTTPHandler):
+    """HTTP."""
+
+
+class _Https(_Bounded, urllib.request.HTTPSHandler):
+    """HTTPS."""
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """HTTP and HTTPS with the proxies of the environment, and nothing else: no ftp, no file."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(), _Http(), _Https(), _Redirects(url),
+        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(),
+    ):  # fmt: skip
+        opener.add_handler(handler)
+    return opener
+
+
+class HttpObject:
+    """An object of an HTTP server, by range requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = self.place = url
+        self.whole: bytes | None = None
+        self.size = 0
+        self._version: tuple[Any, ...] = ()
+        self.first = self.fetch(0, FIRST)
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`, by one request; three tries."""
+        if self.whole is not None:
+            return self.whole[start:end]
+        return bounded(self.url, lambda: self._tried(start, end), _patience(end - start))
+
+    def _tried(self, start: int, end: int) -> bytes:
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._request(start, end)
+            except urllib.error.HTTPError as error:
+                with error:
+                    self._check_refusal(error, start, left)
+                if self.whole is not None:
+                    return self.whole
+            except CkptError:
+                raise
+            except ValueError as error:  # not an address, a host that has no name
+                raise unreachable(self.url, f"{error}.") from None
+            except (OSError, HTTPException) as error:
+                if not left:
+                    raise unreachable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
+            time.sleep(0.5 * (_TRIES - left))
+        raise AssertionError
+
+    def _check_refusal(self, error: urllib.error.HTTPError, start: int, left: int) -> None:
+        """What an answer that is not the bytes means: an empty file, an error, or nothing yet where another try may help."""
+        if error.code == 416 and not start:  # an empty file has no range
+            self.whole = b""
+            return
+        moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
+        if not left or not (error.code >= 500 or error.code == 429 or moved):
+            kind = _STATUS.get(error.code, RemoteError)
+            raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
+
+    def _request(self, start: int, end: int) -> bytes:
+        headers = {
+            "Range": f"bytes={start}-{end - 1}",
+            "User-Agent": f"ckpt-tools/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        request = urllib.request.Request(in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
+        with _opener(self.url).open(request, timeout=SECONDS) as response:
+            if response.status != 206:
+                return self._take_whole(response, start, end)
+            self.place = response.geturl()
+            span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+            if not _is_number(size) or not span.startswith(f"{start}-"):
+                raise unreachable(self.url, "The server does not say which range it sent.")
+            self._note(int(size), response.headers)
+            data = bytes(response.read(end - start))
+            if len(data) != min(end, self.size) - start:
+                raise HTTPException("The connection was closed early")
+            return data
+
+    def _note(self, size: int, headers: Any) -> None:
+        version = (size, headers.get("ETag"), headers.get("Last-Modified"))
+        if not self._version:
+            self.size, self._version = size, version
+        elif version != self._version:
+            raise unreachable(self.url, "The file on the server changed while it was read.")
+
+    def _take_whole(self, response: Any, start: int, end: int) -> bytes:
+        """A server that ignores ranges sends all of it: fine for a small file."""
+        length = response.headers.get("Content-Length", "")
+        if not _is_number(length) or int(length) > _TAKEN_WHOLE:
+            size = f"{length} bytes" if _is_number(length) else "a file of unknown size"
+            raise RemoteError(
+                f"{self.url} cannot be read in parts: the server ignores range requests.",
+                why=f"Every read would download {size}; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
+                fix="Download it, and name the local file.",
+            )
+        whole = bytes(response.read(_TAKEN_WHOLE + 1))
+        if len(whole) != int(length):
+            raise HTTPException("The connection was closed early")
+        self._note(len(whole), response.headers)
+        self.whole = whole
+        return whole[start:end]
+
+    def version(self) -> tuple[Any, ...]:
+        """Size, ETag and date as the server says now."""
+        if self.size and self.whole is None:
+            self.fetch(0, 1)
+        return self._version
+
 
 NEAR, FAR, MOST = FIRST, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
 _KEPT = 16  # blocks

@@ -6,12 +6,13 @@ written out or called as one operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple, TypeAlias
 
-from ckpt_tools.matching import axes as places
-from ckpt_tools.matching.axes import Axes, Rows, Side
 from ckpt_tools.matching.feeds import (
     NO_FEEDS,
     NO_WORDS,
@@ -26,6 +27,114 @@ from ckpt_tools.matching.feeds import (
     together,
 )
 from ckpt_tools.tree.graphs import Graph, Operation, Value, values_in
+
+# --- where rows of a layer, or the two sides of a product, lie among the dimensions of what was made of them
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A dimension of `count` steps over the rows `first` to `last` of a layer."""
+
+    owner: Hashable
+    first: int
+    last: int
+    count: int
+
+    def part(self, start: int, size: int) -> Rows | None:
+        """Some of its steps; None where they are not whole rows."""
+        step, rest = divmod(self.last - self.first, self.count) if self.count else (0, 1)
+        if rest or not 0 <= start <= start + size <= self.count:
+            return None
+        return Rows(self.owner, self.first + start * step, self.first + (start + size) * step, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A dimension that one factor of a product gave: its first (0) or its second one (1)."""
+
+    product: int
+    factor: int
+
+
+Axes: TypeAlias = Mapping[int, Rows | Side]
+
+
+def from_end(dim: object, shape: Shape | None) -> int | None:
+    """A dimension counted from the last one; None where that is not known."""
+    if type(dim) is not int:
+        return None
+    if dim < 0:
+        return dim
+    return dim - len(shape) if shape is not None and dim < len(shape) else None
+
+
+def viewed(axes: Axes, before: Shape | None, after: Shape | None) -> Axes:
+    """The axes of the same elements in another shape: of a dimension that is divided, the outermost factor has them."""
+    if before is None or after is None:
+        return {}
+    found: dict[int, Rows | Side] = {}
+    for dim, axis in axes.items():
+        place = _place(before, after, len(before) + dim)
+        if place is None:
+            continue
+        size = after[place]
+        if size == before[dim]:
+            found[place - len(after)] = axis
+        elif isinstance(axis, Rows):
+            found[place - len(after)] = Rows(axis.owner, axis.first, axis.last, size)
+    return found
+
+
+def _place(before: Shape, after: Shape, at: int) -> int | None:
+    """Where the outermost factor of a dimension has gone; None where it is not divided into whole dimensions."""
+    if not 0 <= at < len(before) or before[at] <= 1:
+        return None
+    starts = list(accumulate(after, mul, initial=1))
+    first = prod(before[:at])
+    place = next((place for place, size in enumerate(after) if starts[place] == first and size > 1), None)
+    return place if place is not None and first * before[at] in starts[place + 1 :] else None
+
+
+def permuted(axes: Axes, order: object, shape: Shape | None) -> Axes:
+    """The axes with the dimensions in another order: the new ones by their old places."""
+    if not isinstance(order, list | tuple):
+        return {}
+    olds = [from_end(dim, (0,) * len(order)) for dim in order]
+    return {place - len(order): axes[old] for place, old in enumerate(olds) if old is not None and old in axes}
+
+
+def transposed(axes: Axes, one: object, other: object, shape: Shape | None) -> Axes:
+    """The axes with two dimensions exchanged."""
+    dims = from_end(one, shape), from_end(other, shape)
+    if dims[0] is None or dims[1] is None:
+        return {}
+    change = {dims[0]: dims[1], dims[1]: dims[0]}
+    return {change.get(dim, dim): axis for dim, axis in axes.items()}
+
+
+def inserted(axes: Axes, dim: object, after: Shape | None) -> Axes:
+    """The axes with a new dimension of size 1."""
+    at = from_end(dim, after)
+    return {} if at is None else {old if old > at else old - 1: axis for old, axis in axes.items()}
+
+
+def removed(axes: Axes, dim: int) -> Axes:
+    """The axes without one dimension."""
+    return {old if old > dim else old + 1: axis for old, axis in axes.items() if old != dim}
+
+
+def shared(several: list[tuple[Axes, Shape | None]], after: Shape | None) -> Axes:
+    """The axes of what is made of several element by element."""
+    found: dict[int, Rows | Side | None] = {}
+    for axes, shape in several:
+        for dim, axis in axes.items():
+            same = shape is None or after is None or (len(after) >= -dim and shape[dim] == after[dim])
+            found[dim] = axis if same and found.get(dim, axis) == axis else None
+    return {dim: axis for dim, axis in found.items() if axis is not None}
+
 
 _MOST_FEEDS = 5_000_000
 
@@ -198,7 +307,7 @@ class _Flow:
 
     def _softmax_axis(self, operation: Operation) -> Any:
         value = operation.given[0]
-        dim = places.from_end(operation.given[1] if len(operation.given) > 1 else -1, getattr(value, "shape", None))
+        dim = from_end(operation.given[1] if len(operation.given) > 1 else -1, getattr(value, "shape", None))
         return None if dim is None else self.state(value).axes.get(dim)
 
     def _parts(self, name: str, operation: Operation, whole: _State) -> None:
@@ -212,7 +321,7 @@ class _Flow:
                 state = whole if part is None else _narrowed(whole, axis, part, dim)
             kept = state.axes if dim is not None else {}
             if name in ("select", "unbind") and dim is not None:
-                kept = places.removed(kept, dim)
+                kept = removed(kept, dim)
             self._all(Operation(name, (), (made,)), replace(state, axes=kept))
 
 
@@ -284,11 +393,11 @@ def _cuts(name: str, operation: Operation) -> list[tuple[Value, int | None, int 
     given, shape = operation.given, operation.given[0].shape
     plain = [*given[1:], None, None, None]
     if name in ("split", "chunk"):
-        dim = places.from_end(plain[1] or 0, shape)
+        dim = from_end(plain[1] or 0, shape)
     elif name == "unbind":
-        dim = places.from_end(plain[0] or 0, shape)
+        dim = from_end(plain[0] or 0, shape)
     else:
-        dim = places.from_end(plain[0] if type(plain[0]) is int else 0, shape)
+        dim = from_end(plain[0] if type(plain[0]) is int else 0, shape)
     if name in ("select", "slice", "narrow"):
         start = plain[1] if type(plain[1]) is int else 0 if plain[1] is None else None
         if name == "slice" and plain[3] not in (None, 1):
@@ -309,27 +418,27 @@ def _size(name: str, made: Value, dim: int | None) -> int:
     return made.shape[dim] if made.shape is not None and dim is not None and len(made.shape) >= -dim else 0
 
 
-def _moved(name: str, operation: Operation, sizes: list[tuple[Axes, places.Shape | None]], made: Value) -> Axes:
+def _moved(name: str, operation: Operation, sizes: list[tuple[Axes, Shape | None]], made: Value) -> Axes:
     """The axes of what an operation makes."""
     given = [*operation.given, None, None, None]
     axes, shape = sizes[0]
     if not any(one for one, _ in sizes):
         return {}
     if name == "view":
-        return places.viewed(axes, shape, made.shape)
+        return viewed(axes, shape, made.shape)
     if name == "permute":
-        return places.permuted(axes, given[1], shape)
+        return permuted(axes, given[1], shape)
     if name == "transpose":
-        return places.transposed(axes, given[1], given[2], shape)
+        return transposed(axes, given[1], given[2], shape)
     if name in ("t", "mT"):
-        return places.transposed(axes, -1, -2, shape)
+        return transposed(axes, -1, -2, shape)
     if name == "unsqueeze":
-        return places.inserted(axes, given[1], made.shape)
-    if name == "squeeze" and (dim := places.from_end(given[1], shape)) is not None:
-        return places.removed(axes, dim) if made.shape != shape else axes
+        return inserted(axes, given[1], made.shape)
+    if name == "squeeze" and (dim := from_end(given[1], shape)) is not None:
+        return removed(axes, dim) if made.shape != shape else axes
     if name in ("squeeze", "cat", "stack", "movedim", "repeat", "roll", "flip", "unfold", "mean", "sum", "pad"):
         return axes if made.shape is not None and made.shape == shape else {}
-    return places.shared(sizes, made.shape)
+    return shared(sizes, made.shape)
 
 
 _ALIASES = {

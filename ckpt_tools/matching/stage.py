@@ -2,13 +2,195 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeAlias
 
-from ckpt_tools.matching.deciding import Evidence, Numbers, pairs_of
 from ckpt_tools.matching.flow import FlowTooLargeError
-from ckpt_tools.matching.network import layers_of
+from ckpt_tools.matching.fused import Cuts
+from ckpt_tools.matching.network import LEVELS, Layers, layers_of
 from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.refinement import Colouring, Marks, Network, Node, Sums
+from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
 from ckpt_tools.matching.structure import Alignment, take_back
+from ckpt_tools.matching.units import Unit
+
+# --- what the computations of both models decide
+
+
+Groups: TypeAlias = list[tuple[list[Unit], list[Unit]]]
+Numbers: TypeAlias = tuple[int, int]  # of two partners
+
+
+class Evidence:
+    """Two networks, compared; `cuts` are what the layers of each side are seen to be divided into."""
+
+    def __init__(self, sides: tuple[Layers, Layers], cuts: tuple[Cuts, Cuts]) -> None:
+        self.sides, self.cuts = sides, cuts
+        self.networks = {level: (sides[0].networks[level], sides[1].networks[level]) for level in LEVELS}
+        self._alone: dict[str, Colouring] = {}
+
+    def numbers(self, old: Unit, new: Unit) -> Numbers | None:
+        """Two units as nodes; None where one is in no network."""
+        found = self.sides[0].number(old), self.sides[1].number(new)
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    # --- pairs that cannot be
+
+    def contradicted(self, pairs: Iterable[Numbers]) -> set[Numbers]:
+        """The pairs that no way of laying one network on the other has."""
+        known = set(pairs)
+        found: set[Numbers] = set()
+        for level in LEVELS if known else ():
+            colouring = self._without_pairs(level)
+            if colouring.alike():
+                found |= {pair for pair in known if not colouring.same(*pair)}
+            elif level == LEVELS[0]:
+                found |= self._crossed(known)
+        return found
+
+    def _without_pairs(self, level: str) -> Colouring:
+        """The last colours that shapes and computations alone give; worked out once."""
+        if level not in self._alone:
+            self._alone[level] = colouring = Colouring(self.networks[level], self._starts({}))
+            for _ in colouring.rounds():
+                pass
+        return self._alone[level]
+
+    def _crossed(self, pairs: set[Numbers]) -> set[Numbers]:
+        """Pairs of one kind that come one after the other here, and the other way round there."""
+        ordered = sorted(pairs)
+        behind = [
+            _reached(network, {pair[side]: 1 << number for number, pair in enumerate(ordered)}, side)
+            for side, network in enumerate(self.networks[LEVELS[0]])
+        ]
+        kinds: dict[object, int] = {}
+        for number, (one, _) in enumerate(ordered):
+            kind = self.sides[0].units[one].loose
+            kinds[kind] = kinds.get(kind, 0) | 1 << number
+        found = set()
+        for one, other in ordered:
+            same = kinds[self.sides[0].units[one].loose]
+            if behind[0].get(one, 0) & behind[1].get(other, 0) & same:
+                found.add((one, other))
+        return found | self._partners_of_crossed(found, ordered, behind)
+
+    @staticmethod
+    def _partners_of_crossed(found: set[Numbers], ordered: list[Numbers], behind: list[dict[Node, int]]) -> set[Numbers]:
+        """The other pair of each crossing."""
+        both = 0
+        for one, other in found:
+            both |= behind[0][one] & behind[1][other]
+        return {pair for number, pair in enumerate(ordered) if both >> number & 1}
+
+    # --- pairs that are decided
+
+    def decide(self, groups: Groups, anchors: Iterable[Numbers]) -> list[tuple[Unit, Unit]]:
+        """Pairs among the units that are open, given the partners that are known."""
+        open_pairs = _Open(groups, self)
+        known = dict(anchors)
+        decided: list[tuple[Unit, Unit]] = []
+        while all(open_pairs.units) and (found := self._next(known, open_pairs)):
+            known.update(found)
+            decided += [open_pairs.take(pair) for pair in sorted(found)]
+        return decided
+
+    def _next(self, known: Mapping[int, int], open_pairs: _Open) -> set[Numbers]:
+        """The pairs that can be decided now: those that all levels agree about."""
+        said: dict[int, set[int]] = defaultdict(set)
+        for one, other in self._only_ones(known):
+            if isinstance(one, int) and isinstance(other, int) and one not in known:
+                said[one].add(other)
+        pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}
+        news = Counter(other for _, other in pairs)
+        pairs = {pair for pair in pairs if news[pair[1]] == 1 and open_pairs.may_be(pair)}
+        while bad := self._unfit(pairs, {**known, **dict(pairs)}):
+            pairs -= bad
+        return pairs
+
+    def _only_ones(self, known: Mapping[int, int]) -> Iterator[tuple[Node, Node]]:
+        """The layers that each side has one of, on any level and at any distance."""
+        for networks in self.networks.values():
+            for found in Colouring(networks, self._starts(known)).rounds():
+                yield from found
+
+    def _starts(self, known: Mapping[int, int]) -> tuple[dict[Node, object], dict[Node, object]]:
+        olds, news = self.sides[0].starts(), self.sides[1].starts()
+        for one, other in known.items():
+            olds[one] = news[other] = ("partners", one)
+        return olds, news
+
+    def _unfit(self, pairs: set[Numbers], known: Mapping[int, int]) -> set[Numbers]:
+        """The pairs whose neighbours with partners are not the partner's neighbours."""
+        olds, news = self.networks[LEVELS[0]]
+        marks, there = Marks(), {other: other for other in known.values()}
+        before = olds.before(marks, known), news.before(marks, there)
+        behind = olds.behind(marks, known), news.behind(marks, there)
+        return {
+            (one, other) for one, other in pairs
+            if before[0].get(one, 0) != before[1].get(other, 0) or _plain(behind[0].get(one)) != _plain(behind[1].get(other))
+        }  # fmt: skip
+
+
+class _Open:
+    """The units without partners, and which of them may be partners."""
+
+    def __init__(self, groups: Groups, evidence: Evidence) -> None:
+        self.units: tuple[dict[int, Unit], dict[int, Unit]] = ({}, {})
+        self.pools: tuple[dict[int, set[object]], dict[int, set[object]]] = ({}, {})
+        for number, group in enumerate(groups):
+            for side, unit in [*((0, old) for old in group[0]), *((1, new) for new in group[1])]:
+                if (node := evidence.sides[side].number(unit)) is not None:
+                    self.units[side][node] = unit
+                    self.pools[side].setdefault(node, set()).update(self._pools(number, group, unit))
+
+    @staticmethod
+    def _pools(number: int, group: tuple[list[Unit], list[Unit]], unit: Unit) -> Iterator[object]:
+        yield number
+        if len(group[0]) == len(group[1]) == 1:  # a pair that was taken back: the partner is elsewhere
+            yield "taken back", unit.kind
+
+    def may_be(self, pair: Numbers) -> bool:
+        """Whether both are open, for one another, and no name says otherwise."""
+        if pair[0] not in self.units[0] or pair[1] not in self.units[1]:
+            return False
+        if self.pools[0][pair[0]].isdisjoint(self.pools[1][pair[1]]):
+            return False
+        old, new = self.units[0][pair[0]], self.units[1][pair[1]]
+        return old.kind == new.kind and not conflicts(meaning(old.path), meaning(new.path))
+
+    def take(self, pair: Numbers) -> tuple[Unit, Unit]:
+        """Two units that are partners now."""
+        return self.units[0].pop(pair[0]), self.units[1].pop(pair[1])
+
+
+def _plain(sums: Sums | None) -> int:
+    """The one sum where nothing is said of edges; none is as good as one of nothing."""
+    return sum(number for _, number in sums or ())
+
+
+def _reached(network: Network, bits: Mapping[Node, int], side: int) -> dict[Node, int]:
+    """Of each node those that it reaches (side 0) or that reach it (side 1), as bits; nothing where there is a circle."""
+    edges = network.ways_on()
+    try:
+        order = [*TopologicalSorter(edges).static_order()]  # what is reached comes first
+    except CycleError:  # a layer that is used twice
+        return {}
+    found: dict[Node, int] = dict.fromkeys(order, 0)
+    for node in order if side == 0 else reversed(order):
+        for other in edges[node]:
+            if side == 0:
+                found[node] |= found[other] | bits.get(other, 0)
+            else:
+                found[other] |= found[node] | bits.get(node, 0)
+    return found
+
+
+def pairs_of(decided: Iterable[tuple[Unit, Unit]]) -> list[UnitPair]:
+    """What was decided, as the structural stage has it."""
+    return [UnitPair(old, new, "graph", 1, frozenset()) for old, new in decided]
+
 
 _WHY = "its name, and what feeds it when the models run, say different things"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -12,7 +13,6 @@ from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, tensors_by_name
 from ckpt_tools.formats.parts.named import Partition, without_advice
-from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.pickling.weights_only import is_newer_dtype
@@ -28,7 +28,7 @@ _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
 _FOLD, _TO_CPU, _PLAIN = "--fold", "--map-location cpu", "--objects plain"
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Facts:
     """What findings are told from."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,34 +24,75 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import Partition, names_parts, partition
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
-from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import is_module, settings
 from ckpt_tools.tree.names import wrappers_in
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    ByteString,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.parts.rank_parts import Part, PartReader
+
+
+# --- which tensors of a checkpoint are tied, and which merely lie on one storage
+
+
+_Elements = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Groups of names: within one state dict as they are, across several as dotted paths."""
+
+    tied: list[list[str]] = field(default_factory=list)
+    shared: list[list[str]] = field(default_factory=list)
+
+
+def find_sharing(checkpoint: Checkpoint) -> Sharing:
+    """The groups of a checkpoint, in order; tensors without bytes are in none."""
+    entries = [(tensor.where, tensor.node) for tensor in checkpoint.tensors if type(tensor.node) is Entry]
+    if len({id(entry.storage) for _, entry in entries}) == len(entries):  # as in most files
+        return Sharing()
+    groups: dict[int, list[tuple[Where, Entry]]] = {}
+    for where, entry in entries:
+        if entry.nbytes:
+            groups.setdefault(id(entry.storage), []).append((where, entry))
+    state_dicts = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
+    found = Sharing()
+    for group in groups.values():
+        if len(group) == 1:
+            continue
+        same: dict[_Elements, list[Where]] = {}
+        for where, entry in group:
+            same.setdefault(elements_of(entry), []).append(where)
+        found.tied += [_names(wheres, state_dicts) for wheres in same.values() if len(wheres) > 1]
+        if len(same) > 1:
+            found.shared.append(_names([where for where, _ in group], state_dicts))
+    return found
+
+
+def elements_of(entry: Entry) -> _Elements:
+    """What says which bytes of its storage a tensor is, in whatever order: equal for the same elements."""
+    bits, dense = entry.dtype.bits, 1
+    steps = sorted((stride, size) for stride, size in zip(entry.stride, entry.shape, strict=True) if size > 1)
+    for stride, size in steps:
+        if stride != dense:
+            return entry.offset * bits, bits, tuple(steps)
+        dense *= size
+    return entry.offset * bits, entry.numel * bits  # a run of bytes, be it transposed or of another dtype
+
+
+def _names(wheres: list[Where], state_dicts: dict[Where, frozenset[str]]) -> list[str]:
+    inside = len({where[:-1] for where in wheres}) == 1 and wheres[0][:-1] in state_dicts
+    return [str(where[-1]) if inside else dotted(where) for where in wheres]
+
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
@@ -60,7 +101,7 @@ _ENTRIES = frozenset((Entry,))
 _ROW = frozenset((type(None), bool, int, float, str))
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Description:
     """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`; docs/json.md says what is in each row.
 

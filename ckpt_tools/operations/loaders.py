@@ -6,10 +6,10 @@ Told from the container, the name of the file, the globals and the opcodes: noth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.open import Checkpoint
-from ckpt_tools.frozen import frozen
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.tree.nodes import Entry
 
@@ -56,7 +56,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Loads:
     """How a checkpoint is loaded."""
 

@@ -18,12 +18,13 @@ from ckpt_tools.operations.convert.options import (
     WriteOptions,
 )
 from ckpt_tools.tree.arguments import Renames, read_path, read_weights
-from ckpt_tools.tree.options import as_in, choice, dtype_choice, flag, texts, value, whole
+from ckpt_tools.tree.options import as_in, choice, dtype_choice, flag, record, texts, value, whole
 from ckpt_tools.tree.output_names import Format
 
 Integers: TypeAlias = Literal["first", "max"]
 
 
+@record
 class MatchOptions(TargetOptions):
     """All that `match` takes."""
 
@@ -41,6 +42,7 @@ class MatchOptions(TargetOptions):
             raise UsageError("`overwrite` is about a plan; `output=PLAN` is missing.")
 
 
+@record
 class LoadOptions(PartnerOptions, LeftOverOptions):
     """All that `load_into` takes."""
 
@@ -68,6 +70,7 @@ class LoadOptions(PartnerOptions, LeftOverOptions):
             )
 
 
+@record
 class AverageOptions(ObjectOptions, DryRunOption):
     """All that `average` takes."""
 
@@ -82,6 +85,7 @@ class AverageOptions(ObjectOptions, DryRunOption):
     progress: Progress | None = as_in(WriteOptions, "progress")
 
 
+@record
 class ExtractOptions(DryRunOption):
     """All that `extract_lora` takes."""
 

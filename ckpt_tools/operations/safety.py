@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import CkptError, RemoteError
 from ckpt_tools.formats.open import Checkpoint, open_source
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -35,7 +34,7 @@ _LABEL = len("problem [dangerous]: ")
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Safety:
     """What loading a file without weights_only would run.
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
 from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
 from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
@@ -407,7 +406,7 @@ MAKERS: dict[Global, Maker] = {
 # --- tensors that are no plain view on a storage
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class UnusualTensor:
     """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell."""
 
@@ -494,7 +493,7 @@ def _length(node: Any) -> int:
     return len(node.items) if type(node) is List else prod(node.shape)
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class SparseParts:
     """What a sparse tensor is made of: the layout's name, entries of indices, the entry of values, the shape."""
 

@@ -7,15 +7,14 @@ Sources: `torch.storage._dtype_to_storage_type_map`, `torch.storage._new_dtypes`
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
-
-from ckpt_tools.frozen import unique
 
 Family = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
 
-@unique
+@dataclass(slots=True, eq=False)
 class DType:
     """One element type."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import dataclass
 
-from ckpt_tools.frozen import frozen
 from ckpt_tools.text import printable
 from ckpt_tools.tree.output_names import writes
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Finding:
     """One thing worth knowing.
 

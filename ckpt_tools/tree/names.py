@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.frozen import frozen
 
 MODULE = "module."
 # Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
@@ -189,7 +189,7 @@ HOLDERS = frozenset((
 ))  # fmt: skip
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Prefix:
     """What names have in front of others."""
 

@@ -15,7 +15,6 @@ from math import prod
 from typing import Final, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
-from ckpt_tools.frozen import frozen, unique
 from ckpt_tools.io.content import Content
 from ckpt_tools.tree.dtypes import DType
 
@@ -24,7 +23,7 @@ Pair: TypeAlias = "tuple[Node, Node]"
 
 
 @final
-@unique
+@dataclass(slots=True, eq=False)
 class Storage:
     """One run of bytes that entries view. Entries that are the same elements of it are tied."""
 
@@ -41,7 +40,7 @@ class Storage:
 
 
 @final
-@unique
+@dataclass(slots=True, eq=False)
 class Extras:
     """What a few tensors carry beyond their data."""
 
@@ -52,7 +51,7 @@ class Extras:
 
 
 @final
-@unique
+@dataclass(slots=True, eq=False)
 class Entry:
     """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
 
@@ -128,7 +127,7 @@ class Global:
 
 
 @final
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class ByteString:
     """A Python 2 byte string whose bytes are not UTF-8 text."""
 

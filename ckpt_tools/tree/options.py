@@ -1,16 +1,15 @@
-"""Options as records: each option is said once, with its type, its default, its sentence, and what it takes.
+"""Options as frozen dataclasses: a field carries its sentence, what it takes, and how the command line shows it.
 
-The command line's options, the checks, the docstrings and the reference derive from this. To a type checker a record is a
-frozen dataclass; a real one would take as long to make as everything else that `ckpt` does before it reads its arguments.
+The command line's options, the checks, the docstrings and the reference derive from this: a new option is one field.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from inspect import Parameter, Signature, get_annotations, signature
+from inspect import Parameter, Signature, signature
 from os import PathLike
 from typing import (
     TYPE_CHECKING,
@@ -32,6 +31,7 @@ from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Reader
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Record = TypeVar("Record", bound="Options")
 Record_co = TypeVar("Record_co", bound="Options", covariant=True)
 R = TypeVar("R")
@@ -40,25 +40,27 @@ S_contra = TypeVar("S_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
 
+@dataclass(slots=True)
 class Option:
     """One option."""
 
-    heading = ""
-
-    def __init__(
-        self, default: Any, read: Reader, help: str, *, kind: str = "text", in_code: str = "", metavar: str | None = None,
-        choices: Sequence[str] = (), most: int | None = None, alias: str = "", completes: str = "",
-        moves: bool = False, bare: str = "", common: bool = False,
-    ) -> None:  # fmt: skip
-        self.default, self.read, self.help, self.kind, self.in_code = default, read, help, kind, in_code
-        self.metavar, self.choices, self.most = metavar, tuple(choices), most
-        self.alias, self.completes, self.moves, self.bare, self.common = alias, completes, moves, bare, common
+    default: Any
+    read: Reader
+    help: str
+    kind: str = "text"
+    in_code: str = ""
+    metavar: str | None = None
+    choices: Sequence[str] = ()
+    alias: str = ""
+    completes: str = ""
+    moves: bool = False
+    bare: str = ""
+    common: bool = False
+    heading: str = ""
 
     def value(self, name: str, given: Any) -> Any:
         """What a caller gave, read; the default where that is nothing."""
-        if given is self.default:
-            return given
-        value = self.read(name, given)
+        value = given if given is self.default else self.read(name, given)
         empty = isinstance(value, list | dict) and not value and self.read is not arguments.read_anything
         return self.default if empty else value
 
@@ -72,87 +74,90 @@ class Option:
         return f"{self.help}{choices}{' ' if self.in_code else ''}{self.in_code}"
 
 
-# --- the kinds of options; to a type checker each is a default of the field's type
+# --- the kinds of options
+
+
+def _option(*args: Any, **more: Any) -> Any:
+    """The field for an option; to a type checker a default of the field's type."""
+    option = Option(*args, **more)
+    return field(default=option.default, metadata={"option": option})
 
 
 def flag(help: str, **more: Any) -> Any:
     """Yes or no."""
-    return Option(False, arguments.read_flag, help, kind="flag", **more)
+    return _option(False, arguments.read_flag, help, kind="flag", **more)
 
 
 def text(help: str, **more: Any) -> Any:
     """One text."""
-    return Option(None, arguments.read_optional(arguments.read_text), help, **more)
+    return _option(None, arguments.read_optional(arguments.read_text), help, **more)
 
 
 def texts(help: str, *, read: Reader = arguments.read_texts, default: Any = (), **more: Any) -> Any:
     """One text, or several."""
-    return Option(default, read, help, kind="texts", **more)
+    return _option(default, read, help, kind="texts", **more)
 
 
 def choice(help: str, choices: Sequence[str], *, default: str | None = None, **more: Any) -> Any:
     """One of a few words."""
-    return Option(default, arguments.read_optional(arguments.read_choice(choices)), help, choices=choices, **more)
+    return _option(default, arguments.read_optional(arguments.read_choice(choices)), help, choices=choices, **more)
 
 
 def dtype_choice(help: str, choices: Sequence[str], *, default: str | None = None, **more: Any) -> Any:
     """One of a few dtypes, by any of its names."""
-    return Option(default, arguments.read_optional(arguments.read_dtype_choice(choices)), help, choices=choices, **more)
+    return _option(default, arguments.read_optional(arguments.read_dtype_choice(choices)), help, choices=choices, **more)
 
 
 def whole(help: str, *, default: int | None = None, **more: Any) -> Any:
     """A whole number from 0 up."""
     read = arguments.read_whole if default is not None else arguments.read_optional(arguments.read_whole)
-    return Option(default, read, help, kind="whole", **more)
+    return _option(default, read, help, kind="whole", **more)
 
 
 def value(help: str, read: Reader, **more: Any) -> Any:
     """Something else that is read by `read`."""
-    return Option(None, arguments.read_optional(read), help, **more)
+    return _option(None, arguments.read_optional(read), help, **more)
 
 
 def anything(help: str, **more: Any) -> Any:
     """A value that is not read before its use."""
-    return Option(None, arguments.read_anything, help, **more)
+    return _option(None, arguments.read_anything, help, **more)
 
 
 def as_in(record: type[Options], name: str, help: str = "") -> Any:
     """The option of another record; where `help` is given, with a sentence of its own."""
-    own = copy(record.options[name])
-    own.help = help or own.help
-    return own
+    option = record.options[name]
+    own = replace(option, help=help or option.help)
+    return field(default=own.default, metadata={"option": own})
 
 
 # --- records
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
+def record(kind: type[T]) -> type[T]:
+    """A frozen dataclass of options; it may be put together from others."""
+    made: Any = dataclass(frozen=True, kw_only=True, repr=False, eq=False)(kind)
+    of_bases = [base.options for base in made.__bases__ if issubclass(base, Options)]
+    made.options = {name: option for options in of_bases for name, option in options.items()}
+    for row in fields(made):
+        if row.name in vars(kind).get("__annotations__", {}):
+            option = row.metadata["option"]
+            option.heading = option.heading or made.heading
+            made.options[row.name] = option
+    return made  # type: ignore[no-any-return]
+
+
 class Options:
-    """The base of records of options; a record may be put together from others."""
+    """The base of records of options."""
 
     heading: ClassVar[str] = "Options"
     options: ClassVar[dict[str, Option]] = {}
 
-    def __init_subclass__(cls) -> None:
-        cls.options = {
-            name: option for base in cls.__bases__ if issubclass(base, Options) for name, option in base.options.items()
-        }
-        own = {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
-        for option in own.values():
-            option.heading = option.heading or cls.heading
-        cls.options |= own
-
-    if not TYPE_CHECKING:  # a type checker makes its own, with the types of the fields
-
-        def __init__(self, **given: Any) -> None:
-            if unknown := given.keys() - self.options.keys():
-                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
-            for name, option in self.options.items():
-                vars(self)[name] = option.value(name, given[name]) if name in given else option.default
-            self.check()
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise AttributeError(f"{type(self).__name__} is frozen: replace() gives another.")
+    def __post_init__(self) -> None:
+        for name, option in self.options.items():
+            object.__setattr__(self, name, option.value(name, getattr(self, name)))
+        self.check()
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.given())
@@ -266,8 +271,8 @@ def described(record: type[Options], indent: str) -> str:
 
 def types(record: type[Options]) -> dict[str, str]:
     """The type of each option, as it is written."""
-    known = {name: text for base in reversed(record.__mro__) for name, text in get_annotations(base).items()}
-    return {name: known[name] for name in record.options}
+    written: Any = record
+    return {row.name: str(row.type) for row in fields(written)}
 
 
 def _signature(function: Callable[..., object], record: type[Options]) -> Signature:

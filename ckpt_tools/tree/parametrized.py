@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
-
-from ckpt_tools.frozen import frozen
 
 _BESIDE = re.compile(r"((?:.*\.)?[^.]*(?:weight|bias)[^.]*)_(g|v|orig|mask|u)", re.DOTALL)
 _BELOW = re.compile(r"((?:.*\.)?)parametrizations\.([^.]+)\.(.+)", re.DOTALL)
@@ -25,7 +24,7 @@ _QUANTISED = (
 )  # fmt: skip
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Parametrized:
     """One weight in parts."""
 

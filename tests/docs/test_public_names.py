@@ -46,8 +46,8 @@ def named() -> Iterator[tuple[str, Any]]:
 
 
 def in_type(hint: Any) -> Iterator[type]:
-    """The records that a type is made of."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    """The records that a type is made of, those of options apart."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not hint.__name__.endswith("Options"):
         yield hint
     for part in typing.get_args(hint):
         yield from in_type(part)

@@ -21,7 +21,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.operations.envelope import PAYLOAD_TYPE, seal
+from ckpt_tools.operations.signing import PAYLOAD_TYPE, seal
 from tests.fuzz import headers, raw, tars
 from tests.fuzz.guard import FindingError
 from tests.fuzz.values import text

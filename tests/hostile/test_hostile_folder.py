@@ -37,8 +37,8 @@ SHARED = (
 # What is typed, by its exit code.
 TYPED = {
     0: (
-        *SHARED, "convert ddp.pth single.pth --to-dir OUT/to", "ddp.pth", "inspect --json tiny.weights.h5 ddp.pth",
-        "show ddp.pth module.fc2.bias",
+        *SHARED, "convert ddp.pth single.pth --to-dir OUT/to", "ddp.pth",
+        "inspect --json tiny.weights.h5 ddp.pth", "show ddp.pth module.fc2.bias",
         "convert ddp.pth OUT/a.pth --strip-module", "convert ddp.pth OUT/b.safetensors --dtype bf16",
         "convert ddp.pth OUT/dcp --format dcp", f"convert linear.pth OUT/c.pth --like torch.nn:Linear --like-args {LINEAR}",
         "match ddp.pth --like single.pth", "check --format junit single.pth", "scan ddp.pth",

@@ -7,12 +7,12 @@ import contextlib
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, UnsupportedContainerError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
@@ -24,7 +24,7 @@ _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
 Spend = Callable[[int], None]
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Kind:
     """A way to compress a file."""
 

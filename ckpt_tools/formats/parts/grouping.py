@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import NotACheckpointError
-from ckpt_tools.frozen import frozen
 
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
@@ -22,7 +22,7 @@ _ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)")
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Group:
     """The files of one checkpoint."""
 
@@ -102,7 +102,7 @@ def iteration_folder(folder: Path) -> Path:
     return folder / name
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class ShardName:
     """What the name of a shard says: `model-00001-of-00003.safetensors`."""
 

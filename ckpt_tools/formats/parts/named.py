@@ -11,14 +11,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.findings import Finding
@@ -46,7 +45,7 @@ _ZERO_ALONE = "Get the files of all ranks; in a folder of its own it is read alo
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Partition:
     """What part of what a checkpoint is, and how to get the whole."""
 

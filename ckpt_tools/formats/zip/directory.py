@@ -29,7 +29,6 @@ from ckpt_tools.formats.zip.headers import (
     check_unicode_name,
     zip64_fields,
 )
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
@@ -69,14 +68,14 @@ class Record:
         return gap if gap >= ALIGNMENT else 0
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class RecordRange(Range):
     """The bytes of a stored record, which may be copied together with the zip header before them."""
 
     record: Record
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Directory:
     """The records in file order, where the central directory starts, and how many bytes come after the end record."""
 

@@ -9,10 +9,10 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header) and 4.3.9 (data d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
@@ -27,7 +27,7 @@ _NAMED_SIZE = 12  # signature, CRC-32 and the size, at the beginning of a descri
 _LONGEST_SMALL = 1 << 30
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Found:
     """A record, as its local header tells: `end` is None when the file ends before its bytes do."""
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import NotACheckpointError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Where
@@ -27,7 +26,7 @@ from ckpt_tools.tree.nodes import Entry, Where
 HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Digest:
     """The digest of one tensor: `where` it is, its dtype and shape, and `sha256`, sixty-four hexadecimal digits."""
 

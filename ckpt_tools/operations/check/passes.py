@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import CHUNK, crc32
 from ckpt_tools.io.output import Source
 
@@ -28,7 +28,7 @@ class Crc:
         self.value = crc32(data, self.value)
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Span:
     """A run of a file's bytes, and what takes them in as they are read, in pieces, in order."""
 

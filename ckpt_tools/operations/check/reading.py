@@ -13,7 +13,6 @@ from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, is_zip
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import Record, RecordRange, read_directory
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
@@ -30,7 +29,7 @@ from ckpt_tools.values.counting import ValueCount
 from ckpt_tools.values.numeric import row_major, view_of
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class DamagedRecord:
     """A record that does not match its CRC-32; `found` is what its bytes have, None when they cannot be inflated."""
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.parts.named import partition, without_advice
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.formats.zip.truncated import said_of_cut
-from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.io.output import Source, is_address, replacing
@@ -62,7 +61,7 @@ _EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Wanted:
     """What is asked for beyond the bytes."""
 
@@ -176,7 +175,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     return report
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class _Told:
     """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree."""
 

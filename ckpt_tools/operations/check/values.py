@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpt_tools.formats.open import StateDict
-from ckpt_tools.frozen import frozen
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Entry, Where
 from ckpt_tools.values.counting import ValueCount
@@ -26,7 +26,7 @@ _GARBAGE = 1000
 _ERRORS = 5
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Counted:
     """A tensor with its counts."""
 

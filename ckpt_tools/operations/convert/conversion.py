@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.casts import Casting
@@ -18,7 +19,6 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.zip import torch_layout
-from ckpt_tools.frozen import unique
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
 
-@unique
+@dataclass(slots=True, eq=False)
 class Planned:
     """A file that is decided upon: nothing is left but to move the bytes."""
 

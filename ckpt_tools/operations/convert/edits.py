@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ from ckpt_tools.formats.open import (
     tensors_by_name,
     tensors_outside,
 )
-from ckpt_tools.frozen import unique
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckpt_tools.tree.parametrized import Parametrized
 
 
-@unique
+@dataclass(slots=True, eq=False)
 class Edited:
     """A tree as it is to be written."""
 

@@ -15,12 +15,13 @@ from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
-from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, text, texts, value
+from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, record, text, texts, value
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 
 
+@record
 class NameOptions(Options):
     """Other names."""
 
@@ -44,6 +45,7 @@ class NameOptions(Options):
             raise UsageError("A prefix cannot be empty.")
 
 
+@record
 class Selection(Options):
     """Less than the whole."""
 
@@ -63,6 +65,7 @@ class Selection(Options):
     )
 
 
+@record
 class MergeOptions(Options):
     """Adapters."""
 
@@ -74,6 +77,7 @@ class MergeOptions(Options):
     )  # fmt: skip
 
 
+@record
 class DeviceOptions(Options):
     """Other device tags."""
 
@@ -84,6 +88,7 @@ class DeviceOptions(Options):
     )  # fmt: skip
 
 
+@record
 class QuantisedOptions(Options):
     """Quantised weights made plain."""
 
@@ -94,6 +99,7 @@ class QuantisedOptions(Options):
     )  # fmt: skip
 
 
+@record
 class PartOptions(Options):
     """Weights in parts made whole."""
 
@@ -104,6 +110,7 @@ class PartOptions(Options):
 _ABOUT_INTEGERS = "Integers need scales beside them: `dtype='q8_0'` makes both, in a .gguf."
 
 
+@record
 class CastOptions(Options):
     """Other dtypes."""
 
@@ -137,6 +144,7 @@ class CastOptions(Options):
         return self.cast_to.get("") == "q8_0"
 
 
+@record
 class ObjectOptions(Options):
     """What is not plain data."""
 
@@ -148,6 +156,7 @@ class ObjectOptions(Options):
     allow_dangerous: bool = flag("Keep the objects of a file that ckpt scan calls dangerous: OUT is as dangerous as IN.")
 
 
+@record
 class SlimOptions(Options):
     """Weights alone."""
 
@@ -159,6 +168,7 @@ class SlimOptions(Options):
     ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
 
 
+@record
 class MetadataOptions(Options):
     """The text in a safetensors header."""
 
@@ -187,6 +197,7 @@ class MetadataOptions(Options):
         return cast("list[tuple[str, str]]", self.set_metadata)
 
 
+@record
 class OutputOptions(Options):
     """What is written, and where nothing is."""
 
@@ -204,6 +215,7 @@ class OutputOptions(Options):
     overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
 
+@record
 class DryRunOption(Options):
     """Nothing at all."""
 
@@ -211,6 +223,7 @@ class DryRunOption(Options):
     dry_run: bool = flag("Report what would happen, write nothing.", common=True, alias="-n")
 
 
+@record
 class WriteOptions(Options):
     """How the bytes are written."""
 
@@ -219,10 +232,12 @@ class WriteOptions(Options):
     progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
 
 
+@record
 class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All about the output."""
 
 
+@record
 class EditOptions(
     NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
     SlimOptions,
@@ -230,10 +245,12 @@ class EditOptions(
     """All that a conversion does to tensors."""
 
 
+@record
 class InPlaceOptions(EditOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All that `edit_in_place` takes."""
 
 
+@record
 class ConvertOptions(EditOptions, SaveOptions):
     """All that `convert` takes."""
 

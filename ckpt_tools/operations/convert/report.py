@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit.lora.planning import Merged
-from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, notebook
 
 if TYPE_CHECKING:
     from ckpt_tools.fit.retarget import FittedTo
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class RenamedNames:
     """What happened to the names of one state dict: `where` it is, how many `tensors` it has, how many were `renamed`.
 
@@ -26,7 +25,7 @@ class RenamedNames:
     examples: list[tuple[str, str]]
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class ObjectFate:
     """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
 
@@ -35,7 +34,7 @@ class ObjectFate:
     became: str
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Note:
     """Something the user should know: `code` is stable, `text` a sentence."""
 

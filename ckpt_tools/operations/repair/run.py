@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
-from ckpt_tools.errors import RepairError, UsageError
+from ckpt_tools.edit.devices import is_device
+from ckpt_tools.errors import CkptError, RepairError, UsageError
 from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.fit import Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
@@ -27,42 +28,151 @@ from ckpt_tools.formats.open import (
     count_tensors,
     decode_file,
     find_state_dicts,
+    find_tensors,
     naming,
+    open_checkpoint,
 )
 from ckpt_tools.formats.parts import loose_shards
 from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
-from ckpt_tools.io.content import Literal, Piece, total
+from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.matching import match
+from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.reading import read_checkpoint
-from ckpt_tools.operations.repair.damaged_names import (
-    damaged_names,
-    damaged_names_error,
-    impossible_values,
-    impossible_values_error,
-)
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
-from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.operations.safety import danger_in, danger_note
+from ckpt_tools.pickling.torch_objects import MAKERS
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.names import unwrap
-from ckpt_tools.tree.nodes import (
-    Entry,
-    Node,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.numeric import row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
+
+# --- read back what repair wrote, before it gets its name, and compare every tensor with the source, as restic does
+
+
+def verify(written: Path, expected: Iterable[tuple[Where, Entry]], target: str) -> None:
+    """Compare the tensors of a file that was just written with those that it is made of.
+
+    Args:
+        written: the file, under whatever name. expected: the tensors by their paths in it. target: what it will be called.
+
+    Raises:
+        RepairError: they differ, or it cannot be read.
+    """
+    wanted = dict(expected)
+    try:
+        with open_checkpoint(written) as checkpoint:
+            found = dict(entries(checkpoint.root))
+            differ = [where for where in wanted if where not in found or not _alike(wanted[where], found[where])]
+            size = written.stat().st_size
+            hashes = _digests({where: found[where] for where in wanted if where in found}, size)
+    except CkptError as error:
+        raise RepairError(f"{target} could not be read back, and is not there.", why=f"{error.what} {error.why}") from None
+    for where, digest in _digests(wanted, size).items():
+        if hashes.get(where) != digest:
+            differ.append(where)
+    if differ:
+        raise RepairError(
+            f"What was written of {len(differ)} tensors is not what was read, and {target} is not there.",
+            why="The disk or the memory of this machine does not give back the bytes that it was given.",
+        )
+
+
+def entries(root: Node) -> Iterator[tuple[Where, Entry]]:
+    """The tensors of a tree that are plain views, by path."""
+    return ((tensor.where, tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Entry)
+
+
+def _alike(one: Entry, two: Entry) -> bool:
+    return (one.dtype, one.shape) == (two.dtype, two.shape)
+
+
+def _digests(tensors: dict[Where, Entry], size: int) -> dict[Where, str]:
+    """The digest of each; views that come again are read once, and no more is read than a file of this size may ask for."""
+    known: dict[tuple[int, str], str] = {}
+    left, found = limits.WORK_BYTES.most(size), {}
+    for where, entry in tensors.items():
+        key = view_of(entry)
+        if key not in known:
+            if entry.nbytes > left or not entry.dtype.in_torch:
+                continue
+            left -= entry.nbytes
+            hashed = digests.begin(entry)
+            for chunk in chunks(row_major(entry)):
+                hashed.update(chunk)
+            known[key] = hashed.hexdigest()
+        found[where] = known[key]
+    return found
+
+
+# --- names and values that only damage makes
+
+
+_REBUILDS = {name.name: str(name) for name in ALLOWED if name.module == "torch._utils"}
+
+
+def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
+    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
+    known: dict[int, list[str]] = {}
+    for allowed in map(str, ALLOWED):
+        known.setdefault(len(allowed), []).append(allowed)
+    found = []
+    for name in (str(name) for name in names if name not in ALLOWED and name not in MAKERS):
+        near = (allowed for allowed in known.get(len(name), ()) if _one_differs(name, allowed))
+        meant = next(near, None) or _REBUILDS.get(name.rpartition(".")[2])
+        found += [(name, meant)] if meant is not None else []
+    return found
+
+
+def _one_differs(one: str, other: str) -> bool:
+    return sum(a != b for a, b in zip(one, other, strict=True)) == 1
+
+
+def impossible_values(root: Node) -> list[str]:
+    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
+    found = []
+    kinds = {type(node) for node in reachable(root)}
+    if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:
+        found.append("it names storages, and makes no tensor of them")
+    for tensor in find_tensors(root):
+        node, name = tensor.node, dotted(tensor.where)
+        if type(node) is Entry and not is_device(node.storage.device or "cpu"):
+            found.append(f"{name} lies on {node.storage.device!r}, which is not a device")
+        elif type(node) is Entry and node.requires_grad and node.dtype.family not in ("float", "complex"):
+            found.append(f"{name} needs a gradient, and holds {node.dtype.name}")
+    return found
+
+
+def impossible_values_error(path: str, found: list[str]) -> RepairError:
+    """The error for a pickle with values that only damage makes."""
+    return RepairError(
+        f"The pickle of {path} is damaged: {found[0]}.",
+        why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
+        fix="Get the file again; `keep_damaged` writes it as it is.",
+    )
+
+
+def damaged_names_error(path: str, found: list[tuple[str, str]]) -> RepairError:
+    """The error for a pickle with damaged names: nothing would load what it makes."""
+    name, near = found[0]
+    return RepairError(
+        f"The pickle of {path} is damaged: it names {name!r}, where {near!r} is meant.",
+        why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
+        fix="Get the file again; `keep_damaged` writes it as it is.",
+    )
+
 
 Expected: TypeAlias = list[tuple[Where, Entry]]
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import MatchError, UsageError
-from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
 from ckpt_tools.torch.guarding.stored import Library
 from ckpt_tools.tree.globs import Globs
@@ -24,7 +23,7 @@ _SAYS = {
 }  # fmt: skip
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Fate:
     """What became of one tensor.
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ckpt_tools.frozen import frozen
 from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.guarding import samples
@@ -197,7 +196,7 @@ _MOST_COMPARED = 1 << 26  # elements of a tensor of which all rows are compared
 _HALVES = ("bfloat16", "float16")
 
 
-@frozen
+@dataclass(slots=True, unsafe_hash=True)
 class Origin:
     """Where a tensor's numbers are from: the file, the name in there, and what was done to them on the way."""
 
