@@ -27,14 +27,6 @@ def small_model() -> nn.Module:
 
 
 @pytest.fixture
-def wrapped_file(tmp_path: Path) -> Path:
-    """The state dict of a model under nn.DataParallel."""
-    path = tmp_path / "wrapped.pth"
-    torch.save(nn.DataParallel(small_model()).state_dict(), path)
-    return path
-
-
-@pytest.fixture
 def training_file(tmp_path: Path) -> Path:
     """A training checkpoint: wrapped model, optimizer with state, epoch."""
     path = tmp_path / "training.pth"

@@ -1,7 +1,5 @@
 """Arguments of public calls: what is natural in Python is taken, and anything else is one clear UsageError."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import inspect
@@ -100,14 +98,6 @@ def test_what_no_call_takes(tmp_path: Path) -> None:
     ckpt_tools.convert(target=tmp_path / "named.pth", source=SINGLE)
     report = ckpt_tools.inspect(tmp_path / "named.pth")
     assert pickle.loads(pickle.dumps(report)) == report
-
-
-WORDS = {
-    "half": torch.half, "torch.half": torch.half, "fp16": torch.half, "F16": torch.half, "float": torch.float,
-    "FP32": torch.float, "double": torch.double, "BF16": torch.bfloat16, "bfloat": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "e4m3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 
 
 def test_numbers_of_other_kinds(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 The files are strangers': they are never loaded but with weights_only=True. CKPT_CORPUS names the folder; without it all skip.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

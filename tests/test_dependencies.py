@@ -1,12 +1,10 @@
 """Whatever is imported from elsewhere is declared in pyproject.toml, where whoever installs it gets it."""
 
-from __future__ import annotations
-
 import ast
+import functools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -30,8 +28,10 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def imported(folder: str) -> Iterator[tuple[str, str]]:
+@functools.cache
+def imported(folder: str) -> list[tuple[str, str]]:
     """The packages that the modules of a folder import from elsewhere, and where."""
+    found = []
     for path in sorted(set((ROOT / folder).rglob("*.py")) - set(BY_HAND.rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -39,7 +39,8 @@ def imported(folder: str) -> Iterator[tuple[str, str]]:
                 names = [str(node.module)]
             for name in (name.partition(".")[0] for name in names):
                 if name not in sys.stdlib_module_names and name not in OURS:
-                    yield name, str(path.relative_to(ROOT))
+                    found.append((name, str(path.relative_to(ROOT))))
+    return found
 
 
 def test_no_class_is_a_generic_of_click() -> None:
@@ -61,9 +62,8 @@ def test_no_class_is_a_generic_of_click() -> None:
 def test_what_is_imported_is_declared(folder: str, extras: list[str]) -> None:
     """Each package that a folder imports is a dependency, or in the extra that the folder is for."""
     known, homes = declared(*extras), packages_distributions()
-    found = list(imported(folder))
-    assert found
-    for name, where in found:
+    assert imported(folder)
+    for name, where in imported(folder):
         assert known & {normal(home) for home in homes.get(name, [name])}, f"{where} imports {name}"
 
 

@@ -1,7 +1,5 @@
 """The committed fixtures are what `fixtures/make.py` makes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

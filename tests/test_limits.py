@@ -1,7 +1,5 @@
 """Limits: one table, documented, named by the errors, and raised in one way."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

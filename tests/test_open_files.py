@@ -1,7 +1,5 @@
 """Open files where a path is expected: read by position, written when all is there, refused in one sentence."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable

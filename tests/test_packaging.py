@@ -1,7 +1,5 @@
 """What is published: the source archive, the wheel that is built from it, and the wheel in an environment of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

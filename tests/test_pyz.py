@@ -1,7 +1,5 @@
 """dist/ckpt.pyz: one file that is `ckpt`, for a Python without any package."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os
@@ -95,17 +93,16 @@ def test_every_command_and_option(one_file: Path, place: Path, installed: dict[s
     assert sum(one.code in (0, 1) for one in theirs.values()) > 100
 
 
-@pytest.mark.parametrize("arguments", readme_commands(), ids=" ".join)
-def test_the_commands_of_the_readme(
-    arguments: list[str], one_file: Path, place: Path, installed: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_commands_of_the_readme(one_file: Path, place: Path, installed: dict[str, str], tmp_path: Path) -> None:
     """Each is run as a user runs it: exit code, both outputs and what is written are those of the installed `ckpt`."""
     for name in ("theirs", "ours"):
         shutil.copytree(place, tmp_path / name)
-    theirs = start(one_file, arguments, tmp_path / "theirs")
-    (ours,) = run([arguments], tmp_path / "ours", {**installed, "COLUMNS": "100"})
-    assert without_times(theirs) == without_times(ours)
-    assert theirs.code in (0, 1) or "Error: " in theirs.err
+    commands = readme_commands()
+    done = run(commands, tmp_path / "ours", {**installed, "COLUMNS": "100"})
+    for arguments, ours in zip(commands, done, strict=True):
+        theirs = start(one_file, arguments, tmp_path / "theirs")
+        assert without_times(theirs) == without_times(ours), arguments
+        assert theirs.code in (0, 1) or "Error: " in theirs.err
     written = [
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         for root in (tmp_path / "theirs", tmp_path / "ours")

@@ -1,7 +1,5 @@
 """Every command and option where click and rich alone are installed: a sentence says what needs PyTorch, and the rest works."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ SETTINGS = {
 }
 
 
-def options(command: Callable[..., int]) -> Callable[..., int]:
-    """Gives a command the options of `Config`, with their defaults; what is true or false has a second name."""
-    for each in reversed(fields(Config)):
-        name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
-        about = {key: value for key, value in each.metadata.items() if key in ("help", "type", "metavar", "multiple")}
-        shown: dict[str, Any] = {"hidden": "often" not in each.metadata, "show_default": each.default not in (None, ())}
-        command = click.option(name, each.name, default=each.default, **about, **shown)(command)
-    return command
+def option(each: Any) -> click.Option:
+    """An option of `Config`, with its default; what is true or false has a second name."""
+    name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
+    about = {key: each.metadata[key] for key in ("help", "type", "multiple") if key in each.metadata}
+    about |= {"hidden": "often" not in each.metadata, "show_default": each.default not in (None, ())}
+    return click.Option([name, each.name], default=each.default, **about)
 
 
 def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -40,12 +37,11 @@ def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.command(context_settings=SETTINGS)
-@options
+@click.command(context_settings=SETTINGS, params=[option(each) for each in fields(Config)])
 @click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show_all, help="Show every option.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
-    """Train a network, in one process, under DataParallel, DistributedDataParallel or FSDP2.
+    """Train a network: in one process, under DataParallel, DDP or FSDP2.
 
     \b
       python -m train --model mlp --out runs/mlp
@@ -53,13 +49,14 @@ def command(ctx: click.Context, /, **options: Any) -> int:
       python -m train --out runs/mlp --resume latest --epochs 20
       python -m train --evaluate runs/mlp/epoch_010.pth
 
-    Each epoch ends with OUT/epoch_NNN.pth, from which a run goes on exactly, and OUT/epoch_NNN.weights.pth, the weights.
-    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU save after the step under way; a second Ctrl-C quits at once.
+    OUT/epoch_NNN.pth is what a run goes on from, OUT/epoch_NNN.weights.pth the weights alone.
     """
-    from train.train import train  # takes a second, in which Ctrl-C would otherwise be a traceback
+    from train.train import measure, train  # takes a second, in which Ctrl-C would otherwise be a traceback
 
     given = frozenset(name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     config = Config(**options)
+    if config.evaluate:
+        return measure(config, config.evaluate, given)
     if config.resume not in (None, "latest", "auto") and "out" not in given:
         config = replace(config, out=Path(str(config.resume)).parent)
     return train(config, given)

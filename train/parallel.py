@@ -8,15 +8,13 @@ touching a GPU: over `control`, or where that is None over the one group there i
 
 import gc
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +23,15 @@ from torch import Tensor
 
 from train.config import Config, refuse
 
-SIGNALS = [
-    getattr(signal, name)  # Windows has the first two
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-    if hasattr(signal, name)
-]
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # Windows has the first two
+TIMEOUT = timedelta(minutes=30)  # after which a process stops waiting for the others
+TOGETHER = 4  # steps, after which ranks tell each other of signals
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process among all. `devices` are its own: one, or with DataParallel as many as it splits a batch over."""
 
-    mode: str
     devices: tuple[torch.device, ...]
     rank: int = 0
     size: int = 1
@@ -47,28 +42,19 @@ class World:
         """Where the model and the batches live."""
         return self.devices[0]
 
-    def barrier(self) -> None:
-        """Waits for every rank."""
-        if self.size > 1:
-            dist.barrier(group=self.control)
-
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
         """`values` added up over all ranks, on the CPU."""
         total = values.detach().cpu().clone()
         if self.size > 1:
-            dist.all_reduce(total, group=self.control)
+            dist.all_reduce(total, how, group=self.control)
         return total
 
     def largest(self, value: int) -> int:
         """The largest value that any rank has."""
-        if self.size == 1:
-            return value
-        most = torch.tensor(value)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
-        return int(most)
+        return int(self.sum(torch.tensor(value), dist.ReduceOp.MAX)) if self.size > 1 else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, in the order of ranks."""
+        """Each rank's value, in the order of ranks, once all have come."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -77,13 +63,13 @@ class World:
     @contextmanager
     def together(self) -> Iterator[None]:
         """A user's mistake that one rank finds inside is raised on every rank at the end, so that none waits for ever."""
-        mistake = None
+        mistake = ""
         try:
             yield
         except UsageError as error:
             mistake = error.message
-        mistakes = [each for each in self.gather(mistake) if each is not None]
-        refuse(bool(mistakes), "".join(mistakes[:1]))
+        for each in self.gather(mistake):
+            refuse(each != "", each)
 
 
 def launched() -> bool:
@@ -97,27 +83,25 @@ def joined(config: Config) -> Iterator[World]:
 
     After any other failure a rank just exits: the others wait for it, and torchrun ends them once it is gone.
     """
-    world = join_ranks(config) if launched() else World(config.parallel, (torch.device("cpu"),))
+    world = World(devices(config))
+    if launched():
+        world = world._replace(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
+        gpu = world.device if world.device.type == "cuda" else None
+        # torchrun keeps one store, with the addresses of ranks that it has restarted since: each attempt has its own part.
+        store, attempt = next(dist.rendezvous("env://"))[0], os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", device_id=gpu, store=dist.PrefixStore(f"attempt_{attempt}", store),
+            rank=world.rank, world_size=world.size, timeout=TIMEOUT,
+        )  # fmt: skip
+        if gpu:
+            torch.cuda.set_device(gpu)
+            world = world._replace(control=dist.new_group(backend="gloo", timeout=TIMEOUT))
     try:
         yield world
     except UsageError:
         leave()
         raise
     leave()
-
-
-def join_ranks(config: Config) -> World:
-    """One of the processes that torchrun started, on a device of its own."""
-    device, rank, size = rank_device(config), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun keeps one store, with the addresses of ranks that it has restarted since: each attempt has its own part of it.
-    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", next(dist.rendezvous("env://"))[0])
-    shared: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timedelta(minutes=config.timeout)}
-    if device.type == "cpu":
-        dist.init_process_group("gloo", **shared)
-        return World(config.parallel, (device,), rank, size)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **shared)
-    return World(config.parallel, (device,), rank, size, dist.new_group(backend="gloo", timeout=shared["timeout"]))
 
 
 def leave() -> None:
@@ -130,60 +114,29 @@ def leave() -> None:
 
 
 def placed(world: World, config: Config) -> World:
-    """This process in the mode of the run, with its devices. Raises UsageError where the two do not fit."""
-    check_start(config)
-    refuse(config.sync_bn and world.device.type == "cpu", "PyTorch's SyncBatchNorm works on GPUs only")
-    world = replace(world, mode=config.parallel, devices=world.devices if launched() else devices(config))
-    processors, passes, size = world.size * len(world.devices), config.grad_accum, config.batch_size
-    parts = f"{processors * passes} equal parts: {processors} processes or devices times --grad-accum {passes}"
-    refuse(size % (processors * passes) != 0, f"--batch-size {size} does not divide into {parts}")
-    return world
-
-
-def check_start(config: Config) -> None:
-    """Raises UsageError where the way this process was started does not fit `--parallel`."""
-    mode, ranks, more = config.parallel, config.parallel in ("ddp", "fsdp"), ""
-    if config.resume:
-        more = f"; or leave the checkpoint's mode with --parallel {'single' if ranks else 'ddp'}"
+    """This process in the mode of the run, with its devices. Raises UsageError where it was started for another."""
+    mode, ranks = config.parallel, config.parallel in ("ddp", "fsdp")
+    more = f"; or leave the checkpoint's mode with --parallel {'single' if ranks else 'ddp'}" if config.resume else ""
     refuse(ranks and not launched(), f"start it with torchrun --nproc-per-node 2 -m train --parallel {mode}{more}")
     refuse(launched() and not ranks, f"torchrun starts --parallel ddp and fsdp; python -m train --parallel {mode}{more}")
+    refuse(config.sync_bn and world.device.type == "cpu", "PyTorch's SyncBatchNorm works on GPUs only")
+    return world._replace(devices=devices(config))
 
 
 def devices(config: Config) -> tuple[torch.device, ...]:
-    """The devices of a run in one process: that of `--device`, and with DataParallel those of `--device-ids`."""
-    device, split = wanted(config.device), config.parallel == "dp"
-    if device.type == "cpu":
-        refuse(config.device_ids is not None, "--device-ids are GPUs, and this run is on the CPU")
-        there = split and torch.cuda.is_available()
-        refuse(there, "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU")
-    if device.type == "cpu" or device.index is not None:
-        refuse(config.device_ids is not None, "--device-ids goes with --device cuda, without a number")
-        return (device,)
-    ids = config.device_ids or ",".join(map(str, range(torch.cuda.device_count() if split else 1)))
-    refuse(not re.fullmatch(r"\d+(,\d+)*", ids), f"{ids} is not a list of GPU numbers such as 0,1")
-    return tuple(wanted(f"cuda:{each}") for each in ids.split(","))
+    """Those of this process: the CPU, or a GPU, under torchrun that of its LOCAL_RANK, with DataParallel all of them.
 
-
-def rank_device(config: Config) -> torch.device:
-    """The one device of this rank: its own GPU, or the CPU."""
-    device = wanted(config.device)
-    refuse(device.index is not None, "under ddp and fsdp each process takes the GPU of its LOCAL_RANK: write --device cuda")
-    if device.type == "cpu":
-        return device
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    Raises UsageError for a GPU that is not there.
+    """
+    gpus, split = torch.cuda.device_count() if torch.cuda.is_available() else 0, config.parallel == "dp"
+    refuse(config.device == "cuda" and not gpus, f"--device cuda: PyTorch {torch.__version__} sees no GPU here; take cpu")
+    refuse(config.device == "cpu" and split and gpus > 0, "DataParallel takes GPUs: CUDA_VISIBLE_DEVICES= hides them from it")
+    if config.device == "cpu" or not gpus:
+        return (torch.device("cpu"),)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     refuse(here > gpus, f"{here} processes were started here and there are {gpus} GPUs: one each, or --device cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", config.local_rank)))
-
-
-def wanted(name: str) -> torch.device:
-    """`--device`; auto is the GPU where there is one. Raises UsageError for a GPU that is not there."""
-    refuse(not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name), f"--device is auto, cpu, cuda or cuda:N, not {name}")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
-    missing = f"--device {name}: PyTorch {torch.__version__} sees no GPU here; --device cpu works now"
-    refuse(device.type == "cuda" and not gpus, missing)
-    refuse((device.index or 0) > max(0, gpus - 1), f"--device {name}: the GPUs here are numbered 0 to {gpus - 1}")
-    return device
+    first = int(os.environ.get("LOCAL_RANK", config.local_rank))
+    return tuple(torch.device("cuda", number) for number in (range(gpus) if split else [first]))
 
 
 class Stop:
@@ -194,7 +147,7 @@ class Stop:
     """
 
     def __init__(self, world: World, config: Config) -> None:
-        self.world, self.together, self.signal, self.saved = world, config.stop_every, 0, time.monotonic()
+        self.world, self.signal, self.saved = world, 0, time.monotonic()
         number, minutes, _ = (config.save_every or "0").partition("m")
         self.steps, self.seconds = (0, 60 * int(number)) if minutes else (int(number), 0)
 
@@ -214,10 +167,9 @@ class Stop:
 
     def due(self, step: int) -> bool:
         """Whether to save after this step, counted from the run's first. All ranks decide alike."""
-        if self.steps and step % self.steps == 0:
-            return True
-        if self.world.size > 1 and step % self.together:
-            return False  # the ranks ask each other only every few steps: it makes them wait
+        due = self.steps > 0 and step % self.steps == 0
+        if due or (self.world.size > 1 and step % TOGETHER):
+            return due  # the ranks ask each other only every few steps: it makes them wait
         late = self.seconds > 0 and time.monotonic() - self.saved > self.seconds
         return self.world.largest(max(self.signal, int(late))) > 0
 

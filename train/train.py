@@ -2,97 +2,81 @@
 
 `train` is the whole story: join the other processes, build the data, the network and its optimizer, go on from a
 checkpoint if there is one, then epoch by epoch train, evaluate, save. What a first reading can skip lies beside it:
-models.py, data.py, wrap.py (what stands around a network), parallel.py (processes, signals), checkpoint.py (files,
-and what a resumed run may change), metrics.py (records).
+config.py (options, and what a resumed run may change), models.py, data.py, wrap.py (what stands around a network),
+parallel.py (processes, signals), checkpoint.py (files), metrics.py (records).
 """
 
 import math
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
 
 from train import checkpoint, data, models, parallel, wrap
-from train.config import Config
+from train.config import Config, changed, continued, measuring
 from train.metrics import Log, header, parameters
 from train.parallel import Stop, World
 
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-@dataclass
 class Run:
     """All that training works with. `epoch` counts whole epochs, `step` the steps done in the one under way."""
 
-    config: Config
-    world: World
-    network: nn.Module  # the network itself: its names are in every file
-    model: nn.Module  # what is called: the network in its wrapper, compiled; the network again where there is neither
-    optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
-    scaler: torch.amp.GradScaler
-    average: wrap.Average
-    train: data.Split
-    test: data.Split
-    loss: Tensor  # in float64, summed over the samples that this rank has had in the epoch under way
-    epoch: int = 0
-    step: int = 0
-    seconds: float = 0.0  # of training, in the epoch under way
+    def __init__(self, config: Config, world: World, log: Log) -> None:
+        self.config, self.world = config, world
+        with world.together():  # what is wrong on one rank ends the run on all
+            train_set, test_set = data.load(config.data, config.data_dir, shape=config.shape, samples=config.samples)
+            data.seed("weights", config.seed)  # the same in all: DistributedDataParallel would see to it, FSDP2 not
+            self.network, fit = models.build_for(config, train_set)  # its names are in every file
+            data.check_shares(self.network, len(train_set), config, world)
+            if config.init_from:
+                log.say(checkpoint.load_weights(self.network, config.init_from, config))
+        self.train = data.Batches(train_set, fit, config, world, train=True)
+        self.test = data.Batches(test_set, fit, config, world, train=False)
+        image = self.train[0, 0][0][:1].to(world.device)
+        self.model = wrap.wrap(
+            self.network.to(world.device), image, config, world
+        )  # what is called: the network in its wrapper
+        if config.compile:
+            self.model = cast(nn.Module, torch.compile(self.model))
+        self.optimizer = models.optimizer(self.network, config)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16")
+        kind = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
+        self.precision = torch.autocast(world.device.type, kind) if kind else nullcontext()
+        self.average = {name: tensor.clone() for name, tensor in wrap.floats(self.network).items() if config.ema}
+        # Summed over the steps of the epoch under way, of this rank's shares.
+        self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.epoch, self.step, self.seconds = 0, 0, 0.0  # seconds of training, in the epoch under way
+
+    @property
+    def done(self) -> int:
+        """Steps, from the run's first."""
+        return self.epoch * len(self.train) + self.step
 
 
 def train(config: Config, given: frozenset[str] = frozenset()) -> int:
-    """Trains as `config` says; `given` names the options that the user spelled out, see `checkpoint.continued`.
+    """Trains as `config` says; `given` names the options that the user spelled out, see `continued`.
 
     Returns the exit code: 0; 1 where the loss was no longer finite; or 128 + the number of the signal that stopped the run
     (130 Ctrl-C, 143 SIGTERM).
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
-    if config.evaluate:
-        return measure(config, config.evaluate, given)
-    if config.resume is None or "parallel" in given:
-        parallel.check_start(config)  # before anybody is waited for; otherwise the checkpoint says the mode
     with parallel.joined(config) as world, checkpoint.owned(config.out, world):
         saved = checkpoint.opened(config, world)
-        config = checkpoint.continued(config, saved["config"], given) if saved else config
-        with Log(config, world) as log:
-            run = prepare(config, parallel.placed(world, config), log, new=saved is None)
-            if saved:
-                restore(run, saved, log)
-            log.begin(run.epoch)
-            with Stop(world, config) as stop:
-                return train_epochs(run, log, stop)
-
-
-def prepare(config: Config, world: World, log: Log | None = None, *, new: bool = True) -> Run:
-    """Data, network, optimizer: everything before the first step."""
-    with world.together():  # what is wrong on one rank ends the run on all
-        train_set, test_set = data.load(config.data, config.data_dir, shape=config.shape, samples=config.samples)
-        checkpoint.seed_everything(config.seed)  # the same weights in all: DistributedDataParallel would see to it, FSDP2 not
-        network, fit, darkest = models.build_for(config, train_set)
-        data.refuse_lone_samples(network, len(train_set), config, world)
-        if config.init_from and new and log:
-            log.say(checkpoint.load_weights(network, config))
-    train_split = data.split(train_set, fit, darkest, config, world, shuffle=True)
-    test_split = data.split(test_set, fit, darkest, config, world, shuffle=False)
-    checkpoint.seed_everything(config.seed + world.rank)
-    model = wrap.wrap(network.to(world.device), world, train_split.first.to(world.device), config)
-    called = cast(nn.Module, torch.compile(model)) if config.compile else model
-
-    optimizer = models.optimizer(network, config)
-    scheduler = LambdaLR(optimizer, models.schedule(config, len(train_split.batches)))
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # not called for a step that fp16 leaves out
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16")
-    average, loss = wrap.Average(network, config.ema), torch.zeros((), dtype=torch.float64, device=world.device)
-    return Run(config, world, network, called, optimizer, scheduler, scaler, average, train_split, test_split, loss)
+        config = continued(config, saved["config"], given) if saved else config
+        log = Log(config, world)
+        run = Run(config, parallel.placed(world, config), log)
+        if saved:
+            restore(run, saved, log)
+        with Stop(world, config) as stop:
+            code = train_epochs(run, log, stop)
+        log.end()
+        return code
 
 
 def train_epochs(run: Run, log: Log, stop: Stop) -> int:
@@ -107,7 +91,7 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
         if not finite(run):
             log.say(f"the loss is not finite, {run.step} steps into epoch {run.epoch + 1}: stopped, without saving it")
             return 1
-        if run.step == len(run.train.batches):
+        if run.step == len(run.train):
             log.add(finish_epoch(run))
         save(run, log)
         if number := stop.agreed():
@@ -118,18 +102,16 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
 
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     """Trains from `run.step` to the end of the epoch, or to the step after which the run is to be saved."""
-    began, first, steps = time.perf_counter(), run.step, len(run.train.batches)
-    run.train.batches.begin(run.epoch, run.step)  # without the steps that a resumed epoch has behind it
+    began, first, every, loss = time.perf_counter(), run.step, run.config.log_every, 0.0
     run.model.train()
-    for images, labels in log.shown(run.train.loader, steps - run.step):
+    for images, labels in run.train.of(run.epoch, first):  # without the steps that a resumed epoch has behind it
         train_step(run, images, labels)
         run.step += 1
-        if run.config.log_every and run.step % run.config.log_every == 0:
-            loss = mean_loss(run)
-            log.step(run.epoch, run.step, steps, loss, (time.perf_counter() - began) / (run.step - first))
-            if not math.isfinite(loss):
-                break
-        if stop.due(run.epoch * steps + run.step):
+        if every and run.step % every == 0:
+            loss, pace = mean_loss(run), (time.perf_counter() - began) / (run.step - first)
+            count = f"epoch {run.epoch + 1:3d}/{run.config.epochs}  step {run.step}/{len(run.train)}"
+            log.say(f"{count}  loss {loss:.4f}  {pace:.3f} s a step")
+        if stop.due(run.done) or not math.isfinite(loss):
             break
     if run.world.device.type == "cuda":
         torch.cuda.synchronize(run.world.device)  # the steps are queued: the clock waits until they are done
@@ -138,97 +120,92 @@ def train_epoch(run: Run, log: Log, stop: Stop) -> None:
 
 def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
     """One optimizer step on this rank's share of a batch, in `--grad-accum` passes."""
-    size, passes = run.train.batches.size(run.step), run.train.batches.passes(run.step)
+    data.seed("step", run.config.seed, run.world.rank, run.done, devices=run.world.devices)  # of dropout and the like
+    for group in run.optimizer.param_groups:
+        group["lr"] = models.rate(run.config, run.done, len(run.train))
+    passes = run.config.grad_accum
     images, labels = (each.to(run.world.device, non_blocking=True) for each in (images, labels))
-    parts = zip(images.tensor_split(passes), labels.tensor_split(passes), strict=True) if passes > 1 else [(images, labels)]
-    for number, (some_images, some_labels) in enumerate(parts, start=1):
-        with wrap.no_sync(run.model) if number < passes else nullcontext():
-            loss = F.cross_entropy(forward(run, some_images), some_labels, reduction="sum")
-            # The mean over the whole batch: the sum of this share, by the size of the batch; and times the number of ranks,
-            # by which DistributedDataParallel and FSDP2 divide. So ranks may have shares of different sizes.
-            torch.autograd.backward(run.scaler.scale(loss), loss.new_full((), run.world.size / size))
+    for number, part in enumerate(zip(images.chunk(passes), labels.chunk(passes), strict=True), start=1):
+        wrap.average_gradients(run.model, number == passes)
+        loss = F.cross_entropy(forward(run, part[0]), part[1]) / passes
+        run.scaler.scale(loss).backward()
         run.loss += loss.detach()
     if run.config.clip_norm:
         run.scaler.unscale_(run.optimizer)
         clip_grad_norm_(run.network.parameters(), run.config.clip_norm)
-    run.scaler.step(run.optimizer)  # and the schedule, see `prepare`
+    run.scaler.step(run.optimizer)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
-    run.average.update(run.network)
+    run.optimizer.zero_grad()
+    if run.average:
+        means, weights = ([wrap.local(each) for each in some.values()] for some in (run.average, wrap.floats(run.network)))
+        torch._foreach_lerp_(means, weights, 1 - run.config.ema)
 
 
-def forward(run: Run, images: Tensor) -> Tensor:
+def forward(run: Run, images: Tensor) -> Any:
     """The logits, in float32."""
-    with torch.autocast(run.world.device.type, kind) if (kind := AMP[run.config.amp]) else nullcontext():
-        logits: Tensor = run.model(images)
-    return logits.float()
+    with run.precision:
+        return run.model(images).float()
 
 
 def mean_loss(run: Run) -> float:
-    """Of the samples that all ranks have had in the epoch under way."""
-    return run.world.sum(run.loss).item() / min(run.step * run.config.batch_size, run.train.batches.total)
+    """Of the steps of the epoch under way, over all ranks."""
+    return run.world.sum(run.loss).item() / (run.world.size * run.step)
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
+def evaluate(run: Run) -> Any:
     """Mean loss and accuracy (0 to 1) over the test images, each counted once, whatever the number of ranks."""
     wrap.share_buffers(run.network.buffers(), run.world)  # what is measured is what is saved
     run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
-    for images, labels in run.test.loader:
+    for images, labels in run.test.of(0):
         logits, labels = forward(run, images.to(run.world.device, non_blocking=True)), labels.to(run.world.device)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(1) == labels).sum()
-    loss, right = (run.world.sum(totals) / run.test.batches.total).tolist()
-    return loss, right
+    return (run.world.sum(totals) / run.test.total).tolist()
 
 
 def finite(run: Run) -> bool:
     """Whether the losses of this epoch and the weights after it are, on every rank: what is not shall not be saved."""
-    own = [run.loss, *(wrap.local(parameter) for parameter in run.network.parameters())]
+    own = [run.loss, *map(wrap.local, wrap.floats(run.network).values())]
     return not run.world.largest(int(any(not tensor.isfinite().all() for tensor in own)))
 
 
 def finish_epoch(run: Run) -> dict[str, Any]:
     """Counts the epoch as done and evaluates it. Returns its line of metrics.jsonl."""
-    loss, (test_loss, accuracy), samples = mean_loss(run), evaluate(run), run.train.batches.total
-    row = {
-        "epoch": run.epoch + 1, "loss": loss, "test_loss": test_loss, "test_accuracy": accuracy,
-        "lr": run.scheduler.get_last_lr()[0], "seconds": run.seconds, "samples_per_second": samples / run.seconds,
-    }  # fmt: skip
+    loss, (test_loss, accuracy), seconds = mean_loss(run), evaluate(run), run.seconds
     run.epoch, run.step, run.seconds = run.epoch + 1, 0, 0.0
     run.loss.zero_()
-    return row
+    return {
+        "epoch": run.epoch, "loss": loss, "test_loss": test_loss, "test_accuracy": accuracy,
+        "lr": models.rate(run.config, run.done, len(run.train)),
+        "seconds": seconds, "samples_per_second": len(run.train) * run.config.batch_size / seconds,
+    }  # fmt: skip
 
 
 def save(run: Run, log: Log) -> None:
-    """Writes a checkpoint: plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of them.
-
-    None goes on, or ends, before the file is whole.
-    """
-    wrap.share_buffers([*run.network.buffers(), *run.average.weights.values()], run.world)
+    """Writes a checkpoint: plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of them."""
+    wrap.share_buffers([*run.network.buffers(), *run.average.values()], run.world)
     model = run.model if run.config.save == "wrapped" else run.network
     state = {
-        "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(),
-        "scaler": run.scaler.state_dict(), "epoch": run.epoch, "step": run.step,
-        "totals": [run.world.sum(run.loss).item()], "seconds": run.seconds, "config": run.config.plain(),
-        "rng": run.world.gather(checkpoint.random_states(run.world.devices)), "torch": str(torch.__version__),
+        "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scaler": run.scaler.state_dict(),
+        "epoch": run.epoch, "step": run.step, "totals": [run.world.sum(run.loss).item() / run.world.size],
+        "seconds": run.seconds, "config": run.config.plain(), "metrics": log.rows, "torch": str(torch.__version__),
     }  # fmt: skip
-    state |= {"ema": run.average.weights} if run.average.weights else {}
-    weights = {"plain": run.network, "wrapped": run.model, "none": None}[run.config.weights]
-    run.world.barrier()
-    checkpoint.write(state, run.network, weights, run.config, run.world, log.best)
-    run.world.barrier()
+    if run.average:
+        state["ema"] = run.network.state_dict() | run.average
+    best = max(log.rows, key=lambda row: row["test_accuracy"], default={"epoch": 0})["epoch"]
+    checkpoint.write(run, state, best)
 
 
 def restore(run: Run, saved: dict[str, Any], log: Log) -> None:
     """Puts a checkpoint into a run, whichever mode made it. Raises UsageError where its parts do not fit."""
     with run.world.together():
         checkpoint.put_into(run, saved)
-    done = run.epoch * len(run.train.batches) + run.step
-    log.say(f"resumed from step {done}: {run.epoch} epochs and {run.step} steps are done")
-    for line in checkpoint.changes(run.config, saved["config"]):
-        log.say(line)
+        log.rows = saved["metrics"]
+    log.say(f"resumed from step {run.done}: {run.epoch} epochs and {run.step} steps are done")
+    for name, value in map(changed, run.config.change):
+        log.say(f"changed: {name} {saved['config'].get(name)} -> {value}")
 
 
 def measure(config: Config, path: Path, given: frozenset[str]) -> int:
@@ -237,13 +214,13 @@ def measure(config: Config, path: Path, given: frozenset[str]) -> int:
     Network and images are those of the run that wrote it; for a file of another's making those of the command line.
     """
     path = checkpoint.meant(path)
-    where, saved = checkpoint.described(path)
-    config = checkpoint.measuring(config, saved, given)
+    config = measuring(config, checkpoint.described(path)[1], given)
     with parallel.joined(config) as world:
-        run = prepare(config, parallel.placed(world, config))
-    checkpoint.load_measured(run.network, path, where, config, named=bool(saved))
+        log = Log(config, world)
+        run = Run(config, parallel.placed(world, config), log)
+    checkpoint.load_weights(run.network, path, config)
     loss, accuracy = evaluate(run)
-    images = f"{run.test.batches.total} test images of {config.data}"
-    click.echo(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}, on {run.world.device}")
-    click.echo(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    images = f"{run.test.total} test images of {config.data}, on {run.world.device}"
+    log.say(f"{path}: {config.model}, {parameters(run.network):,} parameters; {images}")
+    log.say(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
     return 0

@@ -1,7 +1,6 @@
-"""What stands around a network: DataParallel, DistributedDataParallel, FSDP2; and the moving average of its weights."""
+"""What stands around a network: DataParallel, DistributedDataParallel, FSDP2; and the tensors that they share or cut."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from train.config import Config
 from train.parallel import World
 
 
-def wrap(network: nn.Module, world: World, image: Tensor, config: Config) -> nn.Module:
+def wrap(network: nn.Module, image: Tensor, config: Config, world: World) -> nn.Module:
     """`network` as the mode calls for it: as it is, inside DataParallel or DistributedDataParallel, or sharded.
 
     `image` is a batch (1, ...) of one input image.
@@ -21,17 +20,14 @@ def wrap(network: nn.Module, world: World, image: Tensor, config: Config) -> nn.
     if config.sync_bn:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     ids = [device.index for device in world.devices if device.type == "cuda"] or None
-    if world.mode == "dp":
+    if config.parallel == "dp":
         return nn.DataParallel(network, device_ids=ids)
-    if world.mode == "ddp":
-        # torch 2.13 warns of the word, and says to keep it where buffers shall be left alone.
-        buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
-        ranked = DistributedDataParallel(network, ids, find_unused_parameters=config.find_unused_parameters, **buffers)
-        return settled(ranked, image)
-    return sharded(network, world) if world.mode == "fsdp" else network
+    if config.parallel == "ddp":
+        return settled(DistributedDataParallel(network, ids, find_unused_parameters=config.find_unused_parameters), image)
+    return sharded(network, world) if config.parallel == "fsdp" else network
 
 
-def settled(model: DistributedDataParallel, image: Tensor) -> DistributedDataParallel:
+def settled(model: nn.Module, image: Tensor) -> nn.Module:
     """`model` after one backward pass that changes nothing.
 
     DistributedDataParallel groups gradients anew after its first pass, and with three ranks or more the groups decide in which
@@ -52,34 +48,26 @@ def sharded(network: nn.Module, world: World) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("fsdp",))
-    for layer in network.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
+    for layer in (*network.children(), network):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
     return network
 
 
-@contextmanager
-def _unreduced(model: Any) -> Any:
-    model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
-
-
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, gradients stay on their rank: for all passes of a batch but the last."""
+def average_gradients(model: Any, now: bool) -> None:
+    """Whether the next pass averages gradients over all ranks: only the last one of a batch has to."""
     inner = getattr(model, "_orig_mod", model)  # under torch.compile
     if isinstance(inner, DistributedDataParallel):
-        return inner.no_sync()
-    return _unreduced(inner) if hasattr(inner, "set_requires_gradient_sync") else nullcontext()
+        inner.require_backward_grad_sync = now
+    elif hasattr(inner, "set_requires_gradient_sync"):  # under FSDP2
+        inner.set_requires_gradient_sync(now)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Any:
     """This rank's part of a tensor that FSDP2 cut, and any other tensor as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@torch.no_grad()
 def share_buffers(tensors: Iterable[Tensor], world: World) -> None:
     """Gives rank 0's batch statistics to all ranks; DistributedDataParallel may have done so before the last pass."""
     for tensor in tensors:
@@ -89,37 +77,15 @@ def share_buffers(tensors: Iterable[Tensor], world: World) -> None:
             tensor.copy_(first)
 
 
-def cut_as(saved: Mapping[str, Any], network: nn.Module) -> dict[str, Any]:
-    """A checkpoint whose tensors are whole, with this rank's parts in their place, as `network` is cut."""
-    own, parameters = network.state_dict(), list(network.parameters())
-    weights = {key: {name: _part(whole, own[name]) for name, whole in saved[key].items()} for key in ("model", "ema")}
-    state = {
-        place: {name: _part(value, parameters[place]) for name, value in values.items()}
-        for place, values in saved["optimizer"]["state"].items()
-    }
-    return {**saved, **weights, "optimizer": {**saved["optimizer"], "state": state}}
+def floats(network: nn.Module) -> dict[str, Tensor]:
+    """Weights and batch statistics by name, without counts: what an average is made of."""
+    return {name: tensor for name, tensor in network.state_dict().items() if tensor.is_floating_point()}
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def part(whole: Any, like: Any) -> Any:
+    """This rank's part of a tensor that is whole, where `like` was cut by FSDP2; anything else as it is."""
+    if not hasattr(like, "placements") or getattr(whole, "shape", None) != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
 
-    if isinstance(like, DTensor) and whole.shape == like.shape:
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return whole
-
-
-class Average:
-    """An exponential moving average of a network's weights and batch statistics, under its names; empty with `decay` 0."""
-
-    def __init__(self, network: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.weights = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()} if decay else {}
-
-    def update(self, network: nn.Module) -> None:
-        """After a step."""
-        now = network.state_dict() if self.weights else {}  # detached
-        for name, mean in self.weights.items():
-            if mean.is_floating_point():
-                local(mean).lerp_(local(now[name]), 1 - self.decay)
-            else:  # a count
-                mean.copy_(now[name])
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -38,7 +38,7 @@ from ckpt_tools.operations.convert.run import convert_with
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
 @out_option
-@click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
+@click.option("--in-place", is_flag=True, help="Put what is written in the place of IN; no OUT.")
 @click.option(
     "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
@@ -98,7 +98,9 @@ def convert(
         )
     target = one_out(target, out)
     if in_place:
-        _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)
+        with show_progress(quiet=quiet) as progress:
+            report = _edit_in_place(source, target, asked | {"progress": progress})
+        _report(report, quiet=quiet, as_json=as_json)
         return
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
@@ -138,9 +140,7 @@ def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Con
     if target is not None:
         raise click.UsageError("--in-place edits IN itself; give no OUT.")
     if other := [name for name in asked if name not in InPlaceOptions.options]:
-        raise click.UsageError(
-            f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."
-        )
+        raise click.UsageError(f"--in-place does not go with --{other[0].replace('_', '-')}: it writes the file that IN is.")
     return edit_in_place(path, **asked)
 
 

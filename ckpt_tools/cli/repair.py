@@ -22,6 +22,7 @@ from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
 from ckpt_tools.render.text import path_text, size_text
+from ckpt_tools.tree.findings import mending
 
 
 @click.command(short_help="Save what is whole in a damaged checkpoint.")
@@ -43,29 +44,27 @@ def repair(
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
 
-    Without OUT it does one of two things: in a file it rolls back an edit in place (convert --in-place) that was interrupted;
-    for a folder of shards it writes the index that is missing.
+    Without OUT it writes the index that a folder of shards lacks.
 
     \b
     ckpt repair cut.pth saved.pth
     ckpt repair --dry-run cut.pth saved.pth
     ckpt repair cut.pth full.pth --like torchvision.models:resnet18 --reinit default
-    ckpt repair half-edited.pth
     ckpt repair folder
 
     Exit code: 0 all saved, 1 something could not be saved (OUT is written without it) or OUT is as dangerous
     as IN, 3 nothing to save.
     """
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
-    from ckpt_tools.operations.repair.run import roll_back, write_index
+    from ckpt_tools.operations.repair.run import write_index
 
     target = one_out(target, out)
     if target is None:
         if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
-            raise click.UsageError(
-                "Without OUT, repair rolls back an interrupted edit or writes a missing index; its options are for an OUT."
-            )
-        report = write_index(source, dry_run=dry_run) if os.path.isdir(source) else roll_back(source, dry_run=dry_run)
+            raise click.UsageError("Without OUT, repair writes the index that a folder lacks; its options are for an OUT.")
+        if not os.path.isdir(source):
+            raise click.UsageError(f"Name an OUT: {mending('repair', str(source))}")
+        report = write_index(source, dry_run=dry_run)
     else:
         with show_progress(quiet=quiet) as progress:
             report = repair_checkpoint(

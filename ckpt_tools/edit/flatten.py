@@ -72,10 +72,13 @@ def flatten(
     metadata: Mapping[str, str] | None = None,
     edit: MetadataEdit = UNEDITED,
     holder: str = "safetensors",
+    shards: bool = False,
 ) -> Flat:
-    """Make a tree flat, or say what stands in the way."""
+    """Make a tree flat, or say what stands in the way. In shards a tied name is a tensor of its own, as an index lists it."""
     state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata, holder=holder)
     _collect(state_dict, flat)
+    if shards and flat.aliases:
+        _separate(state_dict, flat)
     if holder == "safetensors":
         flat.metadata.setdefault("format", "pt")
     edit.apply(flat.metadata)
@@ -189,6 +192,18 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
         count = sum(map(len, shared))
         text = f"{count} tensors are different views on shared storages; each is written in full: {_some(shared[0])}."
         flat.notes.append(("views-separated", text))
+
+
+def _separate(state_dict: StateDict, flat: Flat) -> None:
+    """Tied names as tensors of their own, in the state dict's order."""
+    own = {**flat.tensors, **{name: flat.tensors[row["of"]] for name, row in flat.aliases.items()}}
+    flat.tensors = {name: own[name] for name in tensors_by_name(state_dict.node)}
+    names = list(flat.aliases)
+    said = "1 tied name is a tensor of its own" if len(names) == 1 else f"{len(names)} tied names are tensors of their own"
+    flat.notes.append(
+        ("ties-separated", f"{said} in the shards, so that every loader finds it under its name: {_some(names)}.")
+    )
+    flat.aliases = {}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError
+from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
 from ckpt_tools.fit import plans
 from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.initialisers import Blank, Scheme, check_finite, content, numbers, resolve, threads_for
@@ -304,6 +305,8 @@ class _Fitting:
         problems.extras = self.extras(problems.unexpected, [*plan.missing, *ambiguous])
         if problems:
             problems.find_extras = self.extras
+            with suppress(MissingPackageError):
+                problems.adaptable = [] if choices.adapt else [row[1] for row in problems.mismatched if self._by_rule(*row)]
             raise problems.error(self.wanted.label, in_code=choices.in_code)
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
@@ -342,10 +345,11 @@ class _Fitting:
 
     def adapted(self, old: str, new: str, shape: tuple[int, ...]) -> Adapted | None:
         """What a rule makes of a mismatch, where `adapt` is chosen."""
+        return self._by_rule(old, new, (), shape) if self.choices.adapt else None
+
+    def _by_rule(self, old: str, new: str, _: tuple[int, ...], shape: tuple[int, ...]) -> Adapted | None:
         entry = self.source.get(old)
-        if not self.choices.adapt or type(entry) is not Entry:
-            return None
-        return adapt(new, entry, shape, first=new == self.first)
+        return adapt(new, entry, shape, first=new == self.first) if type(entry) is Entry else None
 
     def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
@@ -453,6 +457,7 @@ class _Problems:
     ambiguous: list[str]
     extras: list[Extra] = field(default_factory=list)
     find_extras: Callable[[Sequence[str], Sequence[str]], list[Extra]] = lambda unexpected, missing: []
+    adaptable: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
@@ -472,8 +477,9 @@ class _Problems:
             advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
         if self.mismatched and not parts:
             choices = "reinit, overlap or skip"
-            text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
-            advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
+            advice.append(_advice(in_code, f"`on_mismatch={choices}`", f"on_mismatch={choices}"))
+            if self.adaptable:
+                advice.append(f"{_advice(in_code, '`adapt`', 'adapt=True')} fits {listed(self.adaptable, 4)}")
             if not in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
                 advice.append("a plan's step for as many numbers in another shape, whose order nothing else says")
         if self.extras:

@@ -133,6 +133,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
     return found
 
 
+_NO_MODEL = re.compile(r"optim|sched|rng_state|random_state|scaler|sampler|training_args|custom_checkpoint")
 _OF_RANK = re.compile(r"rank_?\d+\b(?=.*\.)")
 
 
@@ -151,9 +152,10 @@ def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
     """What to give in the place of a folder: a checkpoint in it, or all of its files."""
     if _ADAPTER in names:
         return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
-    named = ": ".join(["Name a checkpoint in it", *([", ".join(files[:4])] if files else [])])
+    models = [name for name in files if not _NO_MODEL.search(name)] or files
+    named = ": ".join(["Name a checkpoint in it", *([", ".join(models[:4])] if models else [])])
     endings = {os.path.splitext(name)[1] for name in files}
-    if len(files) < 2 or len(endings) > 1 or not files[0].endswith(_CHECKPOINTS):
+    if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_CHECKPOINTS):
         return f"{named}."
     return f"{named}. ckpt convert {shlex.quote(str(folder))}/*{endings.pop()} --to-dir DIR takes all of them."
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 
-from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.packed.compressed import KINDS
-from ckpt_tools.io.marks import MARK
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.rollback import half_edited
 from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
@@ -31,8 +30,10 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     path = source.path
     if not head:
         return NotACheckpointError(f"{path} is an empty file.", why="The program that should have written it wrote nothing.")
-    if head.startswith(MARK):  # a remote file, or a part of one
-        return half_edited(str(path), [])
+    if head.startswith(b"\xffCKP"):  # as ckpt_tools marked it until 0.1
+        why = f".{path.name}.ckpt-journal, beside it, has the bytes that were there."
+        fix = f"pip install 'ckpt-tools<0.2', and put them back: ckpt repair {shlex.quote(str(path))}"
+        return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
     for magic, kind, fix in _KINDS:
         if head.startswith(magic):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)

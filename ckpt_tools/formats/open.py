@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +36,6 @@ from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, source_of
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.text import printable
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import getting_again
 from ckpt_tools.tree.nodes import (
@@ -123,7 +121,7 @@ class Checkpoint:
     @property
     def warnings(self) -> list[Warned]:
         """Oddities that did not keep the file from being read."""
-        return [*self.decoded.warnings, *(warned for file in self.files for warned in journals_of(file))]
+        return self.decoded.warnings
 
     @property
     def files(self) -> list[Source]:
@@ -198,18 +196,6 @@ def open_checkpoint(path: File) -> Checkpoint:
     except BaseException:
         source.close()
         raise
-
-
-def journals_of(source: Source) -> Iterator[Warned]:
-    """What is to be said of the journals beside a file."""
-    if source.half_edited:
-        found = f"an edit in place of {source.path.name} was interrupted; it is read as it was before, through its journal"
-        fix = f"ckpt repair {shlex.quote(str(source.path))}"
-        yield Warned("half-edited", found, "a file that other programs can read", "problem", printable(fix))
-    for stray in source.strays:
-        found = f"{stray.place.name} is a journal that is not this file's: {stray.why}"
-        fix = f"If no file was renamed or moved from here: rm {shlex.quote(str(stray.place))}"
-        yield Warned("stray-journal", found, "none; it is left alone", fix=printable(fix))
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:

@@ -21,7 +21,6 @@ from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import (
     Decoded,
     Warned,
-    moves_tensors,
     repeated,
 )
 from ckpt_tools.io.content import (
@@ -313,27 +312,6 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
     if len(raw) > MAX_HEADER:
         raise ConvertError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
     return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
-
-
-def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], source: Source) -> list[Piece]:
-    """The pieces of the file that the tensors were read from, with their bytes where they are: only the header changes."""
-    room = int.from_bytes(source.read(0, 8), "little")
-    offsets: dict[str, list[int]] = {}
-    for name, (_, content) in tensors.items():
-        if not isinstance(content, Range) or content.source is not source:
-            raise moves_tensors()
-        begin = content.offset - room - 8
-        offsets[name] = [begin, begin + content.length]
-    raw = _header(tensors, metadata, offsets)
-    if len(raw) > room:
-        raise ConvertError(
-            f"The header would take {len(raw)} bytes, and {room} is the room that it has.",
-            fix="Convert to another file, which leaves room for the next edit.",
-        )
-    return [
-        Piece(Literal(room.to_bytes(8, "little") + raw.ljust(room))),
-        Piece(Range(source, room + 8, source.size - room - 8)),
-    ]
 
 
 def _header(

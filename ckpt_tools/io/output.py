@@ -11,7 +11,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,12 +24,10 @@ from ckpt_tools.errors import (
     OutputError,
     OutputExistsError,
 )
-from ckpt_tools.io.marks import has_traces, is_marked, journal_path, read_at
 from ckpt_tools.io.member_paths import Handed
 
 if TYPE_CHECKING:
     from ckpt_tools.io.attributes import Inputs
-    from ckpt_tools.io.rollback import Journal
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -52,8 +50,6 @@ class Source:
     """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process)."""
 
     size: int
-    half_edited: Journal | None = None
-    strays: tuple[Journal, ...] = ()
     _identity: object = None
 
     @cached_property
@@ -66,39 +62,16 @@ class Source:
         self.path = Path(path)
         self._fd = open_regular(self.path)
         try:
-            self._look()
+            status = self.status()
         except BaseException:
             self.close()
             raise
-
-    def _look(self) -> None:
-        """Take the file's size and identity; find out whether it is half edited, and is to be read through a journal."""
-        status, path = self.status(), Path(os.path.realpath(self.path))
         self.size, self._identity = status.st_size, identity_of(status)
-        read = partial(read_at, self._descriptor())
-        try:
-            if not is_marked(read) and not os.path.lexists(journal_path(path)):
-                return
-            from ckpt_tools.io import rollback
-
-            found = list(rollback.beside(path, status, read))
-            marked = is_marked(read)
-        except CkptError:  # some of ours are an OSError too
-            raise
-        except OSError as error:
-            raise self._unreadable(error) from None
-        self.strays = tuple(row for row in found if row.why)
-        for row in found:
-            if row.state == "between" and row.record is not None:
-                self.half_edited, self.size = row, row.record.size
-                return
-        if marked or any(row.torn for row in found):
-            raise rollback.half_edited(str(self.path), found)
 
     @property
     def fd(self) -> int:
         """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
-        return -1 if self.half_edited else self._descriptor()
+        return self._descriptor()
 
     def _descriptor(self) -> int:
         return self._fd
@@ -121,7 +94,7 @@ class Source:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
         while len(buffer):
-            if hasattr(os, "preadv") and not self.half_edited:
+            if hasattr(os, "preadv"):
                 fd = self.fd  # opens a file that was closed meanwhile; that it is gone is an OSError too
                 try:
                     count = os.preadv(fd, [buffer], offset)
@@ -165,8 +138,6 @@ class Source:
     def _pread(self, length: int, offset: int) -> bytes:
         fd = self._descriptor()
         try:
-            if self.half_edited and self.half_edited.record:
-                return self.half_edited.record.over(offset, length, read_at(fd, offset, length))
             if hasattr(os, "pread"):
                 return os.pread(fd, length, offset)
             os.lseek(fd, offset, os.SEEK_SET)
@@ -356,10 +327,6 @@ def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output
     try:
         with output_errors(target):
             replaces = target.exists()
-            if replaces and has_traces(target):
-                from ckpt_tools.io.journal import recover
-
-                recover(target)  # or its journal would lie beside what takes its place
             fd = temporaries.create(temporary)
             if replaces:
                 attributes.keep(target, fd)
@@ -370,6 +337,12 @@ def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output
         with output_errors(target):
             if fd >= 0:
                 os.close(fd)
+
+
+def write_all(fd: int, left: memoryview) -> None:
+    """Write all of the bytes, in as many calls as the system takes for them."""
+    while len(left):
+        left = left[os.write(fd, left) :]
 
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from ckpt_tools.errors import OutputError, OutputExistsError, UsageError
 from ckpt_tools.io import attributes, temporaries
-from ckpt_tools.io.journal import recover
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import (
     Output,
@@ -163,7 +162,6 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()
     for name in names:
-        recover(target / name)  # or the journal of a killed edit would lie beside another file
         os.replace(temporary / name, target / name)
     for name in set(old) - set(names):
         with contextlib.suppress(FileNotFoundError):

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from ckpt_tools.io.address import SECONDS, Address, ForeignError, T, bounded, unreachable
+from ckpt_tools.io.content import crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 
@@ -166,7 +167,7 @@ class HttpObject:
         self.url = self.place = url
         self.whole: bytes | None = None
         self.size = 0
-        self._version: object = None
+        self._version: tuple[Any, ...] = ()
         self.first = self.fetch(0, FIRST)
 
     def fetch(self, start: int, end: int) -> bytes:
@@ -226,7 +227,7 @@ class HttpObject:
 
     def _note(self, size: int, headers: Any) -> None:
         version = (size, headers.get("ETag"), headers.get("Last-Modified"))
-        if self._version is None:
+        if not self._version:
             self.size, self._version = size, version
         elif version != self._version:
             raise unreachable(self.url, "The file on the server changed while it was read.")
@@ -248,7 +249,7 @@ class HttpObject:
         self.whole = whole
         return whole[start:end]
 
-    def version(self) -> object:
+    def version(self) -> tuple[Any, ...]:
         """Size, ETag and date as the server says now."""
         if self.size and self.whole is None:
             self.fetch(0, 1)
@@ -259,6 +260,7 @@ NEAR, FAR, MOST = FIRST, 4 << 10, 8 << 20  # bytes fetched at least: at the ends
 _KEPT = 16  # blocks
 _GAP = 4 << 10  # ranges nearer than this are fetched in one
 _AT_ONCE = 16
+_READ_AGAIN = 4
 
 
 class Remote(Protocol):
@@ -269,8 +271,8 @@ class Remote(Protocol):
     def fetch(self, start: int, end: int) -> bytes:
         """The bytes from `start` to `end`."""
 
-    def version(self) -> object:
-        """What changes when the object does."""
+    def version(self) -> tuple[Any, ...]:
+        """Its size, and what changes when the object does, or None where nothing tells."""
 
 
 class RemoteSource(Source):
@@ -284,8 +286,9 @@ class RemoteSource(Source):
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._ready: dict[int, bytes] = {}
         self._starts: list[int] = []
+        self._seen: dict[tuple[int, int], int] | None = None if any(self._identity[1:]) else {}
         if isinstance(self._remote, HttpObject):
-            self._blocks[0] = self._remote.first
+            self._blocks[0] = self._note(0, self._remote.first)
         self._expected, self._ahead = 0, NEAR
 
     def read(self, offset: int, length: int) -> bytes:
@@ -316,7 +319,7 @@ class RemoteSource(Source):
             else:
                 runs.append([start, end])
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = pool.map(lambda run: self._remote.fetch(run[0], run[1]), runs)
+            found = pool.map(lambda run: self._note(run[0], self._remote.fetch(run[0], run[1])), runs)
             self._ready.update(zip((start for start, _ in runs), found, strict=True))
         self._starts = sorted(self._ready)
 
@@ -324,6 +327,15 @@ class RemoteSource(Source):
         """Raise ChangedFileError when the object is another than when it was opened."""
         if self._remote.version() != self._identity:
             raise self.changed()
+        with ThreadPoolExecutor(_READ_AGAIN) as pool:  # what nothing tells the version of is read twice
+            for _ in pool.map(lambda span: self._note(span[0], self._remote.fetch(*span)), self._seen or ()):
+                pass
+
+    def _note(self, start: int, data: bytes) -> bytes:
+        """Where nothing tells one version from another, the checksum of what was read does."""
+        if self._seen is not None and self._seen.setdefault((start, start + len(data)), found := crc32(data)) != found:
+            raise self.changed()
+        return data
 
     def _kept(self, offset: int, length: int) -> bytes | None:
         for start, data in self._blocks.items():
@@ -343,7 +355,7 @@ class RemoteSource(Source):
             self._ahead = min(2 * self._ahead, MOST)
         else:
             self._ahead = NEAR if ends else FAR
-        data = self._remote.fetch(offset, min(self.size, offset + max(length, self._ahead)))
+        data = self._note(offset, self._remote.fetch(offset, min(self.size, offset + max(length, self._ahead))))
         if len(data) < length:
             raise self.changed()
         self._blocks[offset] = data
@@ -405,11 +417,11 @@ class FsspecObject:
         """The bytes from `start` to `end`."""
         return bytes(self._ask(lambda: self.fs.cat_file(self.name, start=start, end=end)))
 
-    def version(self) -> object:
+    def version(self) -> tuple[Any, ...]:
         """Size and what the file system calls a version."""
         self.fs.invalidate_cache()
         info = self._ask(lambda: self.fs.info(self.name))
-        return info.get("size"), str(info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created"))
+        return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
 
     def _ask(self, call: Callable[[], T]) -> T:
         return bounded(self.url, call)

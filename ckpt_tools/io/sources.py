@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UsageError
 from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Source, identity_of, open_regular
+from ckpt_tools.io.output import Source, identity_of, open_regular, write_all
 
 if TYPE_CHECKING:
     from ckpt_tools.io.content import Range
@@ -86,7 +86,8 @@ class Member(Source):
     def __init__(self, files: Files, name: str) -> None:
         self.path = files.folder / name
         self._files, self._name, self._fd = files, name, -1
-        self._look()
+        status = self.status()
+        self.size, self._identity = status.st_size, identity_of(status)
 
     def _descriptor(self) -> int:
         """The descriptor, opened now if it is not open."""
@@ -158,8 +159,6 @@ class Spooled(Source):
 
     def __init__(self, origin: Source, blocks: Iterable[bytes | memoryview]) -> None:
         import tempfile  # few commands need these
-
-        from ckpt_tools.io.journal import write_all
 
         self.origin, self.path, self.size, self._identity = origin, origin.path, 0, object()
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source

@@ -222,8 +222,11 @@ class _Mean:
             if any(map(names_quantised, state_dicts)):
                 _check_plain(state_dicts, path)
         self.count = len(found[0])
+        used: list[list[StateDict]] = [[] for _ in found]
         for base in found[0]:
             others = [self.counterpart(base, state_dicts, path) for state_dicts, path in zip(found, self.paths, strict=True)]
+            for state_dicts, other in zip(used, others, strict=True):
+                state_dicts.append(other)
             sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
             for side in sides[1:]:
                 _check_names(sides[0], side)
@@ -232,7 +235,7 @@ class _Mean:
                 for key, node in base.node.items
             ]
         self.note_widened()
-        self.note_rest(found[0])
+        self.note_rest(used)
 
     def counterpart(self, base: StateDict, found: list[StateDict], path: str) -> StateDict:
         """The state dict of another source at the same path; its only one, where both have one and one of them is the root."""
@@ -330,11 +333,17 @@ class _Mean:
             text = f"In OUT as wide as in the file that has it widest: {listed(self.widened, 3)}."
             self.report.output.notes.append(Note("widest-dtype", text))
 
-    def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
+    def note_rest(self, used: Sequence[Sequence[StateDict]]) -> None:
         """Say what was not averaged."""
-        if rest := len(tensors_outside(self.roots[0], state_dicts)):
-            text = f"{rest} tensors outside state dicts (optimizer state) are those of {self.paths[0]}; `select` drops them."
+        rest = [{tensor.where for tensor in tensors_outside(*row)} for row in zip(self.roots, used, strict=True)]
+        if rest[0]:
+            what = f"{len(rest[0])} tensors outside state dicts (optimizer state)"
+            text = f"{what} are those of {self.paths[0]}; `select` drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
+        for path, wheres in zip(self.paths[1:], rest[1:], strict=True):
+            if more := [dotted(where) for where in wheres - rest[0]]:
+                text = f"{path} has {len(more)} more tensors, which are in no mean and left out: {listed(sorted(more), 3)}."
+                self.report.output.notes.append(Note("rest-left-out", text))
 
 
 def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:

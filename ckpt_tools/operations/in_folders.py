@@ -21,7 +21,6 @@ from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
-from ckpt_tools.io import marks
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
@@ -74,17 +73,11 @@ def find_checkpoints(top: Path) -> FolderContent:
         for path in (Path(folder, name) for name in names if name not in parts):
             if os.path.islink(path):
                 linked.add(_led_to(path))
-            if (is_one := _is_checkpoint(path)) or not _is_journal(path.name):
-                (found.checkpoints if is_one else found.others).append(path)
+            (found.checkpoints if _is_checkpoint(path) else found.others).append(path)
         linked |= {_led_to(Path(folder, name)) for name in parts if os.path.islink(os.path.join(folder, name))}
     found.checkpoints = sorted(path for path in found.checkpoints if os.path.islink(path) or str(path.absolute()) not in linked)
     found.others.sort()
     return found
-
-
-def _is_journal(name: str) -> bool:
-    """Whether a file is called as the journal of an edit in place; what is to be said of it is said of the file beside it."""
-    return name.startswith(".") and name.endswith(marks.SUFFIX)
 
 
 def _led_to(link: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -69,8 +69,10 @@ class Safety:
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
             return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
         if self.verdict == "needs-code":
-            names = listed(self.classes, 3) if self.classes else "a program"
-            return f"needs code: {cut(printable(names), room - 35)}; none known to do harm"
+            if not self.classes:
+                return "needs code: it is a program; load it only if you trust who made it"
+            trusted = "; load it only if you trust these packages"
+            return f"needs code: loading it runs {cut(printable(listed(self.classes, 3)), room - 27 - len(trusted))}{trusted}"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
@@ -163,16 +165,6 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
     return of_pickles(whole)
 
 
-def as_it_lies(found: Safety, files: Iterable[Source]) -> Safety:
-    """The answer for files of which some may be half edited: those are read through a journal, and lie there otherwise."""
-    why = "half-edited: an edit in place was interrupted, and other programs do not read these bytes"
-    half = [(file.path.name, why) for file in files if file.half_edited]
-    if not half:
-        return found
-    verdict: Verdict = "dangerous" if found.calls else "unexamined"
-    return replace(found, verdict=verdict, unexamined=[*half, *found.unexamined])
-
-
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
     """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
     if isinstance(error, RemoteError):
@@ -203,10 +195,6 @@ def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
-    return as_it_lies(_of_checkpoint(checkpoint), checkpoint.files)
-
-
-def _of_checkpoint(checkpoint: Checkpoint) -> Safety:
     decoded = checkpoint.decoded
     if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
         return _of_data(examine(checkpoint.packed.whole), decoded.globals)

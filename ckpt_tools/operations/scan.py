@@ -16,7 +16,7 @@ from ckpt_tools.formats.open import HEAD, collector_paused, open_source
 from ckpt_tools.io.member_paths import File, Handed, as_path
 from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
-from ckpt_tools.operations.safety import LINE, Safety, Verdict, as_it_lies, examine
+from ckpt_tools.operations.safety import LINE, Safety, Verdict, examine
 from ckpt_tools.text import brief, notebook, printable
 from ckpt_tools.tree.arguments import natural
 
@@ -110,7 +110,6 @@ def scan_file(path: str | os.PathLike[str]) -> Scanned:
             safety = examine(source)
             if safety.verdict == "nothing" and safetensors.sniff(source.read(0, min(size, HEAD))):
                 safety = Safety("plain")
-            safety = as_it_lies(safety, [source])
     except CkptError as error:
         why = error.why if error.what == f"{path} cannot be read." else error.what
         safety = Safety("unexamined", unexamined=[("", why)])

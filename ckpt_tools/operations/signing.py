@@ -7,7 +7,6 @@ import binascii
 import hashlib
 import json
 import os
-import shlex
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ChecksumError, DamagedFileError, NotACheckpointError, SignatureError, missing
+from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError, missing
 from ckpt_tools.formats.base import unique
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.io.content import Literal, Piece
@@ -363,10 +362,6 @@ def _signature_of(path: str | os.PathLike[str]) -> str:
 def _read(path: str | os.PathLike[str], look: Callable[[Checkpoint], _Seen], *, whole: bool) -> tuple[list[Digest], _Seen]:
     """The digests of all tensors, and what else is seen. `whole`: refuse what a checksum shows to be damaged."""
     with collector_paused(), open_checkpoint(path) as checkpoint:
-        if half := [file.path for file in checkpoint.files if file.half_edited]:
-            why = "It is read as it was before, and other programs do not read these bytes."
-            fix = f"ckpt repair {shlex.quote(str(half[0]))}"
-            raise DamagedFileError(f"{half[0]} is half edited: an edit in place was interrupted.", why=why, fix=fix)
         seen = look(checkpoint)
         checkpoint.locate()
         read = read_checkpoint(checkpoint, digest=True)

@@ -39,6 +39,8 @@ _ENUMERATIONS = _named(
     "ComputeEnvironment,SageMakerDistributedType,RNGType,LoggerType "
     "pytorch_lightning.utilities.enums:GradClipAlgorithmType,AMPType,DistributedType,DeviceType,PrecisionType "
     "lightning.pytorch.utilities.enums:GradClipAlgorithmType "
+    "torchao.quantization.quantize_.common.kernel_preference:KernelPreference "
+    "torchao.quantization.quant_primitives:MappingType,ZeroPointDomain,TorchAODType "
 )  # fmt: skip
 # They keep what they are given, and do nothing before they are raised.
 _EXCEPTIONS = _named(
@@ -90,43 +92,37 @@ CONSTRUCTED = _named(
 _MOST_DOTS = 16  # of a name that are looked at
 _NUMPY_DTYPE = re.compile(r"\w+DType")
 
-# Of these what they are given is called, or made an instance of: their arguments are judged as calls.
-CALLING = _named("numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor")
-# (function, class, arguments, state): the function is called with the arguments.
-FROM_TYPE = _named("torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2")
-# (tensor, requires_grad, hooks, state): attributes are set.
-WITH_STATE = _named("torch._utils:_rebuild_parameter_with_state")
-STATEFUL = FROM_TYPE | WITH_STATE
-# The first argument is a class, of which an instance is made without its `__init__`.
-OF_CLASS = _named(
-    "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
-    "numpy.ma.core:_mareconstruct numpy.random.bit_generator:__pyx_unpickle_SeedSequence copyreg:__newobj__,__newobj_ex__ "
-    "sklearn.neighbors._kd_tree:newObj sklearn.neighbors._ball_tree:newObj sklearn.metrics._dist_metrics:newObj"
-)
-RECONSTRUCTOR = Global("copyreg", "_reconstructor")  # of (class, base, state): the base is called
+# These call, or make an instance of, what stands at a place of their arguments.
+HANDED: dict[Global, tuple[str, ...]] = {
+    name: how
+    for names, how in (
+        (
+            "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
+            "numpy.random.bit_generator:__pyx_unpickle_SeedSequence copyreg:__newobj__,__newobj_ex__ "
+            "sklearn.neighbors._kd_tree:newObj sklearn.neighbors._ball_tree:newObj sklearn.metrics._dist_metrics:newObj "
+            "pandas.core.indexes.base:_new_Index pandas.core.indexes.datetimes:_new_DatetimeIndex "
+            "pandas.core.indexes.period:_new_PeriodIndex pandas._libs.arrays:__pyx_unpickle_NDArrayBacked",
+            ("new",),
+        ),
+        ("torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2", ("apply", "new")),
+        ("numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor", ("name", "call")),
+        ("copyreg:_reconstructor", ("new", "call")),
+        ("numpy.ma.core:_mareconstruct", ("new", "new")),
+    )
+    for name in _named(names)
+}
+RECONSTRUCTOR = Global("copyreg", "_reconstructor")
 ENCODE = Global("_codecs", "encode")
 TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
-SIGNATURE = Global("inspect", "Signature")
 ITER = Global("builtins", "iter")  # of one argument harmless, of two it calls the first
 TYPE = Global("builtins", "type")  # of a constant: the class of None
 CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
 ZONE, ZONE_MAKER = Global("zoneinfo", "ZoneInfo"), "_unpickle"  # reads the rules of a time zone by its name
-ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,64}(?:/[A-Za-z0-9_+-]{1,64}){0,3}")
-REDUCE = frozenset((Global("functools", "reduce"), Global("_functools", "reduce")))  # of types and `or_`: a union, int | None
+REDUCE = frozenset((Global("functools", "reduce"), Global("_functools", "reduce")))
 OR = frozenset((Global("operator", "or_"), Global("_operator", "or_")))
-GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member of an enumeration
-GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
-# What is given to these may be called later: a default factory.
-HOLDS_CALLABLES = _named("functools:partial collections:defaultdict")
-MASKED = _named("numpy.ma.core:_mareconstruct,MaskedArray")  # sets a state whose last part becomes an array
-DEFAULTDICT = Global("collections", "defaultdict")  # keeps its first argument
-# What these are given is kept as it is: no attribute of it is looked up.
-KEEPS = _named(
-    "functools:partial typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
-    "builtins:slice,object"
-)
-# Items of these are kept as they are; whatever else takes items, an array or a tensor, looks up attributes of them.
-KEEPS_ITEMS = _named("collections:OrderedDict,defaultdict,Counter,deque,UserDict,UserList,ChainMap builtins:dict,list,set")
+GETATTR = Global("builtins", "getattr")
+GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))
+PARTIAL, ITEMGETTER = Global("functools", "partial"), Global("operator", "itemgetter")
 # What calls of these give is no copy: it belongs to the program, which a state set on it changes.
 SHARED = _ENUMERATIONS | _named(
     "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p "
@@ -134,20 +130,6 @@ SHARED = _ENUMERATIONS | _named(
     "torch.nn.backends.thnn:_get_thnn_function_backend "
     # these give what they are given
     "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,restore_type_tag"
-)
-# What calls of these make can be called in turn, or be given to what calls it.
-PARTIAL, ITEMGETTER = Global("functools", "partial"), Global("operator", "itemgetter")
-MAKES_CALLABLES = frozenset((PARTIAL, ITEMGETTER, GETATTR))
-# These hash the elements that they are given, and those the first of each pair.
-HASHES = _named("builtins:set,frozenset collections:Counter")
-HASHES_KEYS = _named("builtins:dict collections:OrderedDict,defaultdict,UserDict")
-SCALAR = _named("numpy.core.multiarray:scalar numpy._core.multiarray:scalar")  # of a dtype and bytes: a number or a text
-NUMPY_TEXT = _named("numpy:str_,bytes_")
-# Methods that `__setstate__`, `__hash__` or `__del__` of torch, scipy and scikit-learn call; a state that sets one shadows it.
-CALLED_METHODS = _words(
-    "_attach_methods _attach_argparser_methods _build_f _initialize _make_methods _patch_step_function _post_init "
-    "_load_container_from_state _convert_mask set_weight_bias _ddp_init_helper _build_params_for_reducer "
-    "_build_debug_param_to_name_mapping _deserialize_metadata set_ _hash_impl _hash_key _compute_hash unregister"
 )
 
 # Modules of which every function does harm in the hands of a stranger: it runs programs or code, opens files, connects.
@@ -164,7 +146,7 @@ _HARMFUL_MODULES = _words(
     "numpy.lib._datasource numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
     # their classes evaluate, compile or open what a pickle gives them
     "sympy torch.utils._sympy jinja2 mako fontTools click.utils matplotlib.dviread torch.utils._config_module "
-    "fsspec s3fs gcsfs adlfs smart_open "
+    "fsspec s3fs gcsfs adlfs smart_open aiohttp httpx boto3 botocore "
     # thrown away, their instances call what a pickle has put into them, or close and remove what it says
     "torch.utils.data.datapipes torch.cuda.gds torch.cuda._sanitizer torch.mps.event torch._inductor torch._native "
     "torch.distributed.elastic joblib.externals scipy.io._fast_matrix_market _osx_support _aix_support _pyrepl "
@@ -258,9 +240,15 @@ PARSER_TEXT = re.compile(
     rf"\ndef _parse_args_stats\(self, \1 {_TAKES}, moments='mv'\):\n    return \(\1\), {_GIVES}, moments\n",
     re.ASCII,
 )
+# Packages that are installed nearly everywhere torch is: what a pickle calls of them and no list has is dangerous.
+_EVERYWHERE = _words(
+    "torch numpy scipy sklearn pandas joblib matplotlib PIL yaml requests urllib3 jinja2 sympy networkx fsspec pip setuptools "
+    "pkg_resources wheel IPython ipykernel torchvision torchaudio tensorflow keras jax transformers dill cloudpickle "
+    "numba click rich tqdm psutil pytest _pytest py filelock tokenizers huggingface_hub accelerate safetensors six attr attrs"
+)
 
 # Nearly all calls of a checkpoint: these make data of whatever they are given.
-QUIET = _DATA - STATEFUL - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR, ENCODE, LOAD_FROM_BYTES}
+QUIET = _DATA - HANDED.keys() - {ENCODE, PARTIAL, LOAD_FROM_BYTES}
 
 
 def is_data(name: Global) -> bool:
@@ -335,3 +323,13 @@ def _modules(module: str) -> list[str]:
     """A module and the packages that it is in, four of them at most."""
     parts = module.split(".", 4)
     return [".".join(parts[:count]) for count in range(1, min(len(parts), 4) + 1)]
+
+
+def is_class(name: Global) -> bool:
+    """Whether a name is one of a class, by its first letter."""
+    return name.name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+def is_everywhere(name: Global) -> bool:
+    """Whether a global is of the standard library, or of a package that is installed nearly everywhere torch is."""
+    return is_standard(name) or name.module.partition(".")[0] in _EVERYWHERE

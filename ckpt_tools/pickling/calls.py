@@ -14,19 +14,17 @@ from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
-from ckpt_tools.pickling import ratings
+from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
-from ckpt_tools.pickling.callables import ENCODE, GETATTR, HASHES, HASHES_KEYS, OF_CLASS, QUIET, RECONSTRUCTOR, STATEFUL
-from ckpt_tools.pickling.ratings import Rating
+from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
 from ckpt_tools.pickling.state import Maker, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.verdict import Rating
 from ckpt_tools.tree.nodes import (
     PLAIN,
-    Append,
     Build,
     ByteString,
     Dict,
@@ -34,15 +32,10 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
-    SetItems,
 )
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_COST_OF_RATING = 8  # in containers: arguments are examined
-_FEW = 2  # states
-_LONG = 64  # parts of a tuple that are looked at for nothing
-_COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
 _MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
 _WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
 
@@ -69,17 +62,14 @@ _STARTS = frozenset(
 )
 EXTENSION = "<extension"  # what the name begins with of one that has a number
 _SHORTEST = 8  # bytes of a pickle that makes a call
-_MOST_DEEP, _FEW_PARTS = 3, 16  # containers in one another that are looked into
+_MOST_DEEP = 3  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
-_STATELESS = ALLOWED - STATEFUL
-_MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
-_STR, _HASH = Global("builtins", "str"), Global("builtins", "hash")
-HASHING = HASHES | HASHES_KEYS
+_STR = Global("builtins", "str")
 _COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
@@ -133,17 +123,15 @@ class Lister(ArrayMachine):
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
-        self.classes: set[Global] = set()  # of which instances were made
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
         self.check_callable(function)
         self.makes = True
-        if len(args) > _LONG:
-            self.spend(len(args) // _LONG)
-        self.spend(sum(len(arg.items) // _LONG for arg in args if type(arg) is List))
-        if not is_quiet(function, args):
-            self._listen(function, args)
+        if type(function) is not Global or function not in QUIET:
+            self.rate(verdict.of_call(function, args), function, args)
+            if function == LOAD_FROM_BYTES:
+                self._load_from_bytes(args)
         super().make(function, args)
         if type(function) is Global and function in MAKERS and function not in _MAKERS:  # a tensor, of which this makes nothing
             self.give_back()
@@ -169,23 +157,6 @@ class Lister(ArrayMachine):
         line, self.position, self.cut = self.data[self.position : self.end - 1], self.end, True
         return line
 
-    def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
-        has_parts = any((type(arg) is Object and arg.steps) or (type(arg) is tuple and len(arg) > _LONG) for arg in args)
-        self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
-        if type(function) is Global and function in HASHING:
-            self.spend(sum(_cost_of_hash(item) for arg in args if type(arg) is List for item in arg.items))
-        self.rate(ratings.of_call(function, self._by_class(function, args)), function, args)
-        if type(function) is Global and function == LOAD_FROM_BYTES:
-            self._load_from_bytes(args)
-
-    def _by_class(self, function: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
-        """The arguments; of `getattr(class, name)` with an instance for what is certainly a class: one has been made of it."""
-        if function == RECONSTRUCTOR and args and type(args[0]) is Global:
-            self.classes.add(args[0])
-        if function == GETATTR and args and type(args[0]) is Global and args[0] in self.classes:
-            return (Object("new", args[0], ()), *args[1:])
-        return args
-
     def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
         data = args[0] if len(args) == 1 else None
         if type(data) is bytes:
@@ -195,25 +166,20 @@ class Lister(ArrayMachine):
 
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
         """Keep a call that is dangerous."""
-        if ratings.is_dangerous(rating) and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+        if verdict.is_dangerous(rating) and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
-            text = ratings.call_text(function, args) if does == "runs" else ratings.function_text(function)
-            found = Call(text, ratings.function_text(function), self.position, rating, does)
+            text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
+            found = Call(text, verdict.function_text(function), self.position, rating, does)
             self.calls.setdefault((does, text), found)
 
     def listed(self) -> list[Call]:
         """The calls, and globals that nothing harmless names."""
         called = {call.function for call in self.calls.values()}
         for name in self.globals:
-            rating = ratings.of_reference(name)
-            if ratings.is_dangerous(rating) and ratings.function_text(name) not in called:
+            rating = verdict.of_reference(name)
+            if verdict.is_dangerous(rating) and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
-
-
-def _cost_of_hash(key: Node) -> int:
-    """What it takes to look at a key or an element: the parts of an instance are examined."""
-    return 4 * _COST_OF_LOOKING if type(key) is Object and key.steps else _COST_OF_RATING
 
 
 def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
@@ -233,46 +199,6 @@ def _is_known(pid: Node) -> bool:
     if type(pid) is tuple and pid:
         return pid[0] in _KINDS or type(pid[0]) in (Global, Object)
     return type(pid) in PLAIN
-
-
-def is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
-    """Whether a call makes data, as nearly all of a checkpoint do, and need not be looked at."""
-    if type(function) is not Global:
-        return False
-    if function in QUIET:
-        return not _may_hand_over(function, args)
-    if function in OF_CLASS:  # an empty array
-        return bool(args) and type(args[0]) is Global and args[0] in QUIET and all(map(_is_plain, args[1:]))
-    return function == ENCODE and ratings.encodes_text(args)
-
-
-def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
-    """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
-    if function in HASHING and any(type(arg) is List and not PLAIN.issuperset(map(type, arg.items)) for arg in args):
-        return True
-    return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module.startswith("numpy")) for arg in args)
-
-
-def _may_hold(arg: Node) -> bool:
-    if type(arg) is tuple:
-        return len(arg) > _LONG or any(type(part) in _MAY_HOLD for part in arg)
-    if type(arg) is Object:
-        allowed = not arg.steps and type(arg.function) is Global and arg.function in _STATELESS
-        return not allowed and not _is_plainly_made(arg)
-    return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
-
-
-def _is_plainly_made(node: Object) -> bool:
-    """Whether data was made of a few plain values, and its state is such: the dtype on which NumPy pickles each number."""
-    if type(node.function) is not Global or node.function not in QUIET or len(node.steps) > _FEW:
-        return False
-    given = [node.args, *(step.state if type(step) is Build else Dict() for step in node.steps)]
-    return all(map(_is_plain, given))
-
-
-def _is_plain(node: Node) -> bool:
-    """Whether this is a plain value, or a tuple of a few."""
-    return type(node) in PLAIN or (type(node) is tuple and len(node) <= _LONG and PLAIN.issuperset(map(type, node)))
 
 
 # --- the opcodes at which Python goes on and our own machine does not
@@ -327,10 +253,7 @@ def _stack_global(machine: Lister) -> None:
 def _persistent(machine: Lister) -> None:
     """What the program that loads the pickle keeps under an id."""
     pid = machine.stack[-1]
-    beside = pid[2 if pid[:1] and pid[0] in _KINDS else 1 :] if type(pid) is tuple else ()  # its class, or that of the storage
-    if not PLAIN.issuperset(map(type, beside)):
-        machine.spend(_COST_OF_RATING)
-    if not _is_known(pid) or ratings.hands_over(beside):
+    if not _is_known(pid):
         machine.rate("unknown", _PERSISTENT, (pid,))
     OPCODES[b"Q"[0]](machine)
 
@@ -357,10 +280,8 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     cls = machine.stack.pop()
     machine.check_callable(cls)
     machine.makes = True
-    if type(cls) is Global:
-        machine.classes.add(cls)
-    machine.spend(_COST_OF_RATING if given else 1)
-    machine.rate(ratings.of_instance(cls, given), cls, given)
+    machine.spend()
+    machine.rate(verdict.of_instance(cls), cls, given)
     if given:
         machine.nested += _pickles_in(machine, cls, given)
     machine.stack.append(Object("new", cls, given))
@@ -384,36 +305,32 @@ def _obj(machine: Lister) -> None:
 
 def _build(machine: Lister) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    _spend_on_items(machine, target)
-    machine.spend(_COST_OF_LOOKING if type(target) is Object and target.steps else 0)
-    machine.spend(1 + sum(len(part.items) for part in (state if type(state) is tuple else (state,)) if type(part) is Dict) // 8)
-    changed = target.function if type(target) is Object else target
-    machine.rate(ratings.of_state(target, state), changed, (), "changes")
+    machine.spend()
+    _change(machine, target, state)
     if type(target) is Dict:
         target.attributes = target.attributes or Dict()
         target.attributes.items.append((None, state))
     if type(target) is Object:
         target.steps.append(Build(state))
-        machine.nested += _pickles_in(machine, ratings.made_of(target), state)
+        machine.nested += _pickles_in(machine, verdict.made_of(target), state)
         machine.pass_array(target)
 
 
-def _spend_on_items(machine: Lister, target: Node) -> None:
-    """Count the items of an instance, which are examined for functions."""
-    if type(target) is Object and target.steps:
-        machine.spend(sum(len(step.pairs) // 8 for step in target.steps[:_FEW_PARTS] if type(step) is SetItems))
+def _change(machine: Lister, target: Node, state: Node = None) -> None:
+    """A state or items are set."""
+    machine.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 
 
 def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
     """Bytes that look like pickles in what an instance is given, whose class may load them."""
-    if type(cls) is not Global or ratings.of_instance(cls, ()) == "data":
+    if type(cls) is not Global or verdict.of_instance(cls) == "data":
         return []
     parts: list[Node] = [given]
     for _ in range(_MOST_DEEP):
         parts = [part for whole in parts for part in _values(machine, whole) if type(part) in _MAY_HOLD_BYTES]
         if not parts:
             return []
-        machine.spend(len(parts) // _FEW_PARTS)
+        machine.spend(len(parts) // 16)
     return [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
 
 
@@ -423,7 +340,6 @@ def _values(machine: Lister, node: Node) -> list[Node]:
         values = [value for _, value in node.items]
     else:
         values = node.items if type(node) is List else list(node) if type(node) is tuple else [node]
-    machine.spend(len(values) // _LONG)
     return values
 
 
@@ -458,27 +374,10 @@ def _extend(machine: Lister, items: list[Node]) -> None:
     if type(target) is List:
         target.items.extend(items)
     elif type(target) is Object:
-        _spend_on_items(machine, target)
-        _rate_items(machine, target, Append, items)
+        _change(machine, target)
         target.append(items)
-    elif type(target) is Dict and ratings.is_armed(target):
-        machine.rate("unknown", Global("collections", "OrderedDict"), (), "changes")
     elif type(target) is Global:
-        machine.rate(_of_change(target), target, (), "changes")
-
-
-def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems], items: list[Node]) -> None:
-    """Items for an instance, by a method of its class, a function that was set as its `append`, or for what it keeps."""
-    has_state = target.steps and (len(target.steps) > 1 or type(target.steps[0]) is not step)
-    if has_state or (type(target.function) is Global and target.function in STATEFUL):
-        machine.spend(_COST_OF_LOOKING)
-    is_item = step is SetItems
-    taken_over = (
-        ratings.is_shared(target)
-        or ratings.is_armed(target, is_item)
-        or (ratings.arms_items(target, items) if is_item else ratings.is_set(target))
-    )
-    machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")
+        _change(machine, target)
 
 
 def _setitem(machine: Lister) -> None:
@@ -492,51 +391,25 @@ def _setitems(machine: Lister) -> None:
 
 def _set(machine: Lister, items: list[Node]) -> None:
     machine.spend(1 + len(items) // 4)
-    _hash(machine, items[::2])
     target = machine.stack[-1]
     if type(target) is Dict:
         target.items.extend(zip(items[::2], items[1::2], strict=False))
     elif type(target) is Object:
-        _rate_items(machine, target, SetItems, items)
+        _change(machine, target)
         target.set(list(zip(items[::2], items[1::2], strict=False)))
     elif type(target) is Global:
-        machine.rate(_of_change(target), target, (), "changes")
+        _change(machine, target)
 
 
 def _additems(machine: Lister) -> None:
-    items = machine.pop_mark()
-    _hash(machine, items)
-    _extend(machine, items)
-
-
-def _dict(machine: Lister) -> None:
-    OPCODES[b"d"[0]](machine)
-    made = machine.stack[-1]
-    _hash(machine, [key for key, _ in made.items] if type(made) is Dict else [])
-
-
-def _hash(machine: Lister, keys: list[Node]) -> None:
-    """Keys and elements, of which `__hash__` is called."""
-    if PLAIN.issuperset(map(type, keys)):
-        return
-    for key in keys:
-        if type(key) in PLAIN or type(key) is Global:
-            continue
-        machine.spend(len(key) // _LONG if type(key) is tuple else 0)
-        if ratings.calls_when_hashed(key, machine.spend):
-            machine.rate("unknown", _HASH, (key,))
-
-
-def _of_change(target: Global) -> Rating:
-    """Items that are put into a global: `sys.modules`, `sys.path`."""
-    return ratings.of_state(target, None)
+    _extend(machine, machine.pop_mark())
 
 
 for _code, _handler in (
     (b"\x80", _proto), (b"\x82", _extension(1)), (b"\x83", _extension(2)), (b"\x84", _extension(4)), (b"\x97", _buffer),
     (b"\x98", _nothing), (b"Q", _persistent),
     (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
-    (b"o", _obj), (b"d", _dict), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems),
+    (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems),
     (b"\x90", _additems), (b".", _stop),
 ):  # fmt: skip
     _LENIENT[_code[0]] = _handler  # type: ignore[assignment]  # only a Lister has this table

@@ -10,7 +10,9 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.tree.nodes import Global, Node
 
 WINDOW = 1 << 16
@@ -145,11 +147,13 @@ class SmallPickles:
         machines = []
 
         def make(data: bytes, offset: int) -> Machine:
-            machines.append(Machine(data, {}, self._refuse, offset))
+            machines.append(Machine(data, MAKERS, self._refuse, offset))
             return machines[-1]
 
         try:
-            return self.pickles.load(make)[1]
+            node = self.pickles.load(make)[1]
+            validate(node)
+            return node
         finally:
             for machine in machines[-1:]:  # none where it was interrupted before
                 self.globals.update(machine.globals)

@@ -511,6 +511,9 @@ def sparse_parts(args: Any) -> SparseParts:
     _need(name.startswith("sparse_") and len(parts) in ((3, 4) if count == 1 else (4,)) and parts[3:] != (None,))
     indices, values, shape = parts[:count], parts[count], sizes_of(parts[count + 1])
     _need(all(type(part) is Entry for part in (*indices, values)) and shape is not None)
+    if count == 1 and shape is not None:  # a row of indices for each sparse dimension, a column for each value
+        rows = indices[0].shape[:1]
+        _need((*rows, *values.shape) == (*indices[0].shape, *shape[sum(rows) :]) and sum(rows) <= len(shape))
     return SparseParts(name, indices, values, cast("tuple[int, ...]", shape))
 
 

@@ -47,7 +47,7 @@ CODES = frozenset((
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
     "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
     "null-metadata", "tied-names", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
-    "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "no-index",
+    "cut-archive", "distributed-tensors", "no-index",
     "beside-the-weights", "stacked-layers", "adapter",
 ))  # fmt: skip
 

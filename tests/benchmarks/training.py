@@ -30,10 +30,11 @@ def plain_epoch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pixels
 
 def compare(rounds: int) -> None:
     """Prints the median of both, and the speed of ours by that of the plain loop."""
-    config, world = Config(data="synthetic"), World("single", (torch.device("cpu"),))
-    log, run = Log(config, world), core.prepare(config, world)
+    config, world = Config(data="synthetic"), World((torch.device("cpu"),))
+    log = Log(config, world)
+    run = core.Run(config, world, log)
     samples, _ = load("synthetic")
-    model = models.build("mlp", 1)
+    model = models.MLP(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ours, plain = [], []
     for _ in range(rounds + 1):

@@ -13,7 +13,6 @@ import click
 import pytest
 import torch
 
-import ckpt_tools
 from tests.support.commands import ckpt as exactly
 from tests.support.commands import main
 from tests.support.samples import FIXTURES
@@ -134,15 +133,13 @@ def test_the_documentation_lists_every_option(name: str) -> None:
 def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
     """Of several wrappers the stronger option alone is in the last command; a file of objects gets --objects with each."""
     path = tmp_path / "file.pth"
-    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {f"_orig_mod.module.{'y' * 30000}.x": torch.ones(2)}}
+    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {"_orig_mod.module.y.x": torch.ones(2)}}
     torch.save({**networks, "args": ast.Constant(1)}, path)
-    ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep", allow_dangerous=True)
     lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
     assert [line.partition(".fixed.pth ")[2] for line in lines] == [
-        "--strip-module --objects plain", "--unwrap --objects plain", "--objects plain", "--objects plain",
-        "--unwrap --objects plain",
+        "--strip-module --objects plain", "--unwrap --objects plain", "--objects plain", "--unwrap --objects plain",
     ]  # fmt: skip
-    assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 5
+    assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 4
 
 
 def test_one_command_mends_everything(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What a shell offers, through click's own completion protocol."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`ckpt convert IN... --to-dir DIR`: many inputs alike, one bad file stops no other."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

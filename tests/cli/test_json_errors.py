@@ -1,7 +1,5 @@
 """Under --json every error is a document on standard output, whatever the command and whatever went wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Every --json has its schema in docs/, and real documents follow it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Variables set options; no file does."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Standard input as a checkpoint, and a pager for what is longer than the screen."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

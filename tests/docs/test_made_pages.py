@@ -1,7 +1,5 @@
 """What is made of --help and of the pages: man pages and docs/llms.txt."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

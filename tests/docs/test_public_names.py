@@ -1,7 +1,5 @@
 """What is public has types, a docstring that names every argument and field, and an entry in the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What users read is ordinary English: patterns that read as a translation stay out of every text of the package."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

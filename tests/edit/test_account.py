@@ -1,7 +1,5 @@
 """Nothing is lost: what a conversion opens it writes, leaves out by the user's word, or refuses by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {}, {"select": "model"}, {"drop": ["optimizer", "queue", "b.*"]}, {"keep": "a.*", "drop": "optimizer"},
     {"dtype": "bf16", "rename": "^a\\.=z."}, {"slim": True, "dtype": "fp16"}, {"map_location": "cuda"},
     {"objects": "plain", "add_prefix": "net."}, {"format": "pth-legacy"},
+    {"drop": "s.*", "format": "dcp"},
     {"select": "model", "drop": "s.*", "format": "safetensors"}, {"select": "model", "drop": "s.*", "shard_size": "1KB"},
 ]  # fmt: skip
 

@@ -1,7 +1,5 @@
 """NumPy's arrays in pickles: tensors of their dtype, a plain form, or an error that names them; never dropped."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

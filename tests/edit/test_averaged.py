@@ -1,7 +1,5 @@
 """`--ema` gives the averaged weights by exactly the names of the plain model, whoever averaged them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

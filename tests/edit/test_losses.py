@@ -1,7 +1,5 @@
 """No command loses a tensor that nobody asked it to drop."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--objects`: what becomes of everything in a checkpoint that is neither plain data nor a tensor."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

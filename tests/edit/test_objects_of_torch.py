@@ -1,7 +1,5 @@
 """Pickled modules, tensors of other classes and tensors that are no plain views: what `--objects` makes of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +123,7 @@ class Wrapped(torch.Tensor):
     inner: torch.Tensor  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+    def __new__(cls, inner: torch.Tensor) -> "Wrapped":
         """A float32 tensor on the outside."""
         made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
         made.inner, made.scale = inner, 0.5  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """Weights in parts: weight norm, spectral norm, pruning, orthogonal; folded, renamed, or refused, and never taken apart."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`--slim`, `--ema`, and what goes with a tensor that is dropped or renamed. Samples in the layouts of timm and Lightning."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

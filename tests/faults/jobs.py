@@ -17,9 +17,7 @@ class Job:
     Attributes:
         name: how it is called. prepare: makes the files that are there before.
         arguments: of `ckpt`, run in the folder; or `work`, a function that is called there.
-        settle: arguments of a command to be run after a kill, before the files are looked at.
         code: how it exits when nothing fails.
-        between: what else happens between a kill and the next use; returns the name of the file that is read then.
         index: of a job that replaces a folder: the file that goes first and comes last. Killed in between, the folder has none.
     """
 
@@ -27,10 +25,8 @@ class Job:
     prepare: Callable[[Path], None]
     arguments: tuple[str, ...] = ()
     work: Callable[[], None] | None = None
-    settle: tuple[str, ...] = ()
     code: int = 0
     index: str = ""
-    between: Callable[[Path], str] | None = None
 
 
 def _input(folder: Path, size: int = 3000) -> None:
@@ -111,34 +107,6 @@ def _dcp(*more: str) -> tuple[str, ...]:
 
 
 _SHARD, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
-_IN_PLACE = ("convert", "--in-place", "in.pth", "--strip-module")
-
-
-def _saved_over(folder: Path) -> str:
-    """Another checkpoint under the same name, into the same inode."""
-    torch.save({"other.w": torch.ones(50)}, folder / "in.pth")
-    return "in.pth"
-
-
-def _copied_over(folder: Path) -> str:
-    """As `cp` does it: a checkpoint with the very names and sizes that the edit was to make, and other values."""
-    torch.save({"a.w": torch.rand(3000), "a.b": torch.ones(7), "b.w": torch.rand(11, 3)}, folder / "other")
-    (folder / "in.pth").write_bytes((folder / "other").read_bytes())
-    (folder / "other").unlink()
-    return "in.pth"
-
-
-def _replaced(folder: Path) -> str:
-    """Another inode."""
-    torch.save({"other.w": torch.ones(50)}, folder / "other")
-    (folder / "other").replace(folder / "in.pth")
-    return "in.pth"
-
-
-def _renamed(folder: Path) -> str:
-    """The file itself, under another name."""
-    (folder / "in.pth").rename(folder / "moved.pth")
-    return "moved.pth"
 
 
 JOBS = (
@@ -149,13 +117,8 @@ JOBS = (
     Job("convert in the kernel", _large, _strip()),
     Job("convert to safetensors", _input, ("convert", "in.pth", "out.safetensors")),
     Job("convert from safetensors", _safetensors, ("convert", "in.safetensors", "out.pth")),
-    Job("edit in place", _input, _IN_PLACE, settle=("repair", "in.pth")),
-    Job("edit a header in place", _safetensors, ("convert", "--in-place", "in.safetensors", "--strip-module"),
-        settle=("repair", "in.safetensors")),
-    Job("edit in place, then torch.save", _input, _IN_PLACE, between=_saved_over),
-    Job("edit in place, then cp", _input, _IN_PLACE, between=_copied_over),
-    Job("edit in place, then replace", _input, _IN_PLACE, between=_replaced),
-    Job("edit in place, then rename", _input, _IN_PLACE, between=_renamed),
+    Job("edit in place", _input, ("convert", "--in-place", "in.pth", "--strip-module")),
+    Job("edit a header in place", _safetensors, ("convert", "--in-place", "in.safetensors", "--strip-module")),
     Job("repair", _damaged, ("repair", "in.pth", "out.pth"), code=1),
     Job("convert to a new folder", _input, _sharded()),
     Job("convert over a folder", _old_folder, _sharded("--overwrite"), index=_INDEX),

@@ -15,7 +15,7 @@ from tests.faults.layer import Fault, Layer, kinds
 
 ROOT = Path(__file__).parents[2]
 Snapshot = dict[str, bytes]
-_TEMPORARY = re.compile(r".*\.ckpt-(tmp|journal).*")
+_TEMPORARY = re.compile(r".*\.ckpt-tmp.*")
 _SAVE_ID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # torch.distributed.checkpoint draws one for each save
 
 
@@ -48,9 +48,8 @@ class Rig:
     def faults(self) -> Iterator[Fault]:
         """Every call with everything that can happen to it."""
         for function, count in self.calls.items():
-            wanted = [kind for kind in kinds(function) if self.job.between is None or kind.startswith("kill")]
             for number in range(1, count + 1):
-                yield from (Fault(function, number, kind) for kind in wanted)
+                yield from (Fault(function, number, kind) for kind in kinds(function))
 
     def restore(self) -> None:
         """The files as they were before the job."""
@@ -84,10 +83,6 @@ class Rig:
             raise TornError("a traceback")
         if fault.kind in ("kill", "killed"):
             _expect(code == -signal.SIGKILL, "it was to be killed")
-            if self.job.between is not None:
-                self._go_on(self.job.between)
-                return
-            self._settle()
             self._old_or_new(snapshot(self.folder), orphans=True)
             self._again()
             return
@@ -119,41 +114,6 @@ class Rig:
         known = [*self.before.items(), *self.after.items()]
         on_its_way = f"out/{self.job.index}" not in files or self.after.items() <= files.items()
         return bool(self.job.index) and on_its_way and all(row in known for row in files.items())
-
-    def _settle(self) -> None:
-        """What a kill left is read as the old file or the new one, and nothing written; then it is rolled back, if need be."""
-        if self.job.settle:
-            found = snapshot(self.folder)
-            name = self.job.settle[-1]
-            _expect(
-                self._as_read(name) in (self.before[name], self.after[name]), "read as neither the old file nor the new one"
-            )
-            _expect(snapshot(self.folder) == found, "reading wrote something")
-            code = _in_child(lambda: _command(self.folder, self.job.settle), self.output)
-            _expect(code in (0, 2), "cannot be settled after a kill")  # 2: there is nothing to roll back
-
-    def _go_on(self, between: Callable[[Path], str]) -> None:
-        """Another writer comes before the next use: its file is read as it is, and reading writes nothing."""
-        written = (self.folder / "in.pth").stat().st_ino
-        name = between(self.folder)
-        found = snapshot(self.folder)
-        same = name != "in.pth" and (self.folder / name).stat().st_ino == written
-        allowed = (self.before["in.pth"], self.after["in.pth"]) if same else (found[name],)
-        _expect(self._as_read(name) in allowed, f"{name} is read as something else")
-        code = _in_child(lambda: _command(self.folder, ("check", "--quiet", name)), self.output)
-        _expect(code in (0, 1) and snapshot(self.folder) == found, f"check: {self.output.read_text()}")
-        code = _in_child(lambda: _command(self.folder, ("convert", "--in-place", name, "--add-prefix", "x.")), self.output)
-        _expect(code == 0, f"the next edit: {self.output.read_text()}")
-
-    def _as_read(self, name: str) -> bytes:
-        """The bytes of a file as every command reads them."""
-        from ckpt_tools.io.output import Source
-
-        source = Source(self.folder / name)
-        try:
-            return source.read(0, source.size)
-        finally:
-            source.close()
 
     def _again(self) -> None:
         """The next run finds what a killed one left, and removes it; it may be refused because the job is done."""

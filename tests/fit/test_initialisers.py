@@ -1,7 +1,5 @@
 """Initial values: the formulas are torch.nn.init's, and one seed gives the same bytes everywhere, in any order."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import tempfile

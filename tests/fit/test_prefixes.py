@@ -1,7 +1,5 @@
 """A plain prefix (`model.` of Lightning, `backbone.`, `net.`) is found, and named with the option that takes it off."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -12,6 +12,7 @@ import ckpt_tools
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import equal
+from tests.support.samples import edit
 
 State = dict[str, torch.Tensor]
 DIM, HIDDEN, WORDS = 12, 24, 36
@@ -82,24 +83,14 @@ def drop(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def change(rank: int, edit: Callable[[State], object]) -> Callable[[Path], None]:
+def change(rank: int, edit_: Callable[[State], object]) -> Callable[[Path], None]:
     """Edit the state dict of a rank."""
-
-    def spoil(folder: Path) -> None:
-        path = folder / f"consolidated.{rank:02d}.pth"
-        state = torch.load(path, weights_only=True)
-        edit(state)
-        torch.save(state, path)
-
-    return spoil
+    return lambda folder: edit(folder / f"consolidated.{rank:02d}.pth", edit_)
 
 
 def write_params(text: str) -> Callable[[Path], object]:
     """Another params.json."""
     return lambda folder: (folder / "params.json").write_text(text)
-
-
-QKV = "layers.0.attention.wqkv.weight"
 
 
 @pytest.mark.parametrize(

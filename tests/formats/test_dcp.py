@@ -1,13 +1,9 @@
 """Folders of torch.distributed.checkpoint: read without executing them, written so that jobs of any size load them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import pickletools
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_tools import CkptError, convert, inspect, limits, scan
 from ckpt_tools.errors import ChecksumError, ConvertError, DamagedFileError, LimitError, OutputError
 from tests.support.damage import flip_bit
+from tests.support.job import job
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -80,9 +76,7 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
     torch.save({"model": model, "columns": columns, "tied": model["0.weight"], "epoch": 7}, tmp_path / "in.pth")
     report = convert(tmp_path / "in.pth", tmp_path / "ours", format="dcp")
     assert report.aliases == {"tied": "model.0.weight"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    job = [*command, "tests/support/distributed_job.py", str(tmp_path / "ours"), str(tmp_path / "theirs")]
-    done = subprocess.run(job, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    done = job(2, "tests/support/distributed_job.py", tmp_path / "ours", tmp_path / "theirs")
     assert done.returncode == 0, done.stderr
     convert(tmp_path / "theirs", tmp_path / "out.pth")
     back = torch.load(tmp_path / "out.pth", weights_only=True)

@@ -12,32 +12,30 @@ import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import equal
+from tests.support.samples import edit
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-@pytest.mark.parametrize("name", ["z1-fp32", "z3-bf16"])
+@pytest.mark.parametrize("name", ["z1-fp32", "z3-bf16", "experts-z2-bf16", "pipeline-z1-bf16", "columns-z1-bf16"])
 def test_genuine_folders(name: str) -> None:
-    """What DeepSpeed 0.19.8 saved, from the folder, the tag's folder and each file: the engine's weights, tied ones tied."""
+    """What DeepSpeed saved, from the folder, the tag's folder and each file: the engine's weights, tied ones tied."""
     expected = torch.load(FIXTURES / name / "reference.pth", weights_only=True)
-    tag = FIXTURES / name / "global_step2"
+    tag = FIXTURES / name / TAG
     for path in (FIXTURES / name, tag, *tag.iterdir()):
         found = load_state_dict(path)
         assert {*found} == {*expected}
         assert all(equal({key: found[key]}, {key: expected[key].detach()}) for key in expected)
-        assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
+        if name in ("z1-fp32", "z3-bf16"):
+            assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
 
 
 @pytest.mark.parametrize(("name", "trained"), [("experts-z2-bf16", 10), ("pipeline-z1-bf16", 6), ("columns-z1-bf16", 6)])
 def test_genuine_folders_that_are_cut_twice(name: str, trained: int, tmp_path: Path) -> None:
-    """Experts, stages of a pipeline and AutoTP's columns and rows, from the folder and each file: what the engine had."""
+    """Experts, stages of a pipeline and AutoTP's columns and rows: the 16-bit weights, and the optimizer by names."""
     folder, expected = FIXTURES / name, torch.load(FIXTURES / name / "reference.pth", weights_only=True)
-    for path in (folder, *(folder / TAG).iterdir()):
-        found = load_state_dict(path)
-        assert {*found} == {*expected}
-        assert all(equal({key: found[key]}, {key: expected[key]}) for key in expected)
     module = load_state_dict(folder, select="module")
     assert {*module} == {*expected}
     assert all(torch.equal(module[key], value.to(module[key].dtype)) for key, value in expected.items())
@@ -49,7 +47,7 @@ def test_genuine_folders_that_are_cut_twice(name: str, trained: int, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize("world", [1, 2, 3, 11])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_merged_tensors_are_the_models(stage: int, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, in the model's order: weights in fp32, buffers and frozen weights in their own dtype, tied ones tied."""
@@ -164,13 +162,6 @@ def test_several_steps_without_latest(tmp_path: Path) -> None:
 # --- what does not fit
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Save a file again, with a change."""
-    saved = torch.load(path, weights_only=True)
-    change(saved)
-    torch.save(saved, path)
-
-
 def expect_refused(folder: Path, text: str) -> None:
     """The folder and each file of it are refused with this text before anything is written."""
     out = folder.parent / "out.pth"
@@ -181,19 +172,19 @@ def expect_refused(folder: Path, text: str) -> None:
     assert ckpt_tools.check(folder).verdict == "unreadable"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
-    """The error names the rank."""
-    tag = save_zero(tmp_path / "in", trained(), stage, 3)
-    (tag / OPTIMIZER.format(1)).unlink()
-    expect_refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
-
-
-def test_a_rank_is_there_twice(tmp_path: Path) -> None:
-    """Two files for one rank are no guess, whatever their prefix."""
-    tag = save_zero(tmp_path / "in", trained(), 1, 2)
-    (tag / f"bf16_{OPTIMIZER.format(1)}").write_bytes((tag / OPTIMIZER.format(1)).read_bytes())
-    expect_refused(tmp_path / "in", "are parts of ranks that have a file already")
+@pytest.mark.parametrize(("stage", "spoil", "text"), [
+    *((stage, lambda own: own.unlink(), r"3 files \*_optim_states.pt, one a rank; missing: rank 1") for stage in (1, 3)),
+    (1, lambda own: shutil.copy(own, own.with_name(f"bf16_{own.name}")), "are parts of ranks that have a file already"),
+    *((stage, lambda own, key=key, count=count: edit(own, lambda saved: saved["optimizer_state_dict"][key].__setitem__(
+        0, torch.ones(count))), f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
+        for stage, key in ((2, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")) for count in (7, 99)),
+])  # fmt: skip
+def test_a_rank_that_is_missing_doubled_or_of_another_size(
+    stage: int, spoil: Callable[[Path], object], text: str, tmp_path: Path
+) -> None:
+    """The error names the rank, its elements and the weights that lie there; two files for one rank are no guess."""
+    spoil(save_zero(tmp_path / "in", trained(), stage, 3) / OPTIMIZER.format(1))
+    expect_refused(tmp_path / "in", text)
 
 
 def test_a_part_of_another_job(tmp_path: Path) -> None:
@@ -221,16 +212,6 @@ def test_a_part_of_another_step(tmp_path: Path) -> None:
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     edit(tag / name, lambda saved: saved.update(global_steps=1))
     expect_refused(tmp_path / "three", f"'global_steps' is 2 in .*, and 1 in {name}")
-
-
-@pytest.mark.parametrize("count", [7, 99])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sizes_that_do_not_add_up(stage: int, count: int, tmp_path: Path) -> None:
-    """A row that is too short or too long names the rank, its elements and the weights that lie there."""
-    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    tag = save_zero(tmp_path / "in", trained(), stage, 3)
-    edit(tag / OPTIMIZER.format(1), lambda saved: saved["optimizer_state_dict"][key].__setitem__(0, torch.ones(count)))
-    expect_refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
 
 
 @pytest.mark.parametrize(("name", "text"), [

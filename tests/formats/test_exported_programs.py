@@ -1,7 +1,5 @@
 """Exported programs (`.pt2`): torch.export is the oracle; damage is done to its files' tables by hand."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
@@ -11,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError
 from ckpt_tools.torch import load_state_dict
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.graphs import assert_same
+from tests.support.legacy import saved
+from tests.support.zips import called_big, rewrite
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning"),
@@ -61,18 +60,18 @@ def program(tmp_path: Path) -> Path:
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], object], **members: bytes) -> Path:
-    """The file with its table changed, and members under data/weights/ added or replaced."""
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    root = next(iter(records)).partition("/")[0]
-    table = json.loads(records[f"{root}/{TABLE}"])
-    change(table["config"])
-    records |= {f"{root}/{TABLE}": json.dumps(table).encode()}
-    records |= {f"{root}/data/weights/{name}": data for name, data in members.items()}
-    with zipfile.ZipFile(path.with_name("edited.pt2"), "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    return path.with_name("edited.pt2")
+    """The file with its table changed, and members under data/weights/ added."""
+
+    def tables(name: str, data: bytes) -> bytes:
+        if name != TABLE:
+            return data
+        content = json.loads(data)
+        change(content["config"])
+        return json.dumps(content).encode()
+
+    made = path.with_name("edited.pt2")
+    rewrite(path, made, change=tables, more={f"data/weights/{name}": data for name, data in members.items()})
+    return made
 
 
 def test_the_state_dict_is_the_one_that_torch_loads(program: Path, tmp_path: Path) -> None:
@@ -99,8 +98,8 @@ def test_what_stays_behind_is_said(program: Path, tmp_path: Path) -> None:
     report = ckpt_tools.convert(program, tmp_path / "out.pth", objects="plain", dry_run=True)
     assert ("code", "a state dict holds no program") in report.dropped
     assert [row.code for row in ckpt_tools.check(program).findings] == ["weights-only-refused", "exported-program"]
-    shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
-    assert [json.loads(line)["path"] for line in shown.stdout.splitlines()] == [str(program)]
+    shown = ckpt("inspect", "--json", tmp_path).stdout.splitlines()
+    assert [json.loads(line)["path"] for line in shown] == [str(program)]
 
 
 def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:
@@ -113,27 +112,24 @@ def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pth"), dict(models["large"].state_dict(keep_vars=True)), storages=False)
 
 
-def test_a_pickled_weight_is_read_where_it_lies(program: Path, tmp_path: Path) -> None:
-    """What torch.save made of a tensor subclass is a checkpoint in the archive."""
-    saved = io.BytesIO()
-    torch.save(torch.arange(3.0), saved)
-    path = edited(program, lambda rows: rows["view"].update(use_pickle=True, path_name="weight_99"), weight_99=saved.getvalue())
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
-    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
+def _pickled(*names: str) -> Callable[[dict[str, Any]], object]:
+    """These weights, or `view`, are what torch.save made of one."""
+    return lambda rows: [rows[name].update(use_pickle=True, path_name="weight_99") for name in names or ("view",)]
 
 
-def _pickled() -> Callable[[dict[str, Any]], object]:
-    return lambda rows: rows["view"].update(use_pickle=True, path_name="weight_99")
-
-
-def _saved(byteorder: bytes = b"little") -> bytes:
-    """What torch.save makes of [0, 1, 2], under another byte order."""
-    saved, out = io.BytesIO(), io.BytesIO()
-    torch.save(torch.arange(3.0), saved)
-    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(out, "w") as copy:
-        for name in archive.namelist():
-            copy.writestr(name, byteorder if name.endswith("/byteorder") else archive.read(name))
+def _saved(*, big: bool = False) -> bytes:
+    """What torch.save makes of [0, 1, 2], called big-endian or not."""
+    out = io.BytesIO()
+    (called_big if big else rewrite)(io.BytesIO(saved(torch.arange(3.0))), out)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_pickled_weight_is_read_where_it_lies(program: Path, method: int, tmp_path: Path) -> None:
+    """What torch.save made of a tensor subclass is a checkpoint in the archive, also when a zip tool has packed that again."""
+    rewrite(edited(program, _pickled(), weight_99=_saved()), tmp_path / "packed.pt2", method=method)
+    ckpt_tools.convert(tmp_path / "packed.pt2", tmp_path / "out.pth", objects="plain")
+    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -153,34 +149,15 @@ def test_a_buffer_on_the_record_of_a_parameter(program: Path, first: bool) -> No
     assert {row["name"]: row["requires_grad"] for row in ckpt_tools.inspect(path).tensors} == expected
 
 
-def test_a_pickled_weight_in_a_deflated_archive_is_inflated(program: Path, tmp_path: Path) -> None:
-    """Packed again by a zip tool, it reads as before."""
-    path = edited(program, _pickled(), weight_99=_saved())
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "packed.pt2", "w", zipfile.ZIP_DEFLATED) as packed:
-        for name in archive.namelist():
-            packed.writestr(name, archive.read(name))
-    ckpt_tools.convert(tmp_path / "packed.pt2", tmp_path / "out.pth", objects="plain")
-    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
-
-
 def test_a_pickled_weight_of_the_other_byte_order_is_refused(program: Path) -> None:
     """Its bytes would be read as those of the others are."""
     with pytest.raises(DamagedFileError, match="endian, those of other weights are not"):
-        ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(b"big")))
+        ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(big=True)))
 
 
-def in_big_endian(path: Path) -> Path:
-    """The file with `big` in its record `byteorder`."""
-    other = path.with_name("big.pt2")
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(other, "w") as copy:
-        for name in archive.namelist():
-            copy.writestr(name, b"big" if name.endswith("/byteorder") else archive.read(name))
-    return other
-
-
-def test_a_program_has_no_byte_order(program: Path) -> None:
+def test_a_program_has_no_byte_order(program: Path, tmp_path: Path) -> None:
     """torch.export.load takes the elements as they lie, whatever the record `byteorder` says."""
-    path = in_big_endian(program)
+    called_big(program, path := tmp_path / "big.pt2")
     assert_same(dict(load_state_dict(path)), dict(torch.export.load(path).state_dict), storages=False)
     assert torch.equal(load_state_dict(path)["view"], torch.arange(12.0).view(3, 4).t())
 
@@ -193,21 +170,16 @@ def test_pickled_weights_alone_follow_their_own_byte_order(program: Path) -> Non
         rows.clear()
         rows["view"] = row
 
-    path = edited(program, alone, weight_99=_saved(b"big"))
-    expected = torch.load(io.BytesIO(_saved(b"big")))
+    path = edited(program, alone, weight_99=_saved(big=True))
+    expected = torch.load(io.BytesIO(_saved(big=True)))
     assert not torch.equal(expected, torch.arange(3.0))
     assert torch.equal(load_state_dict(path)["view"], expected)
 
 
 def test_a_pickle_is_the_bytes_of_one_weight(program: Path) -> None:
     """A table of a thousand rows over one record would have it read a thousand times."""
-
-    def both(rows: dict[str, Any]) -> None:
-        for name in ("view", "first.weight"):
-            rows[name].update(use_pickle=True, path_name="weight_99")
-
     with pytest.raises(DamagedFileError, match="another weight"):
-        ckpt_tools.inspect(edited(program, both, weight_99=_saved()))
+        ckpt_tools.inspect(edited(program, _pickled("view", "first.weight"), weight_99=_saved()))
 
 
 def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
@@ -250,9 +222,9 @@ def test_a_table_that_lies_is_refused(
 )  # fmt: skip
 def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
     """Nested, endless, cut off, of another kind: one sentence, before memory is spent."""
-    path = edited(program, lambda rows: None, **{"model_weights_config.json": table})
+    rewrite(program, program.with_name("edited.pt2"), change=lambda name, data: table if name == TABLE else data)
     with pytest.raises((DamagedFileError, LimitError)):
-        ckpt_tools.inspect(path)
+        ckpt_tools.inspect(program.with_name("edited.pt2"))
 
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
@@ -268,12 +240,10 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     assert ckpt_tools.check(path, digest=True).digests == []
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
     assert all(value.is_meta for value in torch.load(tmp_path / "out.pth").values())
-    with zipfile.ZipFile(path) as file:
-        rows = {name: file.read(name) for name in file.namelist()}
-    table = next(name for name in rows if name.endswith(TABLE))
-    rows[table] = b'"cpu"'.join(rows[table].rsplit(b'"meta"', 1))
-    with zipfile.ZipFile(path, "w") as file:
-        for name, data in rows.items():
-            file.writestr(name, data)
+
+    def moved(name: str, data: bytes) -> bytes:
+        return b'"cpu"'.join(data.rsplit(b'"meta"', 1)) if name == TABLE else data
+
+    rewrite(path, tmp_path / "moved.pt2", change=moved)
     with pytest.raises(TensorError, match="on the meta device and on another"):
-        ckpt_tools.inspect(path)
+        ckpt_tools.inspect(tmp_path / "moved.pt2")

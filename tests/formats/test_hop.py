@@ -1,14 +1,11 @@
 """A training run moves between FSDP2, DDP and DeepSpeed half-way, and its losses are those of one that did not."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.job import ROOT, job
+
 ZERO = ROOT / "fixtures" / "deepspeed" / "hop"  # four steps under ZeRO-3 on two ranks: fixtures/makers/zero_hop.py
 WAYS = ("rank files -> dcp -> FSDP2", "rank files -> .pth -> DDP -> FSDP2", "ZeRO-3 -> dcp -> FSDP2")
 
@@ -17,10 +14,7 @@ WAYS = ("rank files -> dcp -> FSDP2", "rank files -> .pth -> DDP -> FSDP2", "ZeR
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Of eight steps each, as one job of four ranks over gloo trains them; see tests/support/hop_job.py."""
     out = tmp_path_factory.mktemp("hop")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    job = [*torchrun, str(ROOT / "tests" / "support" / "hop_job.py"), str(ZERO), str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(job, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=240)
+    done = job(4, "tests/support/hop_job.py", ZERO, out)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[float]] = json.loads((out / "losses.json").read_text())
     return found

@@ -1,7 +1,5 @@
 """A folder of torch_checkpointing becomes what was saved: DTensors, and plain tensors that only metadata.pkl places."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -156,53 +154,42 @@ def test_plain_tensors_lie_where_metadata_says(cut: Cut, world: int, dtype: torc
 def test_items_in_safetensors(tmp_path: Path) -> None:
     """Files of other names and in safetensors are read where metadata.pkl says so."""
     whole = save(tmp_path / "in", rows, 3, safetensors=True)
-    (tmp_path / "in" / "step_0.pt").write_bytes(b"")
-    (tmp_path / "in" / "step_0.pt").unlink()
     for rank in range(3):
         torch.save(7, tmp_path / "in" / f"step_{rank}.pt")
     loaded = load_state_dict(tmp_path / "in", select="model")
     assert torch.equal(loaded["a.weight"], whole["a.weight"])
 
 
-def metadata(folder: Path) -> Row:
-    """What the folder's metadata.pkl holds."""
-    return pickle.loads((folder / "metadata.pkl").read_bytes())
+def item(content: Row) -> Row:
+    """What is said of the model."""
+    found: Row = content["metadata"]["model"]
+    return found
 
 
-def _shape(content: Row) -> None:
-    content["metadata"]["model"]["nested_path_to_metadata"]['["a.weight"]'][0]["sharding_metadata"]["data"]["global_shape"] = [
-        99,
-        8,
-    ]
+def layout(path: str, kind: str) -> Callable[[Row], object]:
+    """Both ranks have this file, of this format."""
+    row = {"file_path": path, "serialization_format": {"type": kind}}
+    return lambda content: item(content).update(rank_to_layout_info=dict.fromkeys(range(2), row))
 
 
-def _escape(content: Row) -> None:
-    row = {"file_path": "../../etc/passwd", "serialization_format": {"type": "TorchSerialization"}}
-    content["metadata"]["model"]["rank_to_layout_info"] = dict.fromkeys(range(2), row)
-
-
-def _laughs(content: Row) -> None:
-    row: list[Any] = [0]
-    for _ in range(40):
-        row = [row] * 40
-    content["metadata"]["model"]["nested_path_to_metadata"]['["x"]'] = row
-
-
-def _format(content: Row) -> None:
-    row = {"file_path": "a.json", "serialization_format": {"type": "JsonSerialization"}}
-    content["metadata"]["model"]["rank_to_layout_info"] = dict.fromkeys(range(2), row)
-
-
+LAUGHS: list[Any] = [0]
+for _ in range(40):
+    LAUGHS = [LAUGHS] * 40
 EDITS: dict[str, tuple[Callable[[Row], object], type[CkptError], str]] = {
-    "another shape": (_shape, PartError, "'a.weight' of rank 0 is not what metadata.pkl says"),
-    "a path out of the folder": (_escape, DamagedFileError, "not a name inside its folder"),
-    "shared lists without end": (_laughs, DamagedFileError, "nested deeper"),
-    "an unread format": (_format, UnsupportedContainerError, "JsonSerialization"),
+    "another shape": (
+        lambda row: item(row)["nested_path_to_metadata"]['["a.weight"]'][0]["sharding_metadata"]["data"].update(
+            global_shape=[99, 8]),
+        PartError, "'a.weight' of rank 0 is not what metadata.pkl says"),
+    "a path out of the folder": (
+        layout("../../etc/passwd", "TorchSerialization"), DamagedFileError, "not a name inside its folder"),
+    "shared lists without end": (
+        lambda row: item(row)["nested_path_to_metadata"].update({'["x"]': LAUGHS}), DamagedFileError, "nested deeper"),
+    "an unread format": (layout("a.json", "JsonSerialization"), UnsupportedContainerError, "JsonSerialization"),
     "another version": (lambda row: row.update(version="3.0"), UnsupportedContainerError, "version '3.0'"),
     "a world that lies": (lambda row: row.update(world_size=1 << 40), DamagedFileError, "are not described"),
     "fewer ranks": (lambda row: row.update(world_size=1), DamagedFileError, "are not described"),
     "no items": (lambda row: row.update(metadata=[]), DamagedFileError, "does not describe items"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -210,7 +197,7 @@ def test_what_metadata_lies_about_is_refused(name: str, tmp_path: Path) -> None:
     """Shapes, paths, worlds and versions that do not fit: an error that says which, in no time."""
     edit, error, said = EDITS[name]
     save(tmp_path / "in", rows, 2)
-    content = metadata(tmp_path / "in")
+    content = pickle.loads((tmp_path / "in" / "metadata.pkl").read_bytes())
     edit(content)
     write(tmp_path / "in", content)
     with pytest.raises(error) as caught:

@@ -1,7 +1,5 @@
 """joblib's dumps: pickles in which the bytes of arrays stand between opcodes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keras's HDF5: as h5py reads it, what it may not lead to, and what is said where h5py is missing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,29 +55,16 @@ def test_chunks_and_byte_orders(tmp_path: Path) -> None:
     assert [finding.code for finding in ckpt_tools.inspect(tmp_path / "x.h5").findings] == ["left-out"]
 
 
-def link(h5py: Any, file: Any) -> None:
-    """A link to another file."""
-    file["l"] = h5py.ExternalLink("/etc/passwd", "/x")
-
-
-def elsewhere(h5py: Any, file: Any) -> None:
-    """Data in another file."""
-    file.create_dataset("d", (10,), dtype="u1", external=[("/etc/passwd", 0, 10)])
-
-
-def loop(h5py: Any, file: Any) -> None:
-    """A group in itself."""
-    file.create_group("a")["b"] = file["/"]
-
-
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (link, UnsupportedContainerError, "which is not followed"),
-        (elsewhere, UnsupportedContainerError, "in other files"),
-        (loop, DamagedFileError, "holds itself"),
+        (lambda h5py, file: file.update(l=h5py.ExternalLink("/etc/passwd", "/x")), UnsupportedContainerError, "not followed"),
+        (lambda _, file: file.create_dataset("d", (10,), "u1", external=[("/etc/passwd", 0, 10)]), UnsupportedContainerError,
+         "in other files"),
+        (lambda _, file: file.create_group("a").update(b=file["/"]), DamagedFileError, "holds itself"),
     ],
-)
+    ids=["a link to another file", "data in another file", "a group in itself"],
+)  # fmt: skip
 def test_what_is_not_followed(tmp_path: Path, make: Callable[[Any, Any], None], error: type[CkptError], said: str) -> None:
     """Nothing but the file itself is opened."""
     h5py = pytest.importorskip("h5py")

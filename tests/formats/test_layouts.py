@@ -1,7 +1,5 @@
 """Checkpoints laid out as training frameworks lay them out, with their classes made up here and not importable when read."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import random

@@ -1,18 +1,19 @@
 """Shards whose index is gone are one checkpoint when all are there, and `ckpt repair FOLDER` writes the index."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, PartError, UsageError
 from ckpt_tools.torch import load_state_dict
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.graphs import equal
 
 State = dict[str, torch.Tensor]
@@ -37,11 +38,9 @@ def test_repair_writes_the_index(suffix: str, stem: str, tmp_path: Path) -> None
     folder = tmp_path / "in"
     expected = shards(folder, suffix, stem=stem)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert CliRunner().invoke(main, ["repair", "--dry-run", str(folder)]).exit_code == 0
+    ckpt("repair", "--dry-run", folder)
     assert {path.name for path in folder.iterdir()} == set(before)
-    done = CliRunner().invoke(main, ["repair", "--json", str(folder)])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["saved"] == 3
+    assert json.loads(ckpt("repair", "--json", folder).output)["saved"] == 3
     index = json.loads((folder / f"{stem}{suffix}.index.json").read_text())
     assert index["metadata"]["total_size"] == 44
     one, two = (f"{stem}-{number:05d}-of-00002{suffix}" for number in (1, 2))
@@ -49,7 +48,7 @@ def test_repair_writes_the_index(suffix: str, stem: str, tmp_path: Path) -> None
     assert all((folder / name).read_bytes() == data for name, data in before.items())
     assert equal(load_state_dict(folder), expected)
     assert "no-index" not in [row.code for row in ckpt_tools.inspect(folder).findings]
-    assert CliRunner().invoke(main, ["repair", str(folder)]).exit_code == UsageError.exit_code
+    ckpt("repair", folder, code=UsageError.exit_code)
 
 
 def test_tied_names_come_back(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_tied_names_come_back(tmp_path: Path) -> None:
     save_file({"z.w": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors")
     expected = [*load_state_dict(tmp_path)]
     assert set(expected) == {*model.state_dict(), "z.w"}
-    assert CliRunner().invoke(main, ["repair", str(tmp_path)]).exit_code == 0
+    ckpt("repair", tmp_path)
     assert {*load_state_dict(tmp_path)} == {*expected}
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert all(name in load_file(tmp_path / file) for name, file in weight_map.items())
@@ -74,46 +73,27 @@ def test_a_shard_is_missing(tmp_path: Path) -> None:
     for call in (lambda: ckpt_tools.inspect(tmp_path / "in"), lambda: ckpt_tools.convert(tmp_path / "in", tmp_path / "o.pth")):
         with pytest.raises(PartError, match=r"2 of 4 .* model-00001-of-00004\.safetensors, model-00003-of-00004\.safetensors"):
             call()
-    assert CliRunner().invoke(main, ["repair", str(tmp_path / "in")]).exit_code == 3
+    ckpt("repair", tmp_path / "in", code=3)
     assert len([*(tmp_path / "in").iterdir()]) == 2
 
 
-def twice(folder: Path) -> None:
-    """One number under two names."""
-    (folder / "model-000002-of-000002.safetensors").write_bytes((folder / "model-00002-of-00002.safetensors").read_bytes())
-
-
-def beyond(folder: Path) -> None:
-    """A number above the count."""
-    save_file({"x.w": torch.ones(1)}, folder / "model-00003-of-00002.safetensors")
-
-
-def same_name(folder: Path) -> None:
-    """A tensor in two shards."""
-    save_file({"b.w": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
-
-
-def two_models(folder: Path) -> None:
-    """Shards of another model beside these."""
-    shards(folder, stem="other")
-
-
-def interrupted(folder: Path) -> None:
-    """What an interrupted write of the folder leaves."""
-    (folder / ".0123456789ab.ckpt-tmp").mkdir()
+TWO = "model-00002-of-00002.safetensors"
+ONE = {"b.w": torch.ones(1)}
 
 
 @pytest.mark.parametrize(
     ("spoil", "kind", "text"),
     [
-        (twice, PartError, "is there twice"), (beyond, PartError, "has another number"),
-        (same_name, DamagedFileError, "'b.w' is in two shards"), (two_models, NotACheckpointError, "holds several checkpoints"),
-        (interrupted, PartError, "interrupted"),
+        (lambda folder: shutil.copy(folder / TWO, folder / "model-000002-of-000002.safetensors"), PartError, "is there twice"),
+        (lambda folder: save_file(ONE, folder / "model-00003-of-00002.safetensors"), PartError, "has another number"),
+        (lambda folder: save_file(ONE, folder / TWO), DamagedFileError, "'b.w' is in two shards"),
+        (lambda folder: shards(folder, stem="other"), NotACheckpointError, "holds several checkpoints"),
+        (lambda folder: (folder / ".0123456789ab.ckpt-tmp").mkdir(), PartError, "interrupted"),
     ],
 )  # fmt: skip
-def test_what_is_no_one_checkpoint(spoil: object, kind: type[CkptError], text: str, tmp_path: Path) -> None:
+def test_what_is_no_one_checkpoint(spoil: Callable[[Path], object], kind: type[CkptError], text: str, tmp_path: Path) -> None:
     """Shards of which two programs could make two checkpoints are refused."""
     shards(tmp_path)
-    spoil(tmp_path)  # type: ignore[operator]
+    spoil(tmp_path)
     with pytest.raises(kind, match=text):
         load_state_dict(tmp_path)

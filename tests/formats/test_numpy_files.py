@@ -1,8 +1,7 @@
 """npy and npz: arrays that NumPy saved are tensors; what it pickled is data that nobody runs."""
 
-from __future__ import annotations
-
 import io
+import os
 import warnings
 import zlib
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, DamagedFileError, PickleError, TensorError
 from tests.formats.test_oracle import described
 from tests.hostile.pickles import call, text
 from tests.hostile.pickles import pickle as opcodes
@@ -137,47 +136,16 @@ def test_versions(version: tuple[int, int], tmp_path: Path) -> None:
     assert described(write(tmp_path, buffer.getvalue(), "in.npy"))["tensors"][0]["shape"] == [3]
 
 
-# --- refusals
-
-
-def header(text_: str, data: bytes = b"", version: int = 1) -> bytes:
+def header(text_: str, data: bytes = b"") -> bytes:
     """A .npy with this header."""
-    body = text_.encode()
-    return b"\x93NUMPY" + bytes([version, 0]) + len(body).to_bytes(2 if version == 1 else 4, "little") + body + data
-
-
-GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n"
+    return b"\x93NUMPY\x01\0" + len(text_).to_bytes(2, "little") + text_.encode() + data
 
 
 def test_python_2_header(tmp_path: Path) -> None:
     """Sizes with an L, as Python 2 wrote them; other quotes and order."""
-    for text_ in (GOOD.replace("2,", "2L,"), '{"shape": (2,), "fortran_order": False, "descr": "<f4"}'):
+    for text_ in ("{'descr': '<f4', 'fortran_order': False, 'shape': (2L,), }\n",
+                  '{"shape": (2,), "fortran_order": False, "descr": "<f4"}'):  # fmt: skip
         assert described(write(tmp_path, header(text_, bytes(8)), "in.npy"))["tensors"][0]["shape"] == [2]
-
-
-@pytest.mark.parametrize(
-    ("text_", "error", "said"),
-    [
-        ("{'descr': '<f4'}", DamagedFileError, "malformed header"),
-        ("__import__('os').mkdir('x')", DamagedFileError, "malformed header"),
-        ("{" * 5000, DamagedFileError, "malformed header"),
-        ("(" * 9000 + ")" * 900, DamagedFileError, "malformed header"),
-        ("-" * 9000 + "1", DamagedFileError, "malformed header"),
-        (GOOD.replace("(2,)", "(-2,)"), DamagedFileError, "wrong type"),
-        (GOOD.replace("(2,)", "(True,)"), DamagedFileError, "malformed header"),
-        (GOOD.replace("False", "0"), DamagedFileError, "malformed header"),
-        (GOOD.replace("(2,)", f"({2**40}, {2**40})"), TensorError, "more than 2**63"),
-        (GOOD.replace("(2,)", "(1000,)"), DamagedFileError, "cut off"),
-        (GOOD.replace("<f4", "<f16"), UnsupportedContainerError, "'<f16', which torch does not have"),
-        (GOOD.replace("<f4", "<M8[ns]"), UnsupportedContainerError, "'<M8[ns]', which torch does not have"),
-        (GOOD.replace("'<f4'", "[('a', '<f4')]"), UnsupportedContainerError, "which torch does not have"),
-        (GOOD.replace("<f4", "<U999999999"), DamagedFileError, "cut off in the array"),
-    ],
-)
-def test_headers(text_: str, error: type[CkptError], said: str, tmp_path: Path) -> None:
-    """A header is a literal; whatever else it is, it is refused and never evaluated."""
-    expect_refused(write(tmp_path, header(text_, bytes(8))), error, said)
-    assert not (tmp_path / "x").exists()
 
 
 def test_cut_and_trailing(tmp_path: Path) -> None:
@@ -200,7 +168,7 @@ def test_nothing_runs(tmp_path: Path) -> None:
     held = np.empty((), object)
     held[()] = {"w": np.ones(2), "x": _Evil(str(marker))}
     path = write(tmp_path, npy(held), "in.npy")
-    assert [row["global"] for row in described(path)["objects"]] == [f"{os_name()}.mkdir"]
+    assert [row["global"] for row in described(path)["objects"]] == [f"{os.mkdir.__module__}.mkdir"]
     assert not marker.exists()
 
 
@@ -209,16 +177,7 @@ class _Evil:
         self.path = path
 
     def __reduce__(self) -> Any:
-        import os
-
         return os.mkdir, (self.path,)
-
-
-def os_name() -> str:
-    """The module that pickle names for os.mkdir here."""
-    import os
-
-    return os.mkdir.__module__
 
 
 def test_objects_as_old_numpy_wrote_them(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """torch and safetensors are the oracles: what they load from a file, we list; what we write from it, they load."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

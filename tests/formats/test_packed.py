@@ -1,7 +1,5 @@
 """A checkpoint in a compressed file or a tar is read as what it is; what could mean two things is refused."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -11,13 +9,13 @@ import os
 import shutil
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import ckpt_tools
@@ -33,31 +31,15 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_state_dict
 from tests.hostile.refusals import expect_refused, write
-from tests.support.commands import main
+from tests.support.commands import ckpt
 from tests.support.containers import state
+from tests.support.legacy import saved
 from tests.support.rank_files import fsdp2, save_ranks
 from tests.support.samples import FIXTURES
+from tests.support.tars import tar
 
 CONFIG = b'{"hidden_size": 3}'
 PAYLOAD = b"cos\nsystem\n(S'true'\ntR."
-
-
-def saved(content: object = None) -> bytes:
-    """What torch.save writes of the state."""
-    buffer = io.BytesIO()
-    torch.save(state() if content is None else content, buffer)
-    return buffer.getvalue()
-
-
-def tar(members: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) -> bytes:
-    """A tar of these members, as Python writes it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:", format=kind) as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def folder_tar(folder: Path, mode: str = "w:gz") -> bytes:
@@ -68,19 +50,20 @@ def folder_tar(folder: Path, mode: str = "w:gz") -> bytes:
     return buffer.getvalue()
 
 
-SAGEMAKER = {"./config.json": CONFIG, "./code/inference.py": b"import os", "./model.pth": saved()}
+SAVED = saved(state())
+SAGEMAKER = {"./config.json": CONFIG, "./code/inference.py": b"import os", "./model.pth": SAVED}
 PACKED: dict[str, tuple[bytes, str, str]] = {
-    "model.pth.gz": (gzip.compress(saved()), "gzip", "model.pth"),
-    "model.pth.bz2": (bz2.compress(saved()), "bzip2", "model.pth"),
-    "model.pth.xz": (lzma.compress(saved()), "xz", "model.pth"),
-    "two runs.gz": (gzip.compress(saved()[:700]) + gzip.compress(saved()[700:]), "gzip", "two runs"),
+    "model.pth.gz": (gzip.compress(SAVED), "gzip", "model.pth"),
+    "model.pth.bz2": (bz2.compress(SAVED), "bzip2", "model.pth"),
+    "model.pth.xz": (lzma.compress(SAVED), "xz", "model.pth"),
+    "two runs.gz": (gzip.compress(SAVED[:700]) + gzip.compress(SAVED[700:]), "gzip", "two runs"),
     "model.tar": (tar(SAGEMAKER), "tar", "model.pth"),
-    "gnu.tar": (tar({"long" * 40 + "/model.pth": saved()}, tarfile.GNU_FORMAT), "tar", "long" * 40 + "/model.pth"),
-    "pax.tar": (tar({"lóng" * 40 + "/model.pth": saved()}), "tar", "lóng" * 40 + "/model.pth"),
+    "gnu.tar": (tar({"long" * 40 + "/model.pth": SAVED}, tarfile.GNU_FORMAT), "tar", "long" * 40 + "/model.pth"),
+    "pax.tar": (tar({"lóng" * 40 + "/model.pth": SAVED}), "tar", "lóng" * 40 + "/model.pth"),
     "model.tar.gz": (gzip.compress(tar(SAGEMAKER)), "tar.gz", "model.pth"),
     "model": (lzma.compress(tar(SAGEMAKER)), "tar.xz", "model.pth"),
-    "model.nemo": (tar({"./model_config.yaml": b"a: 1", "./model_weights.ckpt": saved()}), "tar", "model_weights.ckpt"),
-    "old.nemo": (gzip.compress(tar({"model_weights.ckpt": saved()})), "tar.gz", "model_weights.ckpt"),
+    "model.nemo": (tar({"./model_config.yaml": b"a: 1", "./model_weights.ckpt": SAVED}), "tar", "model_weights.ckpt"),
+    "old.nemo": (gzip.compress(tar({"model_weights.ckpt": SAVED})), "tar.gz", "model_weights.ckpt"),
 }
 
 
@@ -140,15 +123,15 @@ def test_rank_files_in_a_tar(tmp_path: Path) -> None:
 def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     """Two checkpoints are an error that lists them; a `!` names one, in every command."""
     other = saved({"w": torch.ones(2)})
-    path = write(tmp_path, tar({"a/model.pth": saved(), "b.safetensors": b"", "c.pth": other}), "two.tar")
+    path = write(tmp_path, tar({"a/model.pth": SAVED, "b.safetensors": b"", "c.pth": other}), "two.tar")
     expect_refused(path, NotACheckpointError, "holds 2 checkpoints: a/model.pth, c.pth", f"'{path}!a/model.pth'")
     assert [row["name"] for row in ckpt_tools.inspect(f"{path}!c.pth").tensors] == ["w"]
     assert ckpt_tools.inspect(f"{path}!c.pth").path == f"{path}!c.pth"
     ckpt_tools.convert(f"{path}!c.pth", tmp_path / "c.pth")
     assert torch.load(tmp_path / "c.pth")["w"].tolist() == [1, 1]
     expect_refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
-    expect_refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
-    expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
+    expect_refused(Path(f"{write(tmp_path, SAVED, 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
+    expect_refused(Path(f"{write(tmp_path, gzip.compress(SAVED), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
 
 
 # --- safety
@@ -168,8 +151,6 @@ def test_every_member_counts(pack: Callable[[bytes], bytes], tmp_path: Path) -> 
 def test_a_zip_behind_a_tar_is_looked_through(tmp_path: Path) -> None:
     """What other programs find behind the members of a tar is no member, and rated nevertheless."""
     zipped = io.BytesIO()
-    import zipfile
-
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("x.pkl", PAYLOAD)
     assert ckpt_tools.scan(write(tmp_path, tar({"a.txt": b"a"}) + zipped.getvalue(), "a.tar"))[0].failed
@@ -179,7 +160,7 @@ def linked(kind: bytes, name: str = "model.pth", target: str = "/etc/passwd") ->
     """A tar with a link, or what else has no bytes, behind the state."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:") as archive:
-        for info, data in ((tarfile.TarInfo("state.pth"), saved()), (tarfile.TarInfo(name), b"")):
+        for info, data in ((tarfile.TarInfo("state.pth"), SAVED), (tarfile.TarInfo(name), b"")):
             info.size = len(data)
             if not data:
                 info.type, info.linkname = kind, target
@@ -188,11 +169,11 @@ def linked(kind: bytes, name: str = "model.pth", target: str = "/etc/passwd") ->
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "absolute": (tar({"/tmp/model.pth": saved()}), "which is not a name inside a folder"),
-    "parent": (tar({"../model.pth": saved()}), "which is not a name inside a folder"),
-    "backslash": (tar({"a\\model.pth": saved()}), "which is not a name inside a folder"),
-    "empty part": (tar({"a//model.pth": saved()}), "which is not a name inside a folder"),
-    "twice": (tar({"model.pth": saved(), "./model.pth": saved()}), "two members 'model.pth'"),
+    "absolute": (tar({"/tmp/model.pth": SAVED}), "which is not a name inside a folder"),
+    "parent": (tar({"../model.pth": SAVED}), "which is not a name inside a folder"),
+    "backslash": (tar({"a\\model.pth": SAVED}), "which is not a name inside a folder"),
+    "empty part": (tar({"a//model.pth": SAVED}), "which is not a name inside a folder"),
+    "twice": (tar({"model.pth": SAVED, "./model.pth": SAVED}), "two members 'model.pth'"),
     "symbolic link": (linked(tarfile.SYMTYPE), "the link 'model.pth'"),
     "hard link": (linked(tarfile.LNKTYPE, target="state.pth"), "the link 'model.pth'"),
     "sparse": (linked(b"S"), "of kind b'S'"),
@@ -210,18 +191,18 @@ def test_what_unpacks_in_two_ways_is_refused(name: str, pack: Callable[[bytes], 
 
 
 DAMAGED: dict[str, tuple[bytes, type[CkptError], str]] = {
-    "cut gzip": (gzip.compress(saved())[:-20], DamagedFileError, "cut off"),
-    "cut xz": (lzma.compress(saved())[:-20], DamagedFileError, "cut off"),
-    "gzip with a wrong sum": (gzip.compress(saved())[:-8] + bytes(8), DamagedFileError, "incorrect data check"),
-    "damaged bzip2": (bz2.compress(saved())[:20] + bytes(40), DamagedFileError, "cannot be inflated (bzip2)"),
-    "bytes behind": (gzip.compress(saved()) + b"more", DamagedFileError, "4 bytes of something else stand behind"),
+    "cut gzip": (gzip.compress(SAVED)[:-20], DamagedFileError, "cut off"),
+    "cut xz": (lzma.compress(SAVED)[:-20], DamagedFileError, "cut off"),
+    "gzip with a wrong sum": (gzip.compress(SAVED)[:-8] + bytes(8), DamagedFileError, "incorrect data check"),
+    "damaged bzip2": (bz2.compress(SAVED)[:20] + bytes(40), DamagedFileError, "cannot be inflated (bzip2)"),
+    "bytes behind": (gzip.compress(SAVED) + b"more", DamagedFileError, "4 bytes of something else stand behind"),
     "cut tar": (tar(SAGEMAKER)[:3000], DamagedFileError, "The tar is cut off in its member './model.pth'"),
     "tar with a damaged header": (tar(SAGEMAKER)[:1024].ljust(2048, b"x"), DamagedFileError, "The tar header at byte 1024"),
-    "gzip in gzip": (gzip.compress(gzip.compress(saved())), NotACheckpointError, "of something that is not a checkpoint"),
+    "gzip in gzip": (gzip.compress(gzip.compress(SAVED)), NotACheckpointError, "of something that is not a checkpoint"),
     "gzip of text": (gzip.compress(b"hello"), NotACheckpointError, "a gzip archive of something that is not a checkpoint"),
     "empty gzip": (gzip.compress(b""), NotACheckpointError, "a gzip archive"),
     "empty tar": (tar({"a.txt": b"x"}), NotACheckpointError, "It holds a.txt"),
-    "a member that is damaged": (tar({"m.pth": saved()[:-100]}), DamagedFileError, "m.bin!m.pth"),
+    "a member that is damaged": (tar({"m.pth": SAVED[:-100]}), DamagedFileError, "m.bin!m.pth"),
 }  # fmt: skip
 
 
@@ -234,7 +215,7 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 
 def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
     """What inflates to more than any real file stops there, whatever the layers; the limit can be raised."""
-    path = write(tmp_path, gzip.compress(tar({"zeros.bin": bytes(3 << 20), "model.pth": saved()})), "bomb.tar.gz")
+    path = write(tmp_path, gzip.compress(tar({"zeros.bin": bytes(3 << 20), "model.pth": SAVED})), "bomb.tar.gz")
     with limits.raised(inflated=1 << 20), pytest.raises(LimitError, match="inflates to more") as caught:
         ckpt_tools.inspect(path)
     assert "limits.raised(inflated=" in caught.value.fix
@@ -284,7 +265,7 @@ class Zstd(ModuleType):
 
 def test_zstd_where_something_inflates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the package zstandard it is read and scanned as the others are; without it the error says what is missing."""
-    path = write(tmp_path, b"\x28\xb5\x2f\xfd" + gzip.compress(saved()), "model.pth.zst")
+    path = write(tmp_path, b"\x28\xb5\x2f\xfd" + gzip.compress(SAVED), "model.pth.zst")
     monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     expect_refused(path, UnsupportedContainerError, "is a zstd archive", "pip install zstandard")
@@ -310,8 +291,7 @@ def test_a_folder_lists_what_is_packed(tmp_path: Path) -> None:
         write(tmp_path, PACKED[name][0], name)
     write(tmp_path, gzip.compress(b"words"), "data.txt.gz")
     shutil.copy(FIXTURES / "ddp.pth", tmp_path)
-    shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
-    rows = [json.loads(line) for line in shown.output.splitlines()]
+    rows = [json.loads(line) for line in ckpt("inspect", "--json", tmp_path).output.splitlines()]
     assert sorted(Path(row["path"]).name for row in rows if "path" in row) == [
         "ddp.pth", "model.nemo", "model.pth.xz", "model.tar.gz"
     ]  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
+from tests.formats.test_rank_files import stepped
 from tests.support.rank_files import fsdp2, net, save_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -25,11 +26,7 @@ def training(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
 
 def named_optimizer(model: nn.Module) -> dict[str, Any]:
     """The state of AdamW after a step, as `get_optimizer_state_dict` names it."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = parameter.detach() * (number + 1)
-    optimizer.step()
-    return dict(get_optimizer_state_dict(model, optimizer))
+    return dict(get_optimizer_state_dict(model, stepped(model)))
 
 
 def test_torch_resumes_from_them(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Programs of torch.export that run something when they are loaded: texts that are evaluated, machine code."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable

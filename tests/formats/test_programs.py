@@ -1,9 +1,6 @@
 """TorchScript programs: torch.jit is the oracle, its samples and those that 1.0 wrote by hand."""
 
-from __future__ import annotations
-
 import json
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from ckpt_tools import open_checkpoint
 from ckpt_tools.errors import CkptError, DamagedFileError, ObjectsError, TensorError
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same, element_bytes
+from tests.support.zips import called_big, rewrite
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 
@@ -47,17 +45,13 @@ class Net(nn.Module):
 
 def program(path: Path, model: nn.Module) -> Path:
     """A module scripted and saved by torch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(model), path)
+    torch.jit.save(torch.jit.script(model), path)
     return path
 
 
 def jit_state_dict(path: Path) -> dict[str, torch.Tensor]:
     """What torch itself takes out of a program."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state_dict: dict[str, torch.Tensor] = torch.jit.load(path, map_location="cpu").state_dict()
+    state_dict: dict[str, torch.Tensor] = torch.jit.load(path, map_location="cpu").state_dict()
     return state_dict
 
 
@@ -85,11 +79,10 @@ def test_a_program_shows_its_parameters(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(path).values["size"] == 7
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_constants_of_the_code_are_counted(tmp_path: Path) -> None:
     """Tensors that tracing baked into the code belong to the program, not to its state."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(lambda x: x + torch.tensor([1.5, 2.5]), torch.ones(2)), str(tmp_path / "add.pt"))
+    torch.jit.save(torch.jit.trace(lambda x: x + torch.tensor([1.5, 2.5]), torch.ones(2)), str(tmp_path / "add.pt"))
     found = ckpt_tools.inspect(tmp_path / "add.pt")
     assert (found.tensors, found.state_dicts) == ([], [])
     assert "1 constants of 8 bytes" in next(row.found for row in found.findings if row.code == "torchscript-program")
@@ -98,9 +91,7 @@ def test_constants_of_the_code_are_counted(tmp_path: Path) -> None:
 def test_a_traced_program(tmp_path: Path) -> None:
     """Tracing writes mangled class names; they change nothing."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(model, torch.ones(1, 2)), tmp_path / "traced.pt")
+    torch.jit.save(torch.jit.trace(model, torch.ones(1, 2)), tmp_path / "traced.pt")
     expected = jit_state_dict(tmp_path / "traced.pt")
     assert_programs_state_dict(tmp_path / "traced.pt", expected, tmp_path)
     assert list(expected) == list(model.state_dict())
@@ -132,18 +123,20 @@ def test_a_traced_program(tmp_path: Path) -> None:
 )
 def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
     """torch reads code that it would not write, and finds parameters in it: what is not read as torch reads it is refused."""
-    whole = program(tmp_path / "whole.pt", Net().features)
-    other = tmp_path / "other.pt"
-    with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(other, "w") as edited:
-        for name in archive.namelist():
-            content = archive.read(name)
-            edited.writestr(name, content.replace(old, new) if name.endswith("batchnorm.py") else content)
+
+    def edited(name: str, content: bytes) -> bytes:
+        return content.replace(old, new) if name.endswith("batchnorm.py") else content
+
+    rewrite(program(tmp_path / "whole.pt", Net().features), tmp_path / "other.pt", change=edited)
     with pytest.raises(DamagedFileError, match=r"not written as torch writes|is not in the program's code|not in its"):
-        open_checkpoint(other)
+        open_checkpoint(tmp_path / "other.pt")
 
 
 class Optionals(nn.Module):
     """A buffer that may be absent, which torch.jit.load leaves out of the state dict, and a constant."""
+
+    mean: torch.Tensor | None
+    text: Final[str]
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,9 +146,6 @@ class Optionals(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
-
-
-Optionals.__annotations__ |= {"mean": torch.Tensor | None, "text": Final[str]}  # torch.jit reads no text here
 
 
 def test_an_optional_buffer_is_no_part_of_the_state_dict(tmp_path: Path) -> None:
@@ -196,17 +186,6 @@ def test_what_code_computes_is_not_shown_as_saved(tmp_path: Path) -> None:
     assert "Computed' makes its tensors" in next(row.found for row in found.findings if row.code == "computed-tensors")
     with pytest.raises(ObjectsError, match="would be lost"):
         ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
-
-
-class Wrapper(nn.Module):
-    """What nn.DataParallel leaves in names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)
 
 
 # --- the layout of 1.0
@@ -307,13 +286,10 @@ def test_a_damaged_model_json_is_refused(tmp_path: Path, model: Any, error: type
 
 def test_a_program_without_its_modules_is_refused(tmp_path: Path) -> None:
     """`constants.pkl` without `data.pkl` is half a program."""
-    path = program(tmp_path / "net.pt", Wrapper())
-    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tmp_path / "half.pt", "w") as half:
-        for name in whole.namelist():
-            if not name.endswith("data.pkl"):
-                half.writestr(name, whole.read(name))
+    path, half = program(tmp_path / "net.pt", nn.Linear(2, 2)), tmp_path / "half.pt"
+    rewrite(path, half, change=lambda name, data: None if name.endswith("data.pkl") else data)
     with pytest.raises(DamagedFileError, match=r"no data\.pkl"):
-        ckpt_tools.inspect(tmp_path / "half.pt")
+        ckpt_tools.inspect(half)
 
 
 def test_a_storage_of_odd_bytes_is_refused(tmp_path: Path) -> None:
@@ -325,14 +301,11 @@ def test_a_storage_of_odd_bytes_is_refused(tmp_path: Path) -> None:
 
 def test_a_program_has_no_byte_order(tmp_path: Path) -> None:
     """torch.jit.load takes the elements as they lie, whatever the record `byteorder` says."""
-    path, other = tmp_path / "program.pt", tmp_path / "big.pt"
-    torch.jit.script(nn.Linear(3, 2)).save(path)
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, b"big" if name.endswith("/byteorder") else old.read(name))
-    loaded = torch.jit.load(other).state_dict()
+    path, other = program(tmp_path / "program.pt", nn.Linear(3, 2)), tmp_path / "big.pt"
+    called_big(path, other)
+    loaded = jit_state_dict(other)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in load_state_dict(other).items())
-    assert torch.equal(loaded["weight"], torch.jit.load(path).state_dict()["weight"])
+    assert torch.equal(loaded["weight"], jit_state_dict(path)["weight"])
 
 
 class Held(nn.Module):
@@ -365,8 +338,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 def test_buffers_of_every_kind(kind: str, tmp_path: Path) -> None:
     """C++ has a class of storages for each dtype, tags the dict of bits, and writes sparse tensors in a form of its own."""
     value, path, target = KINDS[kind](), tmp_path / "in.pt", tmp_path / "out.pth"
-    torch.jit.save(torch.jit.script(Held(value)), path)
-    theirs = torch.jit.load(path).state_dict()["w"]
+    theirs = jit_state_dict(program(path, Held(value)))["w"]
     (row,) = ckpt_tools.inspect(path).tensors
     assert (row["name"], row["dtype"], row["shape"]) == ("w", str(value.dtype)[6:], list(value.shape))
     assert row["stride"] == (list(theirs.stride()) if theirs.layout is torch.strided else None)
@@ -379,8 +351,8 @@ def test_buffers_of_every_kind(kind: str, tmp_path: Path) -> None:
 
 def test_a_buffer_on_the_meta_device(tmp_path: Path) -> None:
     """Its record is empty, and it has no values."""
-    torch.jit.save(torch.jit.script(Held(torch.empty(2, 3, device="meta").t())), tmp_path / "in.pt")
-    assert torch.jit.load(tmp_path / "in.pt").state_dict()["w"].is_meta
-    (row,) = ckpt_tools.inspect(tmp_path / "in.pt").tensors
+    path = program(tmp_path / "in.pt", Held(torch.empty(2, 3, device="meta").t()))
+    assert torch.jit.load(path).state_dict()["w"].is_meta
+    (row,) = ckpt_tools.inspect(path).tensors
     assert (row["name"], row["kind"], row["shape"], row["stride"]) == ("w", "meta", [3, 2], [1, 3])
-    assert ckpt_tools.check(tmp_path / "in.pt", digest=True).digests == []
+    assert ckpt_tools.check(path, digest=True).digests == []

@@ -1,7 +1,5 @@
 """Megatron-core's torch_dist: common.pt belongs to it, and `--select model` numbers the layers that are one tensor."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tarfile

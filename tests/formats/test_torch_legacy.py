@@ -1,7 +1,5 @@
 """torch-legacy: read as torch reads it, without its tensors; written so that torch, old and new, reads it."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

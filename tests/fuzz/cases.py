@@ -184,7 +184,7 @@ class Cases:
             raise FindingError("repair changed its input")
 
     def _edit_in_place(self, path: Path) -> None:
-        """An edit that is refused changes nothing; one that is done leaves no journal, and a file that can be read."""
+        """An edit that is refused changes nothing; one that is done leaves nothing beside it, and a file that can be read."""
         before = path.read_bytes()
         try:
             with _ExpectingOurErrors(), self.guard.watching(writing=True):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckpt_tools
-from tests.fuzz import beside, folders, headers, journals, raw
+from tests.fuzz import beside, folders, headers, raw
 from tests.fuzz.values import number, text
 
 _PLAN = """format = "ckpt-plan-1"
@@ -173,6 +173,6 @@ class _Socket:
 
 
 KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (
-    plan, index, answer, folders.folder, journals.journal, beside.adapter, beside.quantised, beside.signature,
+    plan, index, answer, folders.folder, beside.adapter, beside.quantised, beside.signature,
     beside.packed,
 )  # fmt: skip

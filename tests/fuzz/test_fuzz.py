@@ -16,7 +16,7 @@ import ckpt_tools
 from ckpt_tools.errors import (
     CkptError,
 )
-from tests.fuzz import frameworks, headers, journals, oracle
+from tests.fuzz import frameworks, headers, oracle
 from tests.fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
@@ -35,10 +35,10 @@ def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_fuzz_finds_nothing(tmp_path: Path) -> None:
-    """Some hundred mutated files: our own error, or what torch and safetensors read too."""
-    done = fuzz("--cases", "300", "--seconds", "60", "--seed", "7", "--save", str(tmp_path))
+    """A hundred and fifty mutated files: our own error, or what torch and safetensors read too."""
+    done = fuzz("--cases", "150", "--seconds", "60", "--seed", "7", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "300 cases" in done.stdout
+    assert "150 cases" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,3 @@ def test_mutated_files_of_other_frameworks_reach_their_readers(name: str, tmp_pa
             said[type(error).__name__] += 1
     assert len(said) > 1
     assert {"gguf", "onnx", "flax", "keras"} & set(said)
-
-
-def test_killed_edits_that_the_fuzzer_starts_from() -> None:
-    """Some begin with the mark whole, some with a part of it or of the new bytes; each is read through its own journal."""
-    states = journals.states()
-    assert {state.name for state in states} == {"ddp.pth", "single.safetensors", "legacy.pth"}
-    assert {state.file.startswith(b"\xffCKP") for state in states} == {True, False}
-    assert all(state.whole[0] != state.whole[1] for state in states)

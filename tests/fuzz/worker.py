@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import ckpt_tools
-from tests.fuzz import beside, folders, journals, samples
+from tests.fuzz import beside, folders, samples
 from tests.fuzz.cases import Cases
 from tests.fuzz.guard import FindingError, Guard
 
@@ -29,7 +29,6 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int, 
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
         folders.samples()
-        journals.states()
         beside.signed()
         cases = Cases(samples.make(folder), seed, folder, Guard(name), lambda who: _say({"asking": who}), only)
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):

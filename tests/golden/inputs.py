@@ -1,7 +1,5 @@
 """Inputs that fixtures/ has not, made by torch, NumPy and the standard library: other containers, pairs of models, adapters."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -50,9 +48,9 @@ def _packed(folder: Path, data: bytes) -> None:
     (folder / "ddp.pth.gz").write_bytes(gzip.compress(data, mtime=0))
     (folder / "ddp.pth.bz2").write_bytes(bz2.compress(data))
     (folder / "ddp.pth.xz").write_bytes(lzma.compress(data))
-    (folder / "ddp.tar").write_bytes(tar(**{"ddp.pth": data}))
-    (folder / "two.tar").write_bytes(tar(**{"ddp.pth": data, "single.pth": (FIXTURES / "single.pth").read_bytes()}))
-    packed = tar(**{"model.safetensors": (FIXTURES / "single.safetensors").read_bytes()})
+    (folder / "ddp.tar").write_bytes(tar({"ddp.pth": data}))
+    (folder / "two.tar").write_bytes(tar({"ddp.pth": data, "single.pth": (FIXTURES / "single.pth").read_bytes()}))
+    packed = tar({"model.safetensors": (FIXTURES / "single.safetensors").read_bytes()})
     (folder / "model.tar.gz").write_bytes(gzip.compress(packed, mtime=0))
     with zipfile.ZipFile(folder / "bundle.zip", "w") as bundle:
         bundle.writestr("weights/best.pth", data)

@@ -1,7 +1,5 @@
 """The commands that golden rows print."""
 
-from __future__ import annotations
-
 import re
 
 from tests.golden.rows import groups, kept

@@ -1,7 +1,5 @@
 """The rows of each group. Those that are written by hand stand in the kept file itself: a new one is a line `=== ROW` there."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

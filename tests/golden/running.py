@@ -1,7 +1,5 @@
 """Runs one row in this process: what is printed on a terminal of 100 columns, the exit code, digests of what is written."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Where rows run: a folder with fixtures, keys, inputs of plans and a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Pickles as opcodes, by hand, and what they can call."""
 
-from __future__ import annotations
-
 import struct
 
 PROTO2, PROTO4, STOP = b"\x80\x02", b"\x80\x04", b"."

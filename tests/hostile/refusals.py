@@ -1,10 +1,6 @@
 """What "refused" means: the same error from `inspect` and `convert`, its message told, and nothing written."""
 
-from __future__ import annotations
-
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +61,6 @@ def expect_warned(path: Path, code: str) -> ckpt_tools.Description:
     ckpt_tools.convert(path, out, overwrite=True)
     assert code not in [row.code for row in ckpt_tools.inspect(out).findings]
     return found
-
-
-def journal(path: Path, regions: list[tuple[int, bytes, bytes]], size: int, new_size: int, mark: bytes) -> None:
-    """Write the journal of an edit in place beside a file: offset, old and new bytes of each region; its checksum is right."""
-    body = b"ckpt journal 2\n" + struct.pack("<4Q8sQ", 0, path.stat().st_ino, size, new_size, mark, len(regions))
-    body += b"".join(struct.pack("<3Q", at, len(old), len(new)) + old + new for at, old, new in regions)
-    path.with_name(f".{path.name}.ckpt-journal").write_bytes(body + struct.pack("<I", zlib.crc32(body)))
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -1,7 +1,5 @@
 """Files that are made to cost much: each command answers, in seconds and in little memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hostile.bombs import BOMBS, MEGABYTES, SECONDS, cost

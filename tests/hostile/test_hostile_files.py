@@ -1,10 +1,7 @@
 """The file as a whole: rows 1 to 13."""
 
-from __future__ import annotations
-
-import io
 import os
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,29 +9,19 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import (
-    DamagedFileError,
+    CkptError,
     MissingFileError,
     NotACheckpointError,
     ObjectsError,
 )
 from tests.hostile.refusals import expect_convert_refused, expect_refused, info, safetensors, write
 from tests.hostile.zips import Rec, build
+from tests.support.legacy import saved
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
 
 
-def saved(**options: bool) -> bytes:
-    """A checkpoint by torch."""
-    buffer = io.BytesIO()
-    torch.save(TENSORS, buffer, **options)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
-def test_05_lfs_pointer(name: str, tmp_path: Path) -> None:
-    """A git-LFS pointer, with the real size."""
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 46827520\n"
-    expect_refused(write(tmp_path, pointer, name), NotACheckpointError, "git-LFS pointer", "46827520 bytes", "git lfs pull")
+SAVED = saved(TENSORS)
 
 
 @pytest.mark.parametrize("size", [1, 8, 512, 4096, 3_000_000])
@@ -44,33 +31,19 @@ def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
     expect_refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
 
 
-def test_09_directory(tmp_path: Path) -> None:
-    """A folder."""
-    folder = tmp_path / "folder.pth"
-    folder.mkdir()
-    expect_refused(folder, NotACheckpointError, "is a directory")
-
-
-def test_09_fifo(tmp_path: Path) -> None:
-    """A pipe without a writer is not waited for."""
-    os.mkfifo(tmp_path / "pipe.pth")
-    expect_refused(tmp_path / "pipe.pth", NotACheckpointError, "not a regular file")
-
-
-def test_09_dangling_link(tmp_path: Path) -> None:
-    """A link to nothing, and nothing at all."""
-    (tmp_path / "link.pth").symlink_to(tmp_path / "gone.pth")
-    expect_refused(tmp_path / "link.pth", MissingFileError, "link to a file that is not there")
-    with pytest.raises(MissingFileError) as caught:
-        ckpt_tools.inspect(tmp_path / "link.pth")
-    assert caught.value.fix == ""  # its own name is no suggestion
-    expect_refused(tmp_path / "gone.pth", MissingFileError, "There is no such file")
-
-
-def test_09_link_to_itself(tmp_path: Path) -> None:
-    """A link that leads in a circle."""
-    (tmp_path / "loop.pth").symlink_to("loop.pth")
-    expect_refused(tmp_path / "loop.pth", NotACheckpointError, "cannot be read")
+@pytest.mark.parametrize(("make", "error", "said"), [
+    (os.mkdir, NotACheckpointError, "is a directory"), (os.mkfifo, NotACheckpointError, "not a regular file"),
+    (lambda path: path.symlink_to("bad.pth"), NotACheckpointError, "cannot be read"),
+    (lambda path: path.symlink_to("gone.pth"), MissingFileError, "link to a file that is not there"),
+    (lambda path: None, MissingFileError, "There is no such file"),
+])  # fmt: skip
+def test_09_what_is_no_file(make: Callable[[Path], object], error: type[CkptError], said: str, tmp_path: Path) -> None:
+    """A folder, a pipe without a writer, a link to itself or to nothing, and nothing at all."""
+    make(tmp_path / "bad.pth")
+    expect_refused(tmp_path / "bad.pth", error, said)
+    with pytest.raises(error) as caught:
+        ckpt_tools.inspect(tmp_path / "bad.pth")
+    assert error is not MissingFileError or caught.value.fix == ""  # its own name is no suggestion
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0nul", "file.pth/below.pth"])
@@ -86,15 +59,15 @@ def test_09_impossible_paths(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_09_no_permission(tmp_path: Path) -> None:
     """A file that may not be read."""
-    path = write(tmp_path, saved())
+    path = write(tmp_path, SAVED)
     path.chmod(0)
     expect_refused(path, NotACheckpointError, "Permission denied")
 
 
-@pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix"])
+@pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix", "model.pth.tar"])
 def test_10_wrong_extension(name: str, tmp_path: Path) -> None:
     """A torch-zip is one under any name, and a safetensors file too."""
-    found = ckpt_tools.inspect(write(tmp_path, saved(), name))
+    found = ckpt_tools.inspect(write(tmp_path, SAVED, name))
     assert (found.container, [row["name"] for row in found.tensors]) == ("torch-zip", ["a.weight"])
     plain = write(tmp_path, safetensors({"a": info()}, bytes(8)), "really.pth")
     assert ckpt_tools.inspect(plain).container == "safetensors"
@@ -109,24 +82,10 @@ def test_11_torchscript(tmp_path: Path) -> None:
     expect_convert_refused(path, ObjectsError, "TorchScript program", "objects='plain'")
 
 
-def test_12_tar(tmp_path: Path) -> None:
-    """A tar is named and never unpacked; a zip that is called .pth.tar is a zip."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        member = tarfile.TarInfo("../escape")
-        member.size = 4
-        tar.addfile(member, io.BytesIO(b"evil"))
-    expect_refused(write(tmp_path, buffer.getvalue(), "old.tar"), DamagedFileError, "not a name inside a folder")
-    assert not (tmp_path.parent / "escape").exists()
-    assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
-
-
 def test_13_two_zips(tmp_path: Path) -> None:
     """Two archives, one behind the other, as in a .distcp shard: both are shown, and the warning says what the file is."""
-    buffer = io.BytesIO()
-    torch.save({"b": torch.zeros(100)}, buffer)
-    for second in (saved(), buffer.getvalue()):
-        found = ckpt_tools.inspect(write(tmp_path, saved() + second))
+    for second in (SAVED, saved({"b": torch.zeros(100)})):
+        found = ckpt_tools.inspect(write(tmp_path, SAVED + second))
         assert found.container == "dcp-part"
         assert {row["where"][0] for row in found.tensors} == {0, 1}
         assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["several-archives"]
@@ -134,6 +93,6 @@ def test_13_two_zips(tmp_path: Path) -> None:
 
 def test_13_two_zips_and_more(tmp_path: Path) -> None:
     """Bytes between or before them, and the file is damaged as ever: which archive is meant is not guessed."""
-    for data in (saved() + b"x" + saved(), b"x" + saved() + saved(), saved()[100:] + saved()):
-        with pytest.raises(ckpt_tools.CkptError):
+    for data in (SAVED + b"x" + SAVED, b"x" + SAVED + SAVED, SAVED[100:] + SAVED):
+        with pytest.raises(CkptError):
             ckpt_tools.inspect(write(tmp_path, data))

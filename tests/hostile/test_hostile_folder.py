@@ -1,14 +1,11 @@
 """A stranger's folder is the current one: whatever its modules are called, no command and no process of one runs them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from docs import pyz
 from tests.operations.test_passed_over import hook
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
+from tests.support.without import run as many
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 MANY = 200  # files from which on processes share the work
@@ -54,7 +52,7 @@ TYPED = {
     3: ("inspect memory://none.pth",),
 }  # fmt: skip
 EXIT_CODES = {line: code for code, lines in TYPED.items() for line in lines}
-# What is typed for the other ways to start: what is imported later is the same. A process for each line takes a second.
+# What is typed for the other ways to start: what is imported later is the same.
 FEW = ("scan .", "convert ddp.pth OUT/dcp --format dcp", "diff --values ddp.pth single.pth")
 
 
@@ -154,18 +152,21 @@ def test_no_command_runs_the_folder(start: str, folder: Path, marker: Path, tmp_
         (tmp_path / "ckpt.pyz").write_bytes(pyz.archive())
     here = without_pythons_own(folder, command, tmp_path) if "-m" in command else folder
 
-    def typed(line: str) -> subprocess.CompletedProcess[str]:
-        arguments = [word.replace("OUT", str(tmp_path)).replace("KEYS", str(marker.parent)) for word in line.split()]
-        # Python says on standard error what each of its processes imports
-        return run([*command, *arguments], here, **({"PYTHONPROFILEIMPORTTIME": "1"} if line in SHARED else {}))
+    def words(line: str) -> list[str]:
+        return [word.replace("OUT", str(tmp_path)).replace("KEYS", str(marker.parent)) for word in line.split()]
 
-    lines = EXIT_CODES if start == "ckpt" else FEW
-    with ThreadPoolExecutor(2) as pool:
-        done = dict(zip(lines, pool.map(typed, lines), strict=True))
-    assert {line: each.returncode for line, each in done.items()} == {line: EXIT_CODES[line] for line in lines}
+    own = [*SHARED, "ddp.pth"] if start == "ckpt" else FEW  # each in a process of its own
+    # Python says on standard error what each of its processes imports
+    done = {line: run([*command, *words(line)], here, PYTHONPROFILEIMPORTTIME="1") for line in own}
+    assert {line: each.returncode for line, each in done.items()} == {line: EXIT_CODES[line] for line in own}
     shared = {line: done[line].stderr.count("| multiprocessing.spawn\n") for line in SHARED if line in done}
     assert min(shared.values()) > 1, shared  # else it had no other process
     assert ran(marker) == ""
+    if start == "ckpt":  # the others one after another: the folder is not on the path of that process either
+        rest = [line for line in EXIT_CODES if line not in own]
+        codes = [one.code for one in many([words(line) for line in rest], here, dict(os.environ), ["-P", str(ROOT)])]
+        assert dict(zip(rest, codes, strict=True)) == {line: EXIT_CODES[line] for line in rest}
+        assert ran(marker) == ""
 
 
 def test_the_hook_runs_nothing_of_the_folder(folder: Path, marker: Path) -> None:

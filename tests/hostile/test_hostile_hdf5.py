@@ -1,7 +1,5 @@
 """HDF5 that lies about its names, its numbers and its sizes: refused by name, or read as h5py reads it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from random import Random

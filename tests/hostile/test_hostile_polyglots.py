@@ -1,12 +1,9 @@
 """Files that two programs read as two: torch and we, torch in two ways, or two of torch's loaders. Ours is torch's, or none."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct
 import tarfile
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -20,19 +17,13 @@ from tests.hostile.pickles import dict_of, pickle, storage, tensor, tuple_of
 from tests.hostile.refusals import write
 from tests.hostile.zips import Rec, build
 from tests.support import tars
-from tests.support.legacy import floats
+from tests.support.legacy import floats, saved
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 SIX = floats(0, 1, 2, 3, 4, 5)
 GOOD_TAR = tars.torch_tar(
     dict_of(w=tars.persistent(2)), tars.storages((1, "FloatStorage", SIX)), tars.tensors((2, 1, (6,), (1,), 0))
 )
-
-
-def saved(value: object) -> bytes:
-    """What torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def records(data: bytes) -> list[Rec]:
@@ -136,10 +127,7 @@ NEW = b"NEW)\x81"  # an object of the class, in a pickle
 
 def scripted(tmp_path: Path, *, code: tuple[bytes, bytes] = (b"", b""), more: bytes = b"", state: bytes | None = None) -> Path:
     """The program of a module with its code changed, or with another state."""
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(Small()), buffer)
+    torch.jit.save(torch.jit.script(Small()), buffer := io.BytesIO())
     rows = records(buffer.getvalue())
     data = next(row for row in rows if row.name.endswith(b"/data.pkl"))
     found = re.search(rb"c(__torch__\S*)\n(\w+)\n", data.data)
@@ -154,9 +142,7 @@ def scripted(tmp_path: Path, *, code: tuple[bytes, bytes] = (b"", b""), more: by
 
 def jit_loaded(path: Path) -> dict[str, torch.Tensor]:
     """The state dict that torch.jit.load gives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state: dict[str, torch.Tensor] = torch.jit.load(path).state_dict()
+    state: dict[str, torch.Tensor] = torch.jit.load(path).state_dict()
     return state
 
 
@@ -180,12 +166,6 @@ def test_attributes_in_another_order(tmp_path: Path) -> None:
     assert [row["name"] for row in ckpt_tools.inspect(path).tensors if row["name"]] == list(jit_loaded(path))
 
 
-def exported(tmp_path: Path) -> list[Rec]:
-    """The records of an exported program."""
-    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "good.pt2")
-    return records((tmp_path / "good.pt2").read_bytes())
-
-
 # --- members of a tar
 
 
@@ -198,12 +178,17 @@ def without_ends(data: bytes) -> bytes:
     return cut + bytes(-len(cut) % 512)
 
 
+def checksum(header: bytearray, at: int = 0) -> None:
+    """Make the sum of a tar's header right."""
+    header[at + 148 : at + 156] = b" " * 8
+    header[at + 148 : at + 156] = b"%06o\0 " % sum(header[at : at + 512])
+
+
 def prefixed(prefix: bytes) -> bytes:
     """A second pickle whose header has a prefix, which is a folder."""
-    block = bytearray(tars.tar(pickle=EVIL)[:1024])
+    block = bytearray(tars.tar({"pickle": EVIL})[:1024])
     block[345 : 345 + len(prefix)] = prefix
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block[:512])
+    checksum(block)
     return without_ends(GOOD_TAR) + bytes(block) + bytes(1024)
 
 
@@ -219,14 +204,12 @@ def test_a_size_in_a_pax_header(tmp_path: Path) -> None:
     at = whole.index(b"pickle\0") // 512 * 512
     header = bytearray(whole[at : at + 512])
     header[124:136] = b"%011o\0" % 0
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
+    checksum(header)
     size = len(pickle(dict_of(w=tars.persistent(2))))
     info = tarfile.TarInfo("x")
     pax = bytearray(info.create_pax_global_header({"size": str(size)}))
     pax[156:157] = b"x"
-    pax[148:156] = b" " * 8
-    pax[148:156] = b"%06o\0 " % sum(pax[:512])
+    checksum(pax)
     path = write(tmp_path, whole[:at] + bytes(pax) + bytes(header) + whole[at + 512 :] + bytes(1024))
     assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)
 
@@ -237,7 +220,6 @@ def test_a_tar_without_its_magic_word(tmp_path: Path) -> None:
     for at in range(0, len(blocks), 512):
         if blocks[at + 257 : at + 262] == b"ustar":
             blocks[at + 257 : at + 265] = bytes(8)
-            blocks[at + 148 : at + 156] = b" " * 8
-            blocks[at + 148 : at + 156] = b"%06o\0 " % sum(blocks[at : at + 512])
+            checksum(blocks, at)
     path = write(tmp_path, bytes(blocks))
     assert list(torch.load(path, weights_only=False)) == ["w"] == named(path)

@@ -1,7 +1,5 @@
 """Pickles that torch's weights_only reads otherwise than their words say: names, states, keys, sets, bits."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """safetensors headers: rows 81 to 88, and every refusal compared with safetensors' own."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
@@ -18,20 +16,6 @@ from tests.hostile.refusals import expect_refused, expect_warned, info, safetens
 
 BYTES = struct.pack("<2f", 1, 2)
 GOOD = {"a": info()}
-
-
-def expect_bad_file(folder: Path, data: bytes, *said: str, ours_only: bool = False, error: Any = DamagedFileError) -> None:
-    """Refused by us with these words; and by safetensors too, unless we are the stricter one."""
-    path = write(folder, data, "bad.safetensors")
-    expect_refused(path, error, *said)
-    if not ours_only:
-        with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
-            opened.keys()
-
-
-def expect_bad_header(folder: Path, rows: Any, *said: str, data: bytes = BYTES, ours_only: bool = False) -> None:
-    """The same for a file with this header."""
-    expect_bad_file(folder, safetensors(rows, data), *said, ours_only=ours_only)
 
 
 def test_80_the_builder_makes_what_safetensors_reads(tmp_path: Path) -> None:
@@ -69,8 +53,11 @@ def test_82_padding_with_blanks(tmp_path: Path) -> None:
 def test_83_minus_zero(tmp_path: Path) -> None:
     """Python reads "-0" as a whole number, safetensors does not."""
     raw = json.dumps(GOOD)
-    expect_bad_header(tmp_path, raw.replace("[0, 8]", "[-0, 8]"), "is not JSON", "-0")
-    expect_bad_header(tmp_path, raw.replace("[0, 8]", "[-0.0, 8]"), "malformed data_offsets")
+    for zero, said in (("-0", "is not JSON"), ("-0.0", "malformed data_offsets")):
+        path = write(tmp_path, safetensors(raw.replace("[0, 8]", f"[{zero}, 8]"), BYTES), "bad.safetensors")
+        expect_refused(path, DamagedFileError, said)
+        with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
+            opened.keys()
     path = write(tmp_path, safetensors({"a-0": info(), "b": info(x=-1, offsets=[8, 16])}, BYTES * 2), "good.safetensors")
     assert ckpt_tools.inspect(path).totals["tensors"] == 2
 
@@ -84,14 +71,12 @@ def test_83_order_in_the_header_is_free(tmp_path: Path) -> None:
     assert bytes(torch.load(tmp_path / "out.pth")["z"].tolist()) == BYTES[4:]
 
 
-def test_88_null_metadata(tmp_path: Path) -> None:
-    """Metadata of null, which safetensors takes."""
-    expect_warned(write(tmp_path, safetensors({"__metadata__": None, "a": info()}, BYTES), "odd.safetensors"), "null-metadata")
-
-
-def test_88_extra_field(tmp_path: Path) -> None:
-    """A field that nobody knows."""
-    expect_warned(write(tmp_path, safetensors({"a": info(comment="hello")}, BYTES), "odd.safetensors"), "extra-field")
+@pytest.mark.parametrize(
+    ("header", "code"), [({"__metadata__": None, "a": info()}, "null-metadata"), ({"a": info(comment="hello")}, "extra-field")]
+)
+def test_88_odd_fields(header: dict[str, Any], code: str, tmp_path: Path) -> None:
+    """Metadata of null, which safetensors takes, and a field that nobody knows."""
+    expect_warned(write(tmp_path, safetensors(header, BYTES), "odd.safetensors"), code)
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "1", "[" * 5000, '{"a":' * 5000, "null"])

@@ -1,15 +1,11 @@
 """Writing: rows 89 to 95. Whatever happens, the target is the whole new file or what it was before."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
 )
 from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
+from tests.support.terminal import wait_for
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
 
@@ -50,19 +47,13 @@ def names(path: Path) -> list[str]:
 # --- 89: what the output cannot hold
 
 
-def test_89_metadata_as_a_name(tmp_path: Path) -> None:
-    """The one name that safetensors reserves."""
+@pytest.mark.parametrize(("name", "said"), [("__metadata__", "'__metadata__'"), ("a\ud800.w", "lone surrogate")])
+def test_89_names_that_safetensors_cannot_hold(name: str, said: str, tmp_path: Path) -> None:
+    """The one that it reserves, and text that JSON in UTF-8 cannot hold."""
     path = tmp_path / "in.pth"
-    torch.save({"__metadata__": torch.zeros(2), "a.w": torch.zeros(1)}, path)
-    expect_convert_refused(path, ConvertError, "'__metadata__'", target="out.safetensors")
+    torch.save({name: torch.zeros(2), "a.w": torch.zeros(1)}, path)
+    expect_convert_refused(path, ConvertError, said, target="out.safetensors")
     ckpt_tools.convert(path, tmp_path / "out.pth")
-
-
-def test_89_name_with_a_lone_surrogate(tmp_path: Path) -> None:
-    """Text that JSON in UTF-8 cannot hold."""
-    path = tmp_path / "in.pth"
-    torch.save({"a\ud800.w": torch.zeros(2)}, path)
-    expect_convert_refused(path, ConvertError, "lone surrogate", target="out.safetensors")
 
 
 # --- 90: out is in, and out exists
@@ -284,14 +275,6 @@ SLOW = textwrap.dedent("""
         return kernel(source, target, min(count, 1 << 20), *offsets)
     os.copy_file_range = few
 """)
-
-
-def wait_for(there: Callable[[], bool], seconds: float = 20) -> None:
-    """Until something is so."""
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

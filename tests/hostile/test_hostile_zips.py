@@ -1,8 +1,5 @@
 """The zip around a checkpoint: rows 14 to 45."""
 
-from __future__ import annotations
-
-import io
 import struct
 import zipfile
 import zlib
@@ -17,7 +14,8 @@ from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, Tensor
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_warned, listing, write
 from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
-from tests.support.zips import rewrite
+from tests.support.legacy import saved
+from tests.support.zips import called_big, rewrite
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 PICKLE = p.pickle(p.dict_of(**{"a.w": p.tensor()}))
@@ -29,13 +27,6 @@ def records(**changes: Any) -> list[Rec]:
     for key, value in changes.items():
         setattr(rows[2], key, value)
     return rows
-
-
-def saved(count: int = 4, *, size: int = 50) -> bytes:
-    """A file by torch with this many tensors."""
-    buffer = io.BytesIO()
-    torch.save({f"layer.{index}": torch.arange(float(size)) for index in range(count)}, buffer)
-    return buffer.getvalue()
 
 
 def names(path: Path) -> list[str]:
@@ -71,7 +62,7 @@ def test_what_is_no_reason_to_refuse(name: str, tmp_path: Path) -> None:
 
 def test_14_truncated_anywhere(tmp_path: Path) -> None:
     """No length of a cut file gives anything but an error of ours, and the count only grows."""
-    data, counts = saved(3, size=2), []
+    data, counts = saved({f"layer.{index}": torch.arange(2.0) for index in range(3)}), []
     for length in range(4, len(data), 7):
         with pytest.raises(CkptError) as caught:
             ckpt_tools.inspect(write(tmp_path, data[:length]))
@@ -104,27 +95,23 @@ def test_35_size_lie(size: int, said: str, tmp_path: Path) -> None:
     expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, f"holds {said} than the zip directory says")
 
 
-def test_35_bomb_stops_at_the_declared_size(tmp_path: Path) -> None:
-    """A hundred megabytes behind a declared size of 24: nothing of it is kept."""
-    rows = torch_records(PICKLE, FLOATS)
-    rows[2] = deflated(b"archive/data/0", bytes(100 << 20), size=24)
-    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "holds more bytes")
-
-
-def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
+def unended() -> Rec:
     """All bytes come out, and the stream is cut before it says that it ends."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     packed = packer.compress(FLOATS["0"]) + packer.flush(zlib.Z_SYNC_FLUSH)
-    rows = torch_records(PICKLE, FLOATS)
-    rows[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(FLOATS["0"]), size=24, compressed=len(packed))
-    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "A deflated record is cut off")
+    return Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(FLOATS["0"]), size=24, compressed=len(packed))
 
 
-def test_35_broken_deflate_stream(tmp_path: Path) -> None:
-    """Bytes that do not inflate."""
+@pytest.mark.parametrize(("storage", "said"), [
+    (deflated(b"archive/data/0", bytes(100 << 20), size=24), "holds more bytes"),  # of which nothing is kept
+    (unended(), "A deflated record is cut off"),
+    (Rec(b"archive/data/0", b"\xff" * 24, method=8, size=24), "cannot be inflated"),
+], ids=["bomb", "without an end", "broken"])  # fmt: skip
+def test_35_streams(storage: Rec, said: str, tmp_path: Path) -> None:
+    """More than the declared size, no end, bytes that do not inflate."""
     rows = torch_records(PICKLE, FLOATS)
-    rows[2] = Rec(b"archive/data/0", b"\xff" * 24, method=8, size=24)
-    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, "cannot be inflated")
+    rows[2] = storage
+    expect_convert_refused(write(tmp_path, build(rows)), DamagedFileError, said)
 
 
 def test_41_crc_of_a_storage(tmp_path: Path) -> None:
@@ -195,7 +182,7 @@ def test_44_big_endian_viewed_twice(tmp_path: Path) -> None:
 def test_44_big_endian_without_a_type(tmp_path: Path, name: str) -> None:
     """torch saves these on a storage without a type, and swaps nothing when it loads them: 256 for 1, or 1 for 1?"""
     torch.save({"a": torch.arange(4).to(getattr(torch, name)), "b": torch.ones(2)}, tmp_path / "little.pth")
-    rewrite(tmp_path / "little.pth", tmp_path / "in.pth", change=lambda name, data: b"big" if name == "byteorder" else data)
+    called_big(tmp_path / "little.pth", tmp_path / "in.pth")
     loaded = torch.load(tmp_path / "in.pth")
     assert loaded["a"].tolist() == [0, 1, 2, 3]
     assert loaded["b"].tolist() != [1, 1]

@@ -1,14 +1,11 @@
 """A zip writer that writes what it is told, lies included: no size, name or checksum is made right by itself."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-DESCRIPTOR_FOLLOWS = 8
 UTF8 = 0x800
 
 

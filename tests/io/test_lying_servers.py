@@ -1,7 +1,5 @@
 """Servers that lie, stall or lead elsewhere: an error of ours, soon; and honest addresses that are not ASCII."""
 
-from __future__ import annotations
-
 import socket
 import socketserver
 import threading

@@ -1,7 +1,5 @@
 """Work in processes of its own: what is said where they end before it is done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

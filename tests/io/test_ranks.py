@@ -1,7 +1,5 @@
 """Sharded conversion by several processes, as torchrun starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,22 +10,17 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tools import convert
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(count: int, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `python -m ckpt_tools ARGUMENTS` in so many processes under PyTorch's launcher; `before` is run in each first."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    code = f"import os, sys; sys.argv[0] = 'ckpt'; {before}\nfrom tests.support.commands import main; main()"
-    job = [*command, "--no-python", sys.executable, "-c", code] if before else [*command, "-m", "ckpt_tools"]
-    return subprocess.run([*job, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, timeout=180)
+from tests.support.job import ROOT, job
 
 
-def failing(kind: str) -> str:
-    """Code that lets the first write of the second process fail."""
-    layer = f"Layer(Fault('write', 1, {kind!r}))"
-    return f"from tests.faults.layer import Fault, Layer; os.environ['RANK'] == '1' and {layer}"
+def failing(folder: Path, kind: str) -> Path:
+    """A script that is `ckpt`, and lets the first write of the second process fail."""
+    script = folder.parent / "failing.py"
+    script.write_text(
+        "import os\nfrom tests.faults.layer import Fault, Layer\nfrom tests.support.commands import main\n"
+        f"os.environ['RANK'] == '1' and Layer(Fault('write', 1, {kind!r}))\nmain(prog_name='ckpt')"
+    )
+    return script
 
 
 @pytest.fixture
@@ -45,9 +38,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_bytes_as_one_process(source: Path, tmp_path: Path) -> None:
-    """Three processes write what one writes, and one of them reports; a cast counts across all."""
+    """Three processes under PyTorch's launcher write what one writes, and one of them reports; a cast counts across all."""
     options = ["--shard-size", "1200", "--dtype", "fp16"]
-    done = launch(3, "convert", str(source), str(tmp_path / "many"), *options)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "ckpt_tools"]
+    command = [*torchrun, "convert", str(source), str(tmp_path / "many"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote") == 1
     convert(source, tmp_path / "one", shard_size="1200", dtype="fp16")
@@ -57,14 +52,14 @@ def test_the_same_bytes_as_one_process(source: Path, tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed(source: Path, tmp_path: Path) -> None:
     """When one process is killed while it writes, the job fails and there is neither index nor folder."""
-    done = launch(2, "convert", str(source), str(tmp_path / "out"), "--shard-size", "2500", before=failing("kill"))
+    done = job(2, failing(tmp_path, "kill"), "convert", source, tmp_path / "out", "--shard-size", "2500")
     assert done.returncode != 0
     assert os.listdir(tmp_path) == ["in.pth"]
 
 
 def test_a_distributed_checkpoint_by_two(source: Path, tmp_path: Path) -> None:
     """Two processes write a file each and one .metadata; what torch loads of it is what one process wrote."""
-    done = launch(2, "convert", str(source), str(tmp_path / "two"), "--format", "dcp", "--dtype", "fp16")
+    done = job(2, "ckpt_tools", "convert", source, tmp_path / "two", "--format", "dcp", "--dtype", "fp16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote") == 1
     assert "2 files" in done.stdout
@@ -83,17 +78,17 @@ def test_a_distributed_checkpoint_by_two(source: Path, tmp_path: Path) -> None:
 
 def test_a_distributed_checkpoint_that_fails(source: Path, tmp_path: Path) -> None:
     """When one of two processes fails while it writes, the job fails and no .metadata is left."""
-    done = launch(2, "convert", str(source), str(tmp_path / "out"), "--format", "dcp", before=failing("enospc"))
+    done = job(2, failing(tmp_path, "enospc"), "convert", source, tmp_path / "out", "--format", "dcp")
     assert done.returncode != 0
     assert os.listdir(tmp_path) == ["in.pth"]
     assert "Process 1 of the job failed: " in done.stderr
-    assert "Traceback" not in done.stderr.partition("elastic")[0]
+    assert "Traceback" not in done.stderr
 
 
 def test_the_parts_of_ranks_are_shared_too(tmp_path: Path) -> None:
     """Two processes that merge parts of ranks into shards write what one writes."""
     folder = ROOT / "fixtures" / "parts" / "fsdp-tp"
-    done = launch(2, "convert", str(folder), str(tmp_path / "two"), "--shard-size", "300", "--dtype", "fp16")
+    done = job(2, "ckpt_tools", "convert", folder, tmp_path / "two", "--shard-size", "300", "--dtype", "fp16")
     assert done.returncode == 0, done.stderr
     assert convert(folder, tmp_path / "one", shard_size="300", dtype="fp16").files >= 2
     assert content(tmp_path / "two") == content(tmp_path / "one")

@@ -1,7 +1,5 @@
 """Remote paths: by ranges over HTTP, through fsspec elsewhere; nothing else is fetched, and nothing half is left."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

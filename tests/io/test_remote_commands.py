@@ -1,7 +1,5 @@
 """Every command takes addresses: what it says of them is what it says of the same bytes on the disk."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

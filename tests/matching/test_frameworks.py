@@ -1,7 +1,5 @@
 """Layers of Flax and Keras against torch's: the kernels turned, the same outputs, and nothing guessed."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

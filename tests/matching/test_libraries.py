@@ -4,8 +4,6 @@ A file of `pairs/` is the truth about small configurations of timm (or BERT) and
 numbers that were moved so gave equal outputs. `a = b: weight [4,3]` is a module, ` + ` joins the parts of a fused layer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Matching by what models compute: pairs that names and shapes leave open are decided, and none is wrong."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,13 +27,6 @@ def samples(inputs: Sequence[str]) -> list[Tensor]:
 def modules(found: Any) -> dict[str, str]:
     """Old module -> new module."""
     return {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched}
-
-
-def named(count: int, seed: int, first: str) -> list[str]:
-    """Names that say nothing, in an order that says nothing."""
-    names = [f"{first}{number:04d}".translate(str.maketrans("0123456789", "bcdfghjkmp")) for number in range(count)]
-    random.Random(seed).shuffle(names)
-    return names
 
 
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], list[str]]] = {
@@ -133,17 +124,6 @@ def test_a_layer_that_the_checkpoint_lacks_is_a_layer_all_the_same() -> None:
 
 
 # --- chains, streams, random networks
-
-
-def chain(names: list[str]) -> nn.Module:
-    """Layers of one shape, one behind the other; defined in the order of the alphabet."""
-
-    def computed(net: nn.Module, x: Tensor) -> Tensor:
-        for name in names:
-            x = torch.relu(getattr(net, name)(x))
-        return x
-
-    return opaque.Layers(opaque.linear(" ".join(sorted(names)), 4), computed)
 
 
 def test_every_layer_along_a_residual_stream_is_decided() -> None:

@@ -1,7 +1,5 @@
 """`--dtype`: every cast is torch's, bit for bit; what becomes infinite, zero or the largest number is counted."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exit codes, and what a report is as a truth value: the same."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

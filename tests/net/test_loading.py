@@ -1,7 +1,5 @@
 """What a model is given: large tensors, attributes of parameters, extra state that it has no place for; names of optimizers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

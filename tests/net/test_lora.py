@@ -1,7 +1,5 @@
 """`--lora` against a computation in the test: every rounding, the order of adapters, both forms of fan_in, biases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

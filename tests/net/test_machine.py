@@ -1,7 +1,5 @@
 """Pickles of every protocol: what we write of one is what torch and pickle load of it, shared and recursive parts included."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 import struct

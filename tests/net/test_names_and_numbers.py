@@ -1,7 +1,5 @@
 """Names and numbers that came out wrong once, with exit code 0."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

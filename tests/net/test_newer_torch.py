@@ -1,7 +1,5 @@
 """Files of a PyTorch that is newer than the one here."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path
@@ -60,4 +58,4 @@ def test_other_names_of_torch_stay_refused(newer: Path, tmp_path: Path) -> None:
         for name in old.namelist():
             new.writestr(name, old.read(name).replace(b"ctorch\nbcomplex32\n", b"ctorch\nset_num_threads\n"))
     assert "unknown dtype" in ckpt("check", tmp_path / "other.pth", code=3).stdout
-    ckpt("scan", tmp_path / "other.pth", code=1)
+    assert "needs code" in ckpt("scan", tmp_path / "other.pth").stdout

@@ -1,7 +1,5 @@
 """Parts of a job put together: what comes out is the model that was cut, or the error names what does not belong together."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,7 +34,7 @@ def equal(found: State, wanted: State) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("cut", "world"),
-    [(fsdp1, 2), (fsdp1, 7), (fsdp2, 5), (fsdp2, 16), (hsdp, 4), (hsdp, 6), (tp, 2), (tp, 3), (fsdp_tp, 4), (fsdp_tp, 8)],
+    [(fsdp1, 7), (fsdp2, 5), (fsdp2, 16), (hsdp, 6), (tp, 3), (fsdp_tp, 8)],
 )  # fmt: skip
 def test_uneven_cuts(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Sizes that the ranks do not divide, more ranks than rows (so empty shards), two dimensions of meshes."""
@@ -47,7 +45,7 @@ def test_uneven_cuts(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -
     equal(found, wanted)
     assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
     part = tmp_path / "in" / FILE.format(world=world, rank=world - 1)
-    assert ckpt_tools.check(tmp_path / "in").verdict == ("findings" if cut is fsdp1 else "healthy")  # its class needs code
+    assert ckpt_tools.check(tmp_path / "in").verdict == "healthy"
     with pytest.raises(CkptError):  # a part by itself is not the model
         ckpt_tools.torch.load_into(nn.Linear(2, 2), part)
 

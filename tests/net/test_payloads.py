@@ -1,7 +1,5 @@
 """What `scan` says of a thousand payloads and of hundreds of honest objects; the rows are in tests/net/payloads/."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Broken and ambiguous files that are refused by name; the rows are in tests/net/payloads/refused.txt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

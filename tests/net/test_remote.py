@@ -1,7 +1,5 @@
 """Files behind an address: what comes is the file that is there, in few bytes; bytes that change meanwhile are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +77,12 @@ def no_ranges(server: Server, path: Path, _: Any) -> None:
     other_bytes(server, path, torch.save if path.suffix == ".pth" else save_file)
 
 
-CHANGES = {"bytes": other_bytes, "size": other_size, "gone": gone, "cut": shorter, "whole": no_ranges}
+def without_tags(server: Server, path: Path, write: Callable[[dict[str, torch.Tensor], Path], Any]) -> None:
+    """Another file of the same size; the server, as from the beginning, tells one from another by nothing."""
+    write(state(7.0), path)
+
+
+CHANGES = {"bytes": other_bytes, "untold": without_tags, "size": other_size, "gone": gone, "cut": shorter, "whole": no_ranges}
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
@@ -90,6 +93,7 @@ def test_bytes_that_change_between_ranges(
 ) -> None:
     """After a number of ranges another file is there: an error, and no output of two files' bytes."""
     path, write = folder / name, torch.save if name == "zip.pth" else save_file
+    server.tag = "" if change == "untold" else "one"
     answers = Handler.do_GET
 
     def answer(self: Handler) -> None:
@@ -148,6 +152,14 @@ def test_ranges_that_are_others(name: str, folder: Path, server: Server, monkeyp
     with pytest.raises(RemoteError):
         ckpt_tools.convert(server.url("zip.pth"), folder / "out.pth")
     assert not (folder / "out.pth").exists()
+
+
+def test_a_server_without_tags(folder: Path, server: Server) -> None:
+    """What does not change is converted as ever; it is read twice."""
+    server.tag = ""
+    ckpt_tools.convert(server.url("one.safetensors"), folder / "out.safetensors")
+    assert load_file(folder / "out.safetensors").keys() == state().keys()
+    assert server.sent > 2 * (folder / "one.safetensors").stat().st_size
 
 
 def test_failures_that_pass_and_that_do_not(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """What is said of files that look like something else: a true sentence and the right exit code."""
 
-from __future__ import annotations
-
 import json
+import pickle
 import struct
 from pathlib import Path
 
@@ -31,12 +30,20 @@ def test_files_of_ranks_of_two_kinds(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
-    """Checkpoints that are folders are named before the files beside them."""
+    """Checkpoints that are folders are named, and no file of a scheduler or of random states beside them."""
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
     (tmp_path / "all").mkdir()
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "all" / "model_0", format="dcp")
-    torch.save({"last_epoch": 1}, tmp_path / "all" / "scheduler.pt")
-    assert "Name a checkpoint in it: model_0, scheduler.pt" in text("convert", tmp_path / "all", tmp_path / "out.pth", code=3)
+    for name in ("scheduler.pt", "rng_state_0.pth", "optimizer_0_rank0.bin"):
+        torch.save({"last_epoch": 1}, tmp_path / "all" / name)
+    assert text("convert", tmp_path / "all", tmp_path / "out.pth", code=3).endswith("Name a checkpoint in it: model_0.")
+
+
+def test_a_large_tensor_as_pickle_wrote_it(tmp_path: Path) -> None:
+    """`pickle.dump` puts three megabytes into one text: one tensor, and no more objects than that."""
+    with open(tmp_path / "in.pkl", "wb") as file:
+        pickle.dump({"w": torch.zeros(790_000)}, file, 2)
+    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "in.pkl").tensors] == ["w"]
 
 
 @pytest.mark.parametrize("zero_point", [True, False])

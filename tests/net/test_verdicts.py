@@ -1,7 +1,5 @@
 """What commands say about a file that would run code; what each file is called stands in tests/net/payloads/."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

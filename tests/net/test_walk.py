@@ -1,7 +1,5 @@
 """What a checkpoint holds, and what --select, --keep and --drop take of it, where dicts and tensors stand in several places."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

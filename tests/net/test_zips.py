@@ -1,7 +1,5 @@
 """The zip around a checkpoint: what torch and zipfile read in one way is read so, and what has two readings is refused."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

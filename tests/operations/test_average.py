@@ -1,7 +1,5 @@
 """`ckpt average`, against means that torch works out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +49,15 @@ def test_across_containers_layouts_and_dtypes(tmp_path: Path) -> None:
     found = load_file(tmp_path / "out.safetensors")["a.w"]
     assert found.dtype == torch.float32
     assert torch.equal(found, (one.t() + 1) / 2)
+
+
+def test_what_only_another_input_has(tmp_path: Path) -> None:
+    """State dicts and tensors that the first input has none of are in no mean, and said."""
+    more = {"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}, "optimizer": {"m": [torch.ones(1)]}}
+    paths = files(tmp_path, {"model": {"w": torch.zeros(1)}}, more)
+    notes = [note.text for note in average(paths, tmp_path / "out.pth").output.notes]
+    assert notes == [f"{paths[1]} has 2 more tensors, which are in no mean and left out: ema.w, optimizer.m.0."]
+    assert load(tmp_path / "out.pth") == {"model": {"w": torch.tensor([0.5])}}
 
 
 def test_ties_are_kept_where_all_have_them(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`ckpt diff` and `ckpt stats`, against torch's own numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

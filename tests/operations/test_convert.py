@@ -1,7 +1,5 @@
 """Every option of `convert`, checked on what torch loads from the result."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools import Converted
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import UsageError
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.support.graphs import assert_same, element_bytes, load_with_tags
 from tests.support.samples import FIXTURES
@@ -29,16 +27,6 @@ def run(tmp_path: Path, data: Any, **options: Any) -> tuple[Any, Converted]:
     torch.save(data, source)
     report = ckpt_tools.convert(source, target, overwrite=True, **options)
     return torch.load(target, map_location="cpu", weights_only=True), report
-
-
-def expect_refused(tmp_path: Path, data: Any, kind: type[CkptError], match: str = ".", **options: Any) -> CkptError:
-    """Save with torch; convert must refuse, and write nothing."""
-    source, target = tmp_path / "in.pth", tmp_path / options.pop("name", "out.pth")
-    torch.save(data, source)
-    with pytest.raises(kind, match=match) as caught:
-        ckpt_tools.convert(source, target, **options)
-    assert sorted(os.listdir(tmp_path)) == ["in.pth"]
-    return caught.value
 
 
 def codes(report: Converted) -> list[str]:

@@ -1,7 +1,5 @@
 """`--lora`: adapters merged into a base, as PEFT merges them; fixtures/lora is its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A message is explained by its own words, whatever names are in it; other words are guessed at, and said to be."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`extract-lora`: what a tuned model changed as an adapter, and how much of it the adapter leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

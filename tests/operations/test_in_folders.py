@@ -1,7 +1,5 @@
 """A folder: every file that is a checkpoint by content is examined, every other is counted and named."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`ckpt check --latest-good` and `ckpt_tools.latest_good`: the newest checkpoint of a run that can be trained on from."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

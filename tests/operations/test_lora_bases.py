@@ -1,7 +1,5 @@
 """`--lora` where the adapter holds the weights that it was trained on beside its factors, and heads that are tied."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`--lora`: the names of kohya, LoCon and diffusers, and where an adapter or its configuration lies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

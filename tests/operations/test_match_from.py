@@ -1,7 +1,5 @@
 """`--from`: the model that the checkpoint was made by runs beside the target, and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import zipfile

@@ -1,7 +1,5 @@
 """`set_metadata` and `drop_metadata`: the text in a safetensors header, of one file, in place, of shards and their index."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot be read, or is not followed, is named and fails; it is never passed over in silence."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

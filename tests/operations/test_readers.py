@@ -1,7 +1,5 @@
 """What unpicklers read differently: frames that are not kept to, lines without an end, numbers of C."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Tied tensors are the same elements; others on one storage only share it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`show`: the values of one tensor, exactly, of every dtype and container; only what is needed is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

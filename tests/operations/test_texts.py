@@ -1,7 +1,5 @@
 """Pickles in texts: base64 in JSON, as stable-baselines3 keeps them, and every other way a text may hold one."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """What check and inspect say that torch and safetensors do is what they do: each sentence beside the call itself."""
 
-from __future__ import annotations
-
 import collections
 import os
 import pickle
@@ -64,7 +62,7 @@ def is_quoted(says: str, error: str) -> bool:
     return re.match(".*".join(map(re.escape, says.split("..."))), " ".join(error.split())) is not None
 
 
-def findings(path: Path) -> dict[str, ckpt_tools.Finding]:
+def findings(path: Path) -> dict[str, Any]:
     """What check finds, by code."""
     return {finding.code: finding for finding in check(path).findings}
 

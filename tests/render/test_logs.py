@@ -1,7 +1,5 @@
 """What `ckpt check` and `ckpt scan` found as SARIF, GitHub's lines and JUnit XML; and the recipes that use them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

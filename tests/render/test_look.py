@@ -1,7 +1,5 @@
 """One look for all commands: narrow and plain terminals, help against typing errors, quiet."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports in a notebook: a table of what is in them, with nothing of a file that a browser would run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ckpt report`: the page's text, and what a real browser makes of it (skipped where there is no Chromium)."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

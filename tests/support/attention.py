@@ -1,7 +1,5 @@
 """One attention by two authors: the same four square matrices, under names that do not say which is the query."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

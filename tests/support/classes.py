@@ -1,7 +1,5 @@
 """Classes that tests put into checkpoints: one for every way in which pickle takes an object apart."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any, NamedTuple
 
@@ -60,7 +58,7 @@ class Keyword:
 
     value: Any
 
-    def __new__(cls, *, value: Any = None) -> Keyword:
+    def __new__(cls, *, value: Any = None) -> "Keyword":
         made = super().__new__(cls)
         made.value = value
         return made
@@ -90,12 +88,6 @@ class Pair(NamedTuple):
 
     first: Any
     second: Any
-
-
-class Single(NamedTuple):
-    """A tuple with one name."""
-
-    only: Any
 
 
 class Colour(enum.Enum):

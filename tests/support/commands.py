@@ -1,7 +1,5 @@
 """The command line in this process: `ckpt("inspect", path)`."""
 
-from __future__ import annotations
-
 from click.testing import CliRunner, Result
 
 from ckpt_tools.cli import main

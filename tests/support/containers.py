@@ -1,10 +1,8 @@
 """One model's state in every container that `inspect` reads, each written by the library that it comes from."""
 
-from __future__ import annotations
-
-import io
+import gzip
+import json
 import pickle
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -18,9 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.hostile.pickles import dict_of
-from tests.support.legacy import floats, legacy
+from tests.support.legacy import floats, legacy, saved
 from tests.support.rank_files import rank_of, sharded
-from tests.support.tars import persistent, storages, tensors, torch_tar
+from tests.support.tars import persistent, storages, tar, tensors, torch_tar
 
 State = dict[str, torch.Tensor]
 
@@ -42,12 +40,6 @@ class Net(nn.Module):
 def state() -> State:
     """Two float tensors and an integer one."""
     return dict(Net().state_dict())
-
-
-def _saved() -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state(), buffer)
-    return buffer.getvalue()
 
 
 def _written(name: str, data: Callable[[], bytes]) -> Callable[[Path], Path]:
@@ -103,14 +95,12 @@ def _safetensors(folder: Path) -> Path:
 
 def _bundle(folder: Path) -> Path:
     with zipfile.ZipFile(folder / "agent.zip", "w") as archive:
-        archive.writestr("policy.pth", _saved())
+        archive.writestr("policy.pth", saved(state()))
         archive.writestr("data", '{"gamma": 0.99}')
     return folder / "agent.zip"
 
 
 def _shards(folder: Path) -> Path:
-    import json
-
     names = list(state())
     files = {name: f"model-{number:05}-of-{len(names):05}.safetensors" for number, name in enumerate(names, 1)}
     folder = folder / "shards"
@@ -142,17 +132,12 @@ def _rank_files(folder: Path) -> Path:
 
 
 def _packed(folder: Path) -> Path:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:gz") as archive:
-        info = tarfile.TarInfo("run/model.pth")
-        info.size = len(_saved())
-        archive.addfile(info, io.BytesIO(_saved()))
-    (folder / "model.tar.gz").write_bytes(data.getvalue())
+    (folder / "model.tar.gz").write_bytes(gzip.compress(tar({"run/model.pth": saved(state())})))
     return folder / "model.tar.gz"
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
-    "torch-zip": _written("model.pth", _saved), "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
+    "torch-zip": _written("model.pth", lambda: saved(state())), "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
     "torch-tar": _written("old.tar", _torch_tar), "torchscript": _program, "torch-export": _exported,
     "pickled model": _written("module.pth", lambda: legacy(Net())),
     "pickle": _written("state.pkl", lambda: pickle.dumps(state())), "npz": _npz, "npy": _npy, "safetensors": _safetensors,

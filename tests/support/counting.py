@@ -1,7 +1,5 @@
 """How much work a call is, in bytecode instructions: the same in every run, on every machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -1,6 +1,6 @@
 """What each process of a two-process job does: loads a folder that we wrote, saves what it holds under FSDP2 and in columns.
 
-Run by torchrun: distributed_job.py OURS THEIRS
+Run by tests.support.job: distributed_job.py OURS THEIRS
 """
 
 import os

@@ -1,7 +1,5 @@
 """Encoders and parts of language models, each written twice or more as different authors would; more in networks.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

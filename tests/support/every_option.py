@@ -1,7 +1,5 @@
 """Command lines that try every command of `ckpt` by itself and with each of its options, and the files that they name."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Files of Flax and Keras with tensors of given names, by hand and by h5py."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from pathlib import Path

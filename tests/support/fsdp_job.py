@@ -1,6 +1,6 @@
 """What each process of a two-process job does: saves an FSDP2 model whole, and loads files into one.
 
-Run by torchrun: fsdp_job.py FOLDER
+Run by tests.support.job: fsdp_job.py FOLDER
 """
 
 import os
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-sys.path.insert(0, os.getcwd())
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.torch import load_into, save
 from tests.support.rank_files import Net, net

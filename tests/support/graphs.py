@@ -1,7 +1,5 @@
 """What torch loads, taken apart: its tensors with their paths and device tags, and whether two loads are the same graph."""
 
-from __future__ import annotations
-
 import collections
 import struct
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """What each process of a four-process job does: trains eight steps unbroken, and eight with a hop after four.
 
-Run by torchrun: hop_job.py ZERO OUT. OUT gets `losses.json`: eight losses of each way; of the one from ZeRO the last four.
+Run by tests.support.job: hop_job.py ZERO OUT. OUT gets `losses.json`: eight losses of each way, four of the one from ZeRO.
 """
 
 import json
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, os.getcwd())
 import ckpt_tools
 from tests.support.hop import STEPS, adamw, batch, net
 

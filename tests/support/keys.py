@@ -1,7 +1,5 @@
 """Pairs of keys for signatures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

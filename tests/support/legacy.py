@@ -1,6 +1,4 @@
-"""torch-legacy files: saved by torch itself, or put together by hand."""
-
-from __future__ import annotations
+"""The bytes of files that torch saves; torch-legacy files also put together by hand."""
 
 import io
 import struct
@@ -16,11 +14,16 @@ SYS_INFO = pickle(b"}")
 HEAD = MAGIC + PROTOCOL + SYS_INFO
 
 
+def saved(value: Any, **options: Any) -> bytes:
+    """What torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
 def legacy(value: Any, **options: Any) -> bytes:
     """What torch.save writes for PyTorch before 1.6."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=False, **options)
-    return buffer.getvalue()
+    return saved(value, _use_new_zipfile_serialization=False, **options)
 
 
 def persistent(

@@ -1,7 +1,5 @@
 """Matching by `ckpt_tools.match`: sides are names with shapes, tensors, or models; and what a plan makes of them."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Modules are registered, and so made, in the order in which they are named here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

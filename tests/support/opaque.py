@@ -1,7 +1,5 @@
 """Small networks in pairs: one computation, names that say nothing, layers of one shape, another order of definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

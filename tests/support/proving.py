@@ -1,7 +1,5 @@
 """Networks that compute the same in two ways of writing, and faults that are planted in one of them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

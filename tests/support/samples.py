@@ -1,14 +1,15 @@
 """The checkpoints that tests run over: our fixtures, and the corpus of real files where CKPT_CORPUS names it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PTH = sorted(FIXTURES.glob("*.pth"))
@@ -33,6 +34,19 @@ def corpus(*containers: str) -> list[Any]:
     return [pytest.param(row, marks=pytest.mark.corpus, id=row["file"]) for row in rows] or [
         pytest.param({}, marks=[pytest.mark.corpus, skip], id="corpus")
     ]
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Save one of our own checkpoints again, with a change."""
+    saved = torch.load(path, weights_only=False)
+    change(saved)
+    torch.save(saved, path)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file as safetensors reads it."""
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
 
 
 def by_name(path: Path) -> str:

@@ -1,7 +1,5 @@
 """The contracts of docs/*.schema.json."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

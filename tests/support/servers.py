@@ -1,7 +1,5 @@
 """A web server for files, which counts what it sends and can be told to behave badly."""
 
-from __future__ import annotations
-
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,8 @@ class Handler(BaseHTTPRequestHandler):
         if partial:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.send_header("Content-Length", str(end - start))
-        self.send_header("ETag", server.tag)
+        if server.tag:
+            self.send_header("ETag", server.tag)
         self.end_headers()
         with open(path, "rb") as file:
             file.seek(start)

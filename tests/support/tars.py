@@ -1,11 +1,9 @@
 """torch-tar files, put together as torch 0.1 did; the torch of today reads them."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.hostile.pickles import glob, integer, list_of, pickle, text, tuple_of
 
@@ -34,10 +32,10 @@ def persistent(key: int) -> bytes:
     return text(str(key)) + b"Q"
 
 
-def tar(**members: bytes) -> bytes:
+def tar(members: Mapping[str, bytes], kind: int = tarfile.PAX_FORMAT) -> bytes:
     """A tar of these members, in this order."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:", format=kind) as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -48,4 +46,4 @@ def tar(**members: bytes) -> bytes:
 def torch_tar(root: bytes, stored: bytes, described: bytes | None) -> bytes:
     """A whole file."""
     members = {"sys_info": pickle(b"}"), "storages": stored, "pickle": pickle(root)}
-    return tar(**members | ({} if described is None else {"tensors": described}))
+    return tar(members | ({} if described is None else {"tensors": described}))

@@ -1,11 +1,11 @@
 """The command line in a process of its own, and as it looks on a terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -28,6 +28,14 @@ def page(*arguments: object, width: int = 200) -> str:
     terminal = {"FORCE_COLOR": "1", "COLUMNS": str(width)}
     text = CliRunner().invoke(main, list(map(str, arguments)), env=terminal).stdout
     return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())
+
+
+def wait_for(there: Callable[[], bool], seconds: float = 60) -> None:
+    """Until something is so."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
 
 
 def run(*arguments: object, data: bytes = b"") -> Result:

@@ -1,7 +1,5 @@
 """`ckpt` where packages are missing, or torch is broken: many commands in one process, and what came of each."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,26 +1,36 @@
 """torch-zips written again by hand: deflated, big-endian, damaged. Every byte of content is torch's own."""
 
-from __future__ import annotations
-
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO
 
 
 def rewrite(
-    source: Path, target: Path, *, method: int = zipfile.ZIP_STORED, change: Callable[[str, bytes], bytes] | None = None
-) -> None:
+    source: Path | IO[bytes], target: Path | IO[bytes], *, method: int = zipfile.ZIP_STORED,
+    change: Callable[[str, bytes], bytes | None] | None = None, more: Mapping[str, bytes] | None = None,
+) -> None:  # fmt: skip
     """Copy a torch-zip record by record with Python's zipfile.
 
     Args:
         source, target: the files.
         method: how the records are packed.
-        change: (name without the root folder, bytes) -> bytes.
+        change: (name without the root folder, bytes) -> bytes, or None for a record that is left out.
+        more: further records, by names without the root folder.
     """
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(target, "w", method) as after:
         for name in before.namelist():
-            data = before.read(name)
-            after.writestr(name, data if change is None else change(name.partition("/")[2], data))
+            root, _, inner = name.partition("/")
+            data = before.read(name) if change is None else change(inner, before.read(name))
+            if data is not None:
+                after.writestr(name, data)
+        for name, data in (more or {}).items():
+            after.writestr(f"{root}/{name}", data)
+
+
+def called_big(source: Path | IO[bytes], target: Path | IO[bytes]) -> None:
+    """A torch-zip whose record `byteorder` says `big`; its elements are as they were."""
+    rewrite(source, target, change=lambda name, data: b"big" if name == "byteorder" else data)
 
 
 def swapped(data: bytes, width: int) -> bytes:
@@ -28,7 +38,7 @@ def swapped(data: bytes, width: int) -> bytes:
     return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
 
 
-def big_endian(source: Path, target: Path, widths: dict[str, int]) -> None:
+def big_endian(source: Path | IO[bytes], target: Path | IO[bytes], widths: dict[str, int]) -> None:
     """A torch-zip as a big-endian machine writes it; `widths` has the bytes that are swapped together, by storage key."""
 
     def change(name: str, data: bytes) -> bytes:

@@ -1,7 +1,5 @@
 """The guard: known mistakes of loading code are caught, right loads raise no alarm, and every tensor has its origin."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Right loads raise no alarm: however the numbers of a file get into the model, in whatever container they were."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from collections.abc import Callable

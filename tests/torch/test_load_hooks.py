@@ -1,7 +1,5 @@
 """Load hooks of a model: load_into names those that it does not run, and runs them as load_state_dict does with hooks=True."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from tests.torch.test_load_into import WRAPS, bits
+from tests.torch.test_load_into import bits
+from tests.torch.test_torch import WRAPS
 
 
 class Overriding(nn.Module):

@@ -1,7 +1,5 @@
 """load_into: any file into any model, straight into its memory; everything is checked before anything changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,11 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import MatchError, UsageError
-from fixtures.make import Network, Wrapped, network
+from fixtures.make import Network, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
-from tests.torch.test_torch import NETWORKS
-
-WRAPS: dict[str, Callable[[nn.Module], Any]] = {
-    "plain": lambda model: model, "parallel": nn.DataParallel, "compiled": lambda model: torch.compile(model, backend="eager"),
-    "compiled-parallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
-    "parallel-compiled": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
-    "fsdp": lambda model: Wrapped("_fsdp_wrapped_module", model),
-}  # fmt: skip
+from tests.torch.test_torch import NETWORKS, WRAPS
+from tests.torch.test_torch import bits as bits_of
 
 
 def blank_network() -> Network:
@@ -36,7 +28,7 @@ def blank_network() -> Network:
 
 def bits(model: nn.Module) -> dict[str, bytes]:
     """The plain names and bytes of a model's tensors."""
-    return {name: element_bytes(value) for name, value in ckpt.unwrap(model.state_dict()).items()}
+    return bits_of(ckpt.unwrap(model.state_dict()))
 
 
 LENET = bits(network())
@@ -138,9 +130,6 @@ def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
     for name, parameter in model.m.named_parameters():
         assert torch.equal(parameter, values[name].to(parameter.dtype)), name
     assert [parameter.stride() for parameter in model.parameters()] == strides
-
-
-# --- refused, and nothing has changed
 
 
 def with_head(classes: int) -> Network:

@@ -1,7 +1,5 @@
 """`load_into` finds partners by all that `ckpt match` knows: shapes, numbers, pairs that are named, what models compute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

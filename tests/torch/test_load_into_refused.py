@@ -1,7 +1,5 @@
 """What load_into refuses is named before anything of the model changes."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, MatchEr
 from fixtures.make import TiedNetwork, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
+from tests.support.zips import rewrite
 from tests.torch.test_load_into import LENET, blank_network, with_head
 
 
@@ -51,14 +50,9 @@ def test_what_does_not_fit_is_listed() -> None:
 def test_damage_is_found_first(tmp_path: Path) -> None:
     """A deflated record that cannot be inflated is met before the model changes."""
     torch.save(network().state_dict(), tmp_path / "stored.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "stored.pth") as stored,
-        zipfile.ZipFile(tmp_path / "in.pth", "w", zipfile.ZIP_DEFLATED) as out,
-    ):
-        for info in stored.infolist():
-            out.writestr(info.filename, stored.read(info))
-            if info.filename.endswith("data/9"):
-                last = out.getinfo(info.filename)
+    rewrite(tmp_path / "stored.pth", tmp_path / "in.pth", method=zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / "in.pth") as out:
+        last = next(info for info in out.infolist() if info.filename.endswith("data/9"))
     model = blank_network()
     assert ckpt.load_into(model, tmp_path / "in.pth")
     data = bytearray((tmp_path / "in.pth").read_bytes())

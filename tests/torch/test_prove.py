@@ -1,7 +1,5 @@
 """ckpt prove: equal models are equal however they are written, and a planted fault is found in its layer, with its reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,39 +45,6 @@ def swapped_halves(weight: torch.Tensor) -> torch.Tensor:
     return weight.unflatten(0, (4, 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def with_eps(model: Any) -> None:
-    model.blocks[1].norm1.eps = 1e-6
-
-
-def with_momentum_and_eps(model: Any) -> None:
-    model.body[1].eps, model.body[1].momentum = 1e-3, 0.01
-
-
-def with_tanh(model: Any) -> None:
-    model.blocks[0].tanh = True
-
-
-def with_another_module(model: Any) -> None:
-    model.stem[2] = nn.LeakyReLU()
-
-
-def with_padding(model: Any) -> None:
-    model.body[0].padding_mode = "circular"
-    model.body[0]._reversed_padding_repeated_twice = [1, 1, 1, 1]
-
-
-def without_scale(model: Any) -> None:
-    model.blocks[1].attn.scale = 1 / 16
-
-
-def reversed_positions(model: Any) -> None:
-    model.reversed = True
-
-
-def another_base(model: Any) -> None:
-    model.blocks[0].attn.base = 10000.0
-
-
 def without_bias(model: Any) -> None:
     layer = model.blocks[1].fc2
     layer.forward = lambda x: nn.functional.linear(x, layer.weight)
@@ -104,13 +69,21 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-def with_an_activation_of_its_own(model: Any) -> None:
-    model.body[2] = QuickGELU()
-
-
 def one_number(weight: torch.Tensor) -> torch.Tensor:
     weight[3, 4] += 1
     return weight
+
+
+def setting(**values: Any) -> Callable[[Any], None]:
+    """Set attributes; `__` in a keyword is a dot."""
+
+    def plant(model: Any) -> None:
+        for name, value in values.items():
+            *way, last = name.split("__")
+            place = model.get_submodule(".".join(way))
+            setattr(place, last, value)  # of a Sequential, by number, a module
+
+    return plant
 
 
 Fault = tuple[type[nn.Module], dict[str, Callable[[torch.Tensor], torch.Tensor]], Callable[[Any], None] | None, str, str]
@@ -120,15 +93,16 @@ FAULTS: dict[str, Fault] = {
     "q permuted": (
         Text, {"blocks__1__attn__q_proj__weight": swapped_halves}, None, "blocks.1.attn.q_proj", "rows are in another",
     ),
-    "eps": (Text, {}, with_eps, "blocks.1.norm1", "eps 1e-05, and 1e-06"),
-    "momentum and eps": (Image, {}, with_momentum_and_eps, "body.1", "eps 1e-05, and 0.001"),
+    "eps": (Text, {}, setting(blocks__1__norm1__eps=1e-6), "blocks.1.norm1", "eps 1e-05, and 1e-06"),
+    "momentum and eps": (Image, {}, setting(body__1__eps=1e-3, body__1__momentum=0.01), "body.1", "eps 1e-05, and 0.001"),
     "transposed square": (Image, {"mix__weight": torch.t}, None, "mix", "transposed (square)"),
-    "another function": (Text, {}, with_tanh, "blocks.0", "gelu, and gelu(tanh)"),
-    "another module": (Image, {}, with_another_module, "stem.2", "ReLU, and LeakyReLU"),
-    "padding": (Image, {}, with_padding, "body.0", "padding_mode 'zeros', and 'circular'"),
-    "order of positions": (Text, {}, reversed_positions, "", "reversed False, and True"),
-    "rotary base": (Text, {}, another_base, "blocks.0.attn", "base 100.0, and 10000.0"),
-    "scale": (Text, {}, without_scale, "blocks.1.attn", "scale 0.5, and 0.0625"),
+    "another function": (Text, {}, setting(blocks__0__tanh=True), "blocks.0", "gelu, and gelu(tanh)"),
+    "another module": (Image, {}, setting(stem__2=nn.LeakyReLU()), "stem.2", "ReLU, and LeakyReLU"),
+    "padding": (Image, {}, setting(body__0__padding_mode="circular", body__0___reversed_padding_repeated_twice=[1] * 4),
+                "body.0", "padding_mode 'zeros', and 'circular'"),
+    "order of positions": (Text, {}, setting(reversed=True), "", "reversed False, and True"),
+    "rotary base": (Text, {}, setting(blocks__0__attn__base=10000.0), "blocks.0.attn", "base 100.0, and 10000.0"),
+    "scale": (Text, {}, setting(blocks__1__attn__scale=1 / 16), "blocks.1.attn", "scale 0.5, and 0.0625"),
     "order of learned positions": (Text, {"positions": lambda value: value.flip(0)}, None, "", "positions rows are in another"),
     "channels of the image": (
         Image, {"stem__0__weight": lambda value: value.flip(1)}, None, "stem.0", "columns are in another",
@@ -137,7 +111,7 @@ FAULTS: dict[str, Fault] = {
     "a bias that is not added": (Text, {}, without_bias, "blocks.1.fc2", "bias is not added"),
     "a norm that does nothing": (Text, {}, without_norm, "blocks.0.norm2", "gives back what it is given"),
     "norms behind": (Text, {}, norms_behind, "blocks.1", "called in another order: norm1, attn, norm2, fc1, fc2; attn, norm1"),
-    "an activation of its own": (Image, {}, with_an_activation_of_its_own, "body.2", "another activation: ReLU, and QuickGELU"),
+    "an activation of its own": (Image, {}, setting(body__2=QuickGELU()), "body.2", "another activation: ReLU, and QuickGELU"),
     "one number": (Text, {"blocks__0__fc1__weight": one_number}, None, "blocks.0.fc1", "weight has 1 other numbers, of 512"),
     "a half": (
         Text,
@@ -204,17 +178,12 @@ def test_another_writing_is_equal(paths: dict[type[nn.Module], Path]) -> None:
     assert report.calls > 20
 
 
-def with_relu(model: Any) -> None:
-    model.h[1].mlp[1] = nn.ReLU()
-
-
-def with_other_eps(model: Any) -> None:
-    model.ln_f.eps = 1e-3
-
-
 @pytest.mark.parametrize(
     ("plant", "where", "new_where", "reason"),
-    [(with_relu, "blocks.1", "h.1", "another activation: gelu, and relu"), (with_other_eps, "norm", "ln_f", "eps")],
+    [
+        (setting(h__1__mlp__1=nn.ReLU()), "blocks.1", "h.1", "another activation: gelu, and relu"),
+        (setting(ln_f__eps=1e-3), "norm", "ln_f", "eps"),
+    ],
     ids=["activation", "eps"],
 )
 def test_faults_in_another_writing(

@@ -1,7 +1,5 @@
 """ckpt prove tells the truth: what differs is never called equal, what is equal never different, the rest is refused."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -246,7 +244,7 @@ def test_one_seed_for_both(path: Path) -> None:
 class Stubborn(Net):
     """A network that is never evaluated: train mode stays."""
 
-    def train(self, mode: bool = True) -> Stubborn:
+    def train(self, mode: bool = True) -> "Stubborn":
         for module in self.modules():
             module.training = True
         return self

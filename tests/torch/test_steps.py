@@ -1,7 +1,5 @@
 """`ckpt_tools.open`: steps are a plan, and what carries them out is `convert`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,11 @@
 """The load code: live tensors as torch.load gives them, names as the plain model has them, files whole or not there."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +25,17 @@ from tests.support.samples import FIXTURES, PTH, SAFETENSORS, by_name, shown
 NETWORKS = [
     "compiled", "compiled_parallel", "parallel_compiled", "fsdp", "data_parallel", "ddp", "single", "cuda", "no_byteorder",
 ]  # fmt: skip
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: model, "parallel": nn.DataParallel, "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled-parallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "parallel-compiled": lambda model: nn.DataParallel(cast("Any", torch.compile(model, backend="eager"))),
+    "fsdp": lambda model: Wrapped("_fsdp_wrapped_module", model),
+}  # fmt: skip
+
+
+def bits(state_dict: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """The elements of each tensor."""
+    return {name: element_bytes(value) for name, value in state_dict.items()}
 
 
 def assert_is_network(state_dict: Any) -> None:
@@ -49,9 +59,7 @@ def test_load_is_torch_load(path: Path) -> None:
 def test_load_reads_safetensors(path: Path) -> None:
     """The tensors are those of safetensors' own load_file."""
     loaded, expected = ckpt.load(path), load_file(path)
-    assert {name: element_bytes(value) for name, value in loaded.items()} == {
-        name: element_bytes(value) for name, value in expected.items()
-    }
+    assert bits(loaded) == bits(expected)
 
 
 @pytest.mark.parametrize("value", [classes.Colour.RED, classes.Plain, [classes.Plain()]], ids=shown)
@@ -108,9 +116,7 @@ def test_load_state_dict_from_a_training_checkpoint() -> None:
 def assert_is_network_after_a_step(state_dict: Any) -> None:
     """The network of training.pth."""
     expected = torch.load(FIXTURES / "training.pth")["model"]
-    assert {f"module.{name}": element_bytes(value) for name, value in state_dict.items()} == {
-        name: element_bytes(value) for name, value in expected.items()
-    }
+    assert bits({f"module.{name}": value for name, value in state_dict.items()}) == bits(expected)
 
 
 def test_load_state_dict_of_several() -> None:
@@ -147,9 +153,7 @@ def test_load_state_dict_with_a_dtype(dtype: torch.dtype) -> None:
     """Floats are cast as torch casts them, ties stay, integers stay."""
     loaded = ckpt.load_state_dict(FIXTURES / "tied.pth", dtype=dtype)
     expected = torch.load(FIXTURES / "tied.pth")
-    assert {name: element_bytes(value) for name, value in loaded.items()} == {
-        name: element_bytes(value.to(dtype)) for name, value in expected.items()
-    }
+    assert bits(loaded) == bits({name: value.to(dtype) for name, value in expected.items()})
     assert loaded["decoder.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     assert ckpt.load_state_dict(FIXTURES / "single.pth", dtype=dtype)["features.1.num_batches_tracked"].dtype is torch.int64
 
@@ -179,24 +183,13 @@ def test_unwrap() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda model: model, nn.DataParallel, lambda model: torch.compile(model, backend="eager"),
-        lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
-        lambda model: nn.DataParallel(cast("nn.Module", torch.compile(model, backend="eager"))),
-        lambda model: Wrapped("_fsdp_wrapped_module", model),
-    ],
-    ids=["plain", "parallel", "compiled", "compiled-parallel", "parallel-compiled", "fsdp"],
-)  # fmt: skip
-def test_save_a_model(tmp_path: Path, wrap: Any, suffix: str) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_save_a_model(tmp_path: Path, wrap: str, suffix: str) -> None:
     """A wrapped model is saved under the plain model's names, `_metadata` included; torch and safetensors read it."""
     path = tmp_path / f"model.{suffix}"
-    ckpt.save(wrap(network()), path)
+    ckpt.save(WRAPS[wrap](network()), path)
     loaded = load_file(path) if suffix == "safetensors" else torch.load(path, weights_only=True)
-    assert {name: element_bytes(value) for name, value in loaded.items()} == {
-        name: element_bytes(value) for name, value in network().state_dict().items()
-    }
+    assert bits(loaded) == bits(network().state_dict())
     assert_is_network(ckpt.load_state_dict(path))
 
 
@@ -239,9 +232,7 @@ def test_save_awkward_tensors_as_safetensors(tmp_path: Path) -> None:
     data = {"a.t": base.t(), "b.s": base[1:, ::2], "c.c": wave.conj(), "d.w": wave, "e.e": torch.empty(0, 2), "f.s": base[0, 1]}
     ckpt.save(data, tmp_path / "m.safetensors")
     loaded = load_file(tmp_path / "m.safetensors")
-    assert {name: element_bytes(value) for name, value in loaded.items()} == {
-        name: element_bytes(value) for name, value in data.items()
-    }
+    assert bits(loaded) == bits(data)
 
 
 @pytest.mark.parametrize(

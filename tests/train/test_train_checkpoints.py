@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy
 import pytest
 import torch
 from click.testing import CliRunner
 
 from ckpt_tools.torch import load_state_dict
-from tests.train.runs import ROOT, close, environment, last, run, same
+from tests.train.runs import ROOT, environment, last, run, same
 from train import checkpoint
 from train import train as loop
 from train.__main__ import command
@@ -34,11 +32,8 @@ def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(
     run(tmp_path, epochs=2)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in tmp_path.iterdir())
-    saved = [f"epoch_00{epoch}.{kind}" for epoch in (1, 2) for kind in ("json", "pth")]
-    assert names == [".lock", "best", "curves.png", *saved, "latest", "metrics.jsonl"]
+    assert names == [".lock", "best", "curves.png", "epoch_001.pth", "epoch_002.pth", "latest", "metrics.jsonl"]
     assert (tmp_path / "latest").read_text() == "epoch_002.pth\n"
-    facts = json.loads((tmp_path / "epoch_002.json").read_text())
-    assert (facts["file"], facts["epoch"], facts["config"]["model"]) == ("epoch_002.pth", 2, "mlp")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["test_accuracy"] > rows[0]["test_accuracy"] > 0.7
@@ -49,9 +44,8 @@ def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(
 
 def test_a_checkpoint_is_plain_data_with_everything_a_run_needs(tmp_path: Path) -> None:
     saved = run(tmp_path, epochs=1, schedule="cosine")
-    assert list(saved) == [*checkpoint.PARTS, "torch"]
+    assert list(saved) == [*checkpoint.PARTS, "metrics", "torch"]
     assert list(saved["model"]) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
-    assert saved["rng"][0].keys() == {"python", "numpy", "torch", "cuda"}
     assert load_state_dict(tmp_path / "epoch_001.pth", select="model").keys() == saved["model"].keys()
 
 
@@ -69,10 +63,8 @@ def test_two_epochs_and_two_more_equal_four(tmp_path: Path) -> None:
     run(tmp_path / "parts", epochs=2, **options)
     parts = run(tmp_path / "parts", epochs=4, resume="latest")
     assert same(whole, parts)
-    for part in ("scheduler", "scaler", "epoch", "step", "totals"):
+    for part in ("scaler", "epoch", "step", "totals"):
         assert whole[part] == parts[part]
-    assert whole["rng"][0]["python"] == parts["rng"][0]["python"]
-    assert torch.equal(whole["rng"][0]["torch"], parts["rng"][0]["torch"])
     rows = [(tmp_path / each / "metrics.jsonl").read_text().splitlines() for each in ("whole", "parts")]
     timed = ("seconds", "samples_per_second")
     pairs = [[{k: v for k, v in json.loads(row).items() if k not in timed} for row in each] for each in rows]
@@ -83,7 +75,7 @@ def test_a_cosine_schedule_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", epochs=3, schedule="cosine")
     rest = run(tmp_path / "rest", resume=str(tmp_path / "whole" / "epoch_001.pth"))
     assert same(whole, rest)
-    assert whole["scheduler"]["_last_lr"] == [0]
+    assert [round(row["lr"], 4) for row in whole["metrics"]] == [0.0375, 0.0125, 0]
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
@@ -102,13 +94,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "after", "name"),
-    [(signal.SIGINT, 60, "epoch_001_step_00015.pth"), (signal.SIGTERM, 45, "epoch_001.pth"),
-     (signal.SIGTERM, 46, "epoch_001_step_00001.pth")],
+    [(signal.SIGINT, 60, "epoch_001_step_00016.pth"), (signal.SIGTERM, 44, "epoch_001.pth"),
+     (signal.SIGTERM, 45, "epoch_001_step_00001.pth")],
 )  # fmt: skip
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_exactly(
     number: int, after: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """45 steps are an epoch: a signal in the last of them ends the epoch, and the run."""
+    """44 steps are an epoch: a signal in the last of them ends the epoch, and the run."""
     with monkeypatch.context() as patch:
         interrupt(patch, after, number)
         assert loop.train(Config(out=tmp_path / "parts", epochs=2)) == 128 + number
@@ -165,18 +157,7 @@ def test_a_new_run_does_not_write_into_the_folder_of_another(tmp_path: Path) -> 
 
 def test_keep_leaves_the_newest(tmp_path: Path) -> None:
     run(tmp_path, epochs=4, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == [
-        *("epoch_003.json", "epoch_003.pth", "epoch_004.json", "epoch_004.pth")
-    ]
-
-
-def test_safetensors_holds_the_weights_and_cannot_be_resumed(tmp_path: Path) -> None:
-    run(tmp_path / "pth", epochs=1)
-    loop.train(Config(out=tmp_path / "st", epochs=1, format="safetensors"))
-    weights = load_state_dict(tmp_path / "st" / "epoch_001.safetensors")
-    assert close({"model": weights}, last(tmp_path / "pth"), tolerance=0)
-    with pytest.raises(click.UsageError, match=r"has no model, optimizer, scheduler; .* --format pth"):
-        run(tmp_path / "st", resume="latest")
+    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == ["epoch_003.pth", "epoch_004.pth"]
 
 
 def test_a_pickled_module_holds_the_network_and_cannot_be_resumed(tmp_path: Path) -> None:
@@ -192,7 +173,7 @@ def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "epoch_001.pth").write_bytes(content)
     result = CliRunner().invoke(command, ["--resume", str(tmp_path / "epoch_001.pth")])
     assert result.exit_code == 2
-    assert "cannot resume from" in result.output
+    assert "which is damaged" in result.output
 
 
 @pytest.mark.parametrize(
@@ -216,17 +197,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     (tmp_path / "file").write_text("in the way")
     result = CliRunner().invoke(command, ["--out", str(tmp_path / "file" / "out")])
     assert result.exit_code == 2
-    assert "cannot make the folder" in result.output
-
-
-def test_random_states_go_into_a_file_and_back(tmp_path: Path) -> None:
-    """Python's and numpy's generators with a half-used Gaussian pair, too."""
-    checkpoint.seed_everything(5)
-    random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(3)
-    torch.save(checkpoint.random_states(CPU), tmp_path / "rng.pth")
-    drawn = [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()]
-    checkpoint.set_random_states(torch.load(tmp_path / "rng.pth", weights_only=True), CPU)
-    assert drawn == [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()]
+    assert "cannot write into the folder" in result.output
 
 
 KILLED = """

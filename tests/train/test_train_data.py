@@ -12,33 +12,33 @@ import torch
 from torch.utils.data import TensorDataset
 
 from train import data
+from train.__main__ import command
 from train.config import Config
-from train.models import NETWORKS, build, input_shape
+from train.models import NETWORKS, build_for
 from train.parallel import World
 
 CPU = (torch.device("cpu"),)
 
 
-def batches(images: TensorDataset, size: int, rank: int, epoch: int = 0) -> list[list[int]]:
+def batches(images: TensorDataset, size: int, rank: int, epoch: int = 0, *, train: bool = True) -> list[list[int]]:
     """The real samples of each of a rank's batches, by the label that numbers them."""
-    config, world = Config(batch_size=12), World("ddp", CPU, rank, size)
-    split = data.split(images, None, -1, config, world, shuffle=True)
-    split.batches.begin(epoch)
-    result = []
-    for _, labels in split.loader:
-        result.append(labels.tolist())
-    return result
+    world = World(CPU, rank, size)
+    return [
+        labels.tolist() for _, labels in data.Batches(images, data.fitted, Config(batch_size=12), world, train=train).of(epoch)
+    ]
 
 
 @pytest.mark.parametrize("total", [48, 49, 55, 59, 7, 2])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_the_batches_of_a_single_process(total: int, size: int) -> None:
-    """Uneven last batches too: no sample is missing, none counts twice, every rank takes as many steps."""
+    """To train on, whole batches alone, in even shares; to test with, uneven ones too: none is missing, none counts twice."""
     images = TensorDataset(torch.zeros(total, 1, 2, 2, dtype=torch.uint8), torch.arange(total))
-    whole = batches(images, 1, 0)
-    shares = [batches(images, size, rank) for rank in range(size)]
-    assert [sorted(chain(*parts)) for parts in zip(*shares, strict=True)] == [sorted(batch) for batch in whole]
-    assert sorted(chain(*whole)) == list(range(total))
+    for train in (True, False):
+        whole = batches(images, 1, 0, train=train)
+        shares = [batches(images, size, rank, train=train) for rank in range(size)]
+        assert [sorted(chain(*parts)) for parts in zip(*shares, strict=True)] == [sorted(batch) for batch in whole]
+        assert not train or {len(share) for share in chain(*shares)} <= {12 // size}
+        assert len({*chain(*whole)}) == len([*chain(*whole)]) == (total // 12 * 12 if train else total)
 
 
 def test_each_epoch_has_its_own_order() -> None:
@@ -76,8 +76,8 @@ def test_synthetic_images_have_any_shape_and_are_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("shape", ["28x28", "axbxc", "3x0x4", ""])
 def test_a_shape_that_is_none_is_refused(shape: str) -> None:
-    with pytest.raises(click.UsageError, match="--shape"):
-        data.load("synthetic", shape=shape)
+    with pytest.raises(click.UsageError, match="is not CHANNELSxHEIGHTxWIDTH"):
+        command(["--data", "synthetic", "--shape", shape], standalone_mode=False)
 
 
 def idx(values: torch.Tensor) -> bytes:
@@ -129,46 +129,48 @@ def test_missing_files_are_one_sentence(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "channels", "hidden", "count"),
     [
-        ("mlp", 1, 8000, 101_770), ("lenet", 3, 8000, 62_006), ("lenet", 1, 8000, 61_706), ("cnn", 3, 8000, 800_940_490),
-        ("cnn", 3, 5000, 604_137_490), ("cnn-published", 3, 8000, 800_940_490), ("resnet18", 1, 8000, 11_175_818),
+        ("mlp", 1, 0, 101_770), ("lenet", 3, 0, 62_006), ("lenet", 1, 0, 61_706), ("cnn", 3, 0, 800_940_490),
+        ("cnn", 3, 5000, 604_137_490), ("cnn-published", 3, 0, 800_940_490), ("resnet18", 1, 0, 11_175_818),
     ],
 )  # fmt: skip
 def test_parameter_counts_are_the_published_ones(name: str, channels: int, hidden: int, count: int) -> None:
     with torch.device("meta"):
-        network = build(name, channels, hidden=hidden)
+        network = NETWORKS[name](channels, **({"hidden": hidden} if hidden else {}))
     assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("image", [(1, 8, 8), (3, 32, 32)])
 def test_each_network_takes_images_of_every_data_set(name: str, image: tuple[int, int, int]) -> None:
-    shape = input_shape(name, image)
-    network = build(name, shape[0], width=0.05)
-    assert network(torch.zeros(2, *shape)).shape == (2, 10)
+    images = torch.zeros(2, *image, dtype=torch.uint8)
+    network, fit = build_for(Config(model=name, width=0.05), TensorDataset(images, torch.zeros(2)))
+    assert network(fit(images)).shape == (2, 10)
 
 
 def test_the_published_cnn_has_no_relus_on_pixels_of_0_to_1() -> None:
     """The article's own, by hand: convolutions and max-pooling, then three linear layers with nothing between them."""
-    network = build("cnn-published", 3, width=0.01)
+    network = NETWORKS["cnn-published"](3, width=0.01)
     images = torch.rand(2, 3, 32, 32)
     x = images
     for name, layer in network.named_children():
+        if not name.startswith(("conv", "fc")):
+            continue
         x = layer(x.flatten(1) if name == "fc1" else x)
         x = torch.nn.functional.max_pool2d(x, 2) if name in ("conv3", "conv4", "conv6") else x
     assert torch.equal(network(images), x)
-    bent = build("cnn", 3, width=0.01)
+    bent = NETWORKS["cnn"](3, width=0.01)
     bent.load_state_dict(network.state_dict())
     assert not torch.equal(bent(images), x)
     assert [NETWORKS[name].darkest for name in ("cnn", "cnn-published")] == [-1, 0]
 
 
 def test_width_scales_every_inner_channel_count_down_to_eight() -> None:
-    shapes = [tuple(p.shape) for name, p in build("cnn", 3, width=0.03).named_parameters() if name.endswith("weight")]
+    shapes = [tuple(p.shape) for name, p in NETWORKS["cnn"](3, width=0.03).named_parameters() if name.endswith("weight")]
     assert [shape[0] for shape in shapes] == [8, 8, 15, 31, 61, 123, 240, 8, 10]
 
 
 def test_resnet_starts_from_the_published_weights() -> None:
-    network = build("resnet18", 1)
+    network = NETWORKS["resnet18"](1)
     weights = [network.get_parameter(f"block4.{i}.conv{j}.weight") for i in (0, 1) for j in (1, 2)]
     assert all(abs(weight.std().item() - 0.01) < 1e-4 for weight in weights)
     assert all(abs(weight.mean().item()) < 1e-4 for weight in weights)

@@ -52,7 +52,7 @@ def test_what_is_changed_on_purpose_is_said_and_the_rest_refused(tmp_path: Path)
     assert (refused.exit_code, "--init-from" in refused.output) == (2, True)
     done = called("--out", tmp_path, "--resume", "latest", "--change", "epochs=2", "--change", "lr=0.01")
     assert "resumed from step 8" in done.output
-    assert "changed: lr 0.05 -> 0.01\nchanged: epochs 1 -> 2" in done.output
+    assert "changed: epochs 1 -> 2\nchanged: lr 0.05 -> 0.01" in done.output
     assert last(tmp_path)["config"]["lr"] == 0.01
 
 
@@ -121,8 +121,8 @@ def test_the_five_jobs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def files(folder: Path) -> None:
-    """Ten images each in the files of MNIST, Fashion-MNIST and CIFAR-10, as they are published."""
-    pixels, labels = torch.randint(256, (20, 28, 28), dtype=torch.uint8), torch.arange(20, dtype=torch.uint8) % 10
+    """256 images each in the files of MNIST, Fashion-MNIST and CIFAR-10, as they are published."""
+    pixels, labels = torch.randint(256, (256, 28, 28), dtype=torch.uint8), torch.arange(256, dtype=torch.uint8) % 10
     for name in ("MNIST", "FashionMNIST"):
         raw = folder / name / "raw"
         raw.mkdir(parents=True)
@@ -132,5 +132,5 @@ def files(folder: Path) -> None:
     batches = folder / "cifar-10-batches-py"
     batches.mkdir()
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        rows = torch.randint(256, (20, 3072), dtype=torch.uint8).numpy()
+        rows = torch.randint(256, (256, 3072), dtype=torch.uint8).numpy()
         (batches / name).write_bytes(pickle.dumps({"data": rows, "labels": labels.tolist()}, protocol=2))

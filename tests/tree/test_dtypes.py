@@ -1,7 +1,5 @@
 """Dtypes and what weights_only allows, against the torch and safetensors that are installed."""
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names under wrappers: what real wrappers do is undone exactly, `_metadata` included, and nothing else is touched."""
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

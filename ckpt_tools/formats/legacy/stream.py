@@ -75,7 +75,7 @@ class Blobs:
     def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
         self.part, self.depth, self.prefix = part, depth, prefix
         self.machine: Machine | None = None
-        self.count = self.anchor = 0
+        self.count = self.anchor = self.given = 0
         self.storage_bytes = 0
 
     @property
@@ -95,7 +95,10 @@ class Blobs:
             return None
         if self.depth == _MAX_BLOBS_IN_BLOBS:
             raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
-        self.machine.spend(len(data) // BYTES_PER_NODE)  # one string of bytes can be given again and again
+        self.given += len(data)  # one string of bytes can be given again and again
+        again = max(0, self.given - (self.part.end - self.part.start)) if self.part is not None else len(data)
+        self.given -= again
+        self.machine.spend(again // BYTES_PER_NODE)
         stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
         self.count += 1
         self.storage_bytes += stream.storage_bytes

@@ -19,7 +19,6 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.base import (
     Decoded,
     Warned,
-    moves_tensors,
     trailing,
     validate_tree,
 )
@@ -87,44 +86,7 @@ def lay_out(root: Node) -> list[Piece]:
     return [Piece(Literal(b"".join(_pickles(root, survey, storages)))), *_bodies(storages)]
 
 
-def lay_out_in_place(root: Node, decoded: Decoded) -> list[Piece]:
-    """The pieces of the file that was decoded, with this tree and every storage where it is: only the pickles change."""
-    survey = Survey(root)
-    storages = sorted(survey.storages, key=_source_order)
-    room = _room(storages, decoded)
-    head, pickle, listed = _pickles(root, survey, storages)
-    spare = room - len(head) - len(pickle) - len(listed)
-    if spare < 0:
-        raise ConvertError(
-            f"The pickle would grow {-spare} bytes beyond its room.", why="The tensors come right behind it in torch-legacy.",
-            fix="Convert to another file.",
-        )  # fmt: skip
-    if spare in (1, 3):  # no memo entries are so short
-        head, spare = head.replace(_SHORT, _LONGER), spare - 1
-    return [Piece(Literal(head + pickle[:-1] + _padding(spare) + pickle[-1:] + listed)), *_bodies(storages)]
-
-
-def _room(storages: list[Storage], decoded: Decoded) -> int:
-    """Where the first storage begins, if each lies behind the one before and none is left out."""
-    contents = [storage.content for storage in storages]
-    ranges = [content for content in contents if isinstance(content, Range) and content.source is decoded.source]
-    starts = [found.offset - _COUNT for found in ranges]
-    ends = [found.offset + found.length for found in ranges]
-    whole = len(ranges) == len(storages) > 0 and sum(found.length for found in ranges) == decoded.storage_bytes
-    if not whole or starts[1:] != ends[:-1]:
-        raise moves_tensors()
-    return starts[0]
-
-
 _COUNT = 8  # bytes of the number of elements before each storage
-_SHORT, _LONGER = b"shortK\x02", b"shortM\x02\0"  # the same number in two and in three bytes
-_PUT, _LONG_PUT = b"q\0", b"r\0\0\0\0"
-
-
-def _padding(length: int) -> bytes:
-    """Opcodes of this length, not 1 or 3, that put the top of the stack into the memo."""
-    short = (length % 5) * 3 % 5  # 2 a + 5 b == length
-    return _PUT * short + _LONG_PUT * ((length - 2 * short) // 5)
 
 
 def _pickles(root: Node, survey: Survey, storages: list[Storage]) -> tuple[bytes, bytes, bytes]:

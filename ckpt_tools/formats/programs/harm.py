@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.pickling import ratings
+from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.calls import Call
 from ckpt_tools.tree.nodes import Global
 
@@ -55,7 +55,7 @@ def compiled(name: str) -> Call | None:
     """That a record is code for the machine, or is compiled to it, where it is."""
     if not _COMPILED.search(name.lower()):
         return None
-    return Call(ratings.call_text(_LOAD, (name,)), str(_LOAD), 0, "harmful")
+    return Call(verdict.call_text(_LOAD, (name,)), str(_LOAD), 0, "harmful")
 
 
 def evaluated(data: bytes) -> Iterator[Call]:
@@ -72,7 +72,7 @@ def evaluated(data: bytes) -> Iterator[Call]:
         if _decoded(key) != _KEY:
             continue
         if not is_size(shown := _decoded(text)):
-            yield Call(ratings.call_text(_SYMPIFY, (shown,)), str(_SYMPIFY), found.start(), "harmful")
+            yield Call(verdict.call_text(_SYMPIFY, (shown,)), str(_SYMPIFY), found.start(), "harmful")
 
 
 def _decoded(string: bytes) -> str:

@@ -17,6 +17,7 @@ from ckpt_tools.formats.zip.directory import (
 from ckpt_tools.formats.zip.inner import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
+from ckpt_tools.tree.nodes import as_dict
 
 _COST = 8  # of a record, in containers: it takes as much memory; torch's own are longer than 190 bytes, a made one 100
 
@@ -52,9 +53,12 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     from ckpt_tools.formats.zip import bundle
 
     if bundle.sniff(source, directory):
-        return (
-            numpy_files.decode_npz(source, directory) if bundle.is_npz(source, directory) else bundle.decode(source, directory)
-        )
+        if bundle.is_npz(source, directory):
+            return numpy_files.decode_npz(source, directory)
+        decoded = bundle.decode(source, directory)
+        if len(members := as_dict(decoded.root).items) == len(directory.records) == 1:  # around one file: that itself
+            decoded.root = members[0][1]
+        return decoded
     raise _unknown(directory.records)
 
 

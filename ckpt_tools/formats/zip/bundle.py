@@ -36,8 +36,7 @@ from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip.inner import decode_inner
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.journal import write_all
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.output import Source, write_all
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Dict, List, Node, as_dict

@@ -67,8 +67,8 @@ class _Listed(NamedTuple):
 class ZipLayout:
     """Records under one root folder, one after another, then the directory. `position` is where the next one goes."""
 
-    def __init__(self, folder: str, *, in_place: bool = False) -> None:
-        self.folder, self.position, self.in_place = folder, 0, in_place
+    def __init__(self, folder: str) -> None:
+        self.folder, self.position = folder, 0
         self.pieces: list[Piece] = []
         self.listed: list[_Listed | _Kept] = []
 
@@ -85,8 +85,7 @@ class ZipLayout:
     def copy(self, source: Source, records: Sequence[Record]) -> None:
         """Records of a source that lie one after another, as they are, with their zip headers and descriptors."""
         first, last = records[0], records[-1]
-        gap = first.header - self.position
-        self.pad(gap if self.in_place else gap % ALIGNMENT)
+        self.pad((first.header - self.position) % ALIGNMENT)
         shift = self.position - first.header
         if shift:
             self.listed += [_Listed(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]

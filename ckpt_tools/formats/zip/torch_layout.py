@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.errors import ConvertError, TensorError
-from ckpt_tools.formats.base import moves_tensors, repeated
+from ckpt_tools.errors import TensorError
+from ckpt_tools.formats.base import repeated
 from ckpt_tools.formats.zip.directory import Record, RecordRange, is_record_name
 from ckpt_tools.formats.zip.headers import ALIGNMENT
 from ckpt_tools.formats.zip.layout import ZipLayout
@@ -41,31 +41,6 @@ def lay_out(
             layout.copy(first.source, [whole[storage.key] for storage in run])
         else:
             _add_storage(layout, run[0], trust_crc=trust_crc, verify=verify)
-    _add_small(layout, tail)
-    return layout.finish()
-
-
-def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> list[Piece]:
-    """The pieces of the file that the tree was read from with every storage where it is: only the small records change."""
-    survey = Survey(root)
-    storages = _in_source_order(_unique(survey.storages))
-    contents = [storage.content for storage in storages]
-    records = [content.record for content in contents if type(content) is RecordRange]
-    names = [record.name for record in records]
-    if len(records) != len(storages) or names != [f"{folder}/data/{storage.key}" for storage in storages]:
-        raise moves_tensors()
-    head, tail = _small_records(root, survey, byteorder)
-    layout = ZipLayout(folder, in_place=True)
-    anchor = records[0].header if records else 0
-    while head and layout.room(head) > anchor:
-        tail.insert(0, head.pop(0))
-    if anchor and not head:  # a zip must begin with a record
-        raise ConvertError("The file has no room for a record before its tensors.", fix="Convert to another file.")
-    _add_small(layout, head)
-    for run in _runs(storages, dict(zip((storage.key for storage in storages), records, strict=True))):
-        content = run[0].content
-        assert type(content) is RecordRange
-        layout.copy(content.source, [storage.content.record for storage in run if type(storage.content) is RecordRange])
     _add_small(layout, tail)
     return layout.finish()
 

@@ -26,7 +26,7 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
@@ -66,15 +66,15 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits.kind)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
     return Planned(leaving.pieces(pieces), report, edited.casting, leaving)
 
 
-def records_leaving(root: Node, decoded: Decoded, kind: str) -> Leaving:
-    """The records whose CRC-32 is compared: those whose bytes leave it behind."""
+def records_leaving(root: Node, decoded: Decoded, edits: Edits) -> Leaving:
+    """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
     from ckpt_tools.edit.checksums import Leaving
 
-    return Leaving(root, keeps=kind == "pth" and decoded.has_checksums)
+    return Leaving(Dict() if edits.options.no_verify else root, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.io.content import read_into
-from ckpt_tools.io.journal import write_all
-from ckpt_tools.io.output import Output
+from ckpt_tools.io.output import Output, write_all
 from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress

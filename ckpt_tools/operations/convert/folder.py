@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import flatten
 from ckpt_tools.edit.casts import Casting
@@ -333,7 +332,7 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
             trust_crc=decoded.has_checksums,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, decoded, edits.kind)
+    leaving = records_leaving(root, decoded, edits)
     shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
 
@@ -387,7 +386,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits.kind)
+    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -482,23 +481,14 @@ def safetensors_shards(
     root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], edit: MetadataEdit = UNEDITED
 ) -> Shards:
     """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each."""
-    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit)
+    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit, shards=True)
     shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
     names, files = sharded.SAFETENSORS, []
     weight_map: dict[str, str] = {}
-    order = _with_aliases(list(flat.tensors), flat.aliases)
-    homes = {name: number for number, shard in enumerate(shards) for name in shard}
-    homes |= {name: homes[row["of"]] for name, row in flat.aliases.items()}
-    members: list[list[str]] = [[] for _ in shards]
-    for name in order:
-        members[homes[name]].append(name)
     said = {key: flat.metadata[key] for key in ("format", *dict(edit.texts)) if key in flat.metadata}
     for number, shard in enumerate(shards):
         file = names.shard(number + 1, len(shards))
-        own = {name: {"of": flat.aliases[name]["of"], "index": place}
-               for place, name in enumerate(members[number]) if name in flat.aliases}  # fmt: skip
-        text = said | ({safetensors.ALIASES: json.dumps(own, separators=(",", ":"))} if own else {})
-        files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, text)))
+        files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, said)))
         weight_map |= dict.fromkeys(shard, file)
     total = sum(content.length for _, content in flat.tensors.values())
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
@@ -535,13 +525,6 @@ def _homes(groups: Sequence[tuple[Sequence[str], int]], limit: int) -> dict[str,
     return {name: file for file, shard in files for group in shard for name in groups[int(group)][0]}
 
 
-def _with_aliases(names: list[str], aliases: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of tensors and aliases in the state dict's order."""
-    for name, row in sorted(aliases.items(), key=lambda item: int(item[1]["index"])):
-        names.insert(int(row["index"]), name)
-    return names
-
-
 def _index_metadata(flat: Flat) -> dict[str, str]:
-    """What the index says beside the map: values of the checkpoint as text, ties. `format` stands in each shard."""
+    """What the index says beside the map: values of the checkpoint as text. `format` stands in each shard."""
     return {key: text for key, text in flat.metadata.items() if (key, text) != ("format", "pt")}

@@ -225,8 +225,10 @@ class DryRunOption(Options):
 
 @record
 class WriteOptions(Options):
-    """What is told while the bytes are written."""
+    """How the bytes are written."""
 
+    heading = "Output"
+    no_verify: bool = flag("Check no CRC-32 where the bytes leave it behind.", moves=True)
     progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
 
 
@@ -236,15 +238,20 @@ class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
 
 
 @record
-class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions, DryRunOption):
+class EditOptions(
+    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
+    SlimOptions,
+):  # fmt: skip
+    """All that a conversion does to tensors."""
+
+
+@record
+class InPlaceOptions(EditOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All that `edit_in_place` takes."""
 
 
 @record
-class ConvertOptions(
-    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
-    SlimOptions, SaveOptions,
-):  # fmt: skip
+class ConvertOptions(EditOptions, SaveOptions):
     """All that `convert` takes."""
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.edit.devices import is_device
-from ckpt_tools.errors import CkptError, DamagedFileError, RepairError, UsageError
+from ckpt_tools.errors import CkptError, RepairError, UsageError
 from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.fit import Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
@@ -31,13 +31,11 @@ from ckpt_tools.formats.open import (
     find_tensors,
     naming,
     open_checkpoint,
-    open_source,
 )
 from ckpt_tools.formats.parts import loose_shards
 from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Literal, Piece, chunks, total
-from ckpt_tools.io.journal import recover
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
 from ckpt_tools.io.sources import Files
@@ -54,7 +52,6 @@ from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.output_names import output_format
@@ -258,32 +255,6 @@ def _to_fill(like: str | os.PathLike[str] | None, reinit: str | Sequence[str], s
         raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     schemes = [reinit] if isinstance(reinit, str) else list(reinit)
     return MissingTensors(str(like), schemes, seed) if like is not None else None
-
-
-def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:
-    """Put the old bytes back into a file in which an edit in place was interrupted, and remove the edit's journal."""
-    started = time.perf_counter()
-    with contextlib.suppress(DamagedFileError):  # in the middle of its first bytes: not to be read, but to be rolled back
-        _check_interrupted(path)
-    if not dry_run:
-        recover(Path(os.path.realpath(path)))
-    with collector_paused(), open_checkpoint(path) as checkpoint:
-        report = Repaired(str(path), str(path), checkpoint.container, dry_run, "An edit in place was interrupted.")
-        report.tensors = report.saved = len(checkpoint.tensors)
-        report.tensor_bytes = report.saved_bytes = checkpoint.decoded.storage_bytes
-        report.bytes = checkpoint.file_bytes
-    report.notes.append(("rolled-back", "The file is as it was before the edit."))
-    report.seconds = time.perf_counter() - started
-    return report
-
-
-def _check_interrupted(path: str | os.PathLike[str]) -> None:
-    """Raise UsageError where no edit of the file was interrupted, DamagedFileError where it is half edited and not read."""
-    with contextlib.closing(open_source(path)) as source:
-        if not source.half_edited:
-            strays = "; ".join(f"{stray.place} is not its journal: {stray.why}" for stray in source.strays)
-            fix = f"To repair anything else, name an OUT: {mending('repair', str(path))}"
-            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix=fix)
 
 
 def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:

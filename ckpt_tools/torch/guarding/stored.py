@@ -200,7 +200,7 @@ class Reader:
     def _of_file(self, content: Range, size: int, runs: Runs) -> bytes | None:
         """The runs of a plain file; None where the source reads in another way, or says why it cannot."""
         source, at = content.source, content.offset
-        if source.half_edited or not hasattr(os, "pread") or (fd := source.fd) < 0:
+        if not hasattr(os, "pread") or (fd := source.fd) < 0:
             return None
         if content.length <= SMALL:
             data = self._small(source, at, content.length)

@@ -6,8 +6,6 @@ A row of the third has: the error, a name, the file's name, what the bytes are (
 refuses too; `pickle`: that of a torch-zip with six floats), words of the message with ` | ` between, and the bytes.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from dataclasses import dataclass

@@ -1,0 +1,60 @@
+"""`python -m tests.support.job COUNT SCRIPT [ARGUMENT ...]`: a job of ranks, as torchrun starts one.
+
+The ranks are forks of one process, which imports torch once for all; they have torchrun's variables. One
+that fails ends the others.
+"""
+
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def job(count: int, script: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script, or a module by its name, on so many ranks."""
+    command = [sys.executable, "-m", "tests.support.job", str(count), str(script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=240)
+
+
+def _main(count: int, script: str) -> int:
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401 - what every rank would import
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    ranks = set()
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            run: Callable[..., object] = runpy.run_path if script.endswith(".py") else runpy.run_module
+            run(script, run_name="__main__")
+            return 0
+        ranks.add(child)
+    code = 0
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        if status and not code:
+            code = 1
+            for other in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGTERM)
+    return code
+
+
+if __name__ == "__main__":
+    _, number, name, *rest = sys.argv
+    sys.argv = [name, *rest]
+    sys.exit(_main(int(number), name))
