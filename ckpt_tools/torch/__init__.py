@@ -21,20 +21,9 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.saving import save
 
 __all__ = [
-    "Fate",
-    "Guard",
-    "LoadReport",
-    "MapLocation",
-    "add_prefix",
-    "guard",
-    "guarded",
-    "load",
-    "load_into",
-    "load_state_dict",
-    "save",
-    "strip_prefix",
-    "unwrap",
-]
+    "Fate", "Guard", "LoadReport", "MapLocation", "add_prefix", "guard", "guarded", "load", "load_into", "load_state_dict",
+    "save", "strip_prefix", "unwrap",
+]  # fmt: skip
 
 _HOMES = {
     "Fate": "guarding.fates", "Guard": "guarding.guard", "guard": "guarding.guard",

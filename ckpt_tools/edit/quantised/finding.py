@@ -2,27 +2,349 @@
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt_tools.edit.quantised.bitsandbytes import match_4bit
-from ckpt_tools.edit.quantised.compressed import match_fp4, match_packed
 from ckpt_tools.edit.quantised.config import Config, read_config
 from ckpt_tools.edit.quantised.grid import granularity, lay_out
-from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, by_plain_name, mismatch, roles_of
 from ckpt_tools.errors import CkptError, ConvertError
 from ckpt_tools.formats.open import Checkpoint, tensors_by_name
 from ckpt_tools.io.output import is_address
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import listed
-from ckpt_tools.tree.nodes import Dict, Entry
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Nibbles, Scaled, TurnedNibbles
+from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nested, Nibbles, Scaled, Scales, TurnedNibbles
 from ckpt_tools.values.quantised_plain import as_matrix
-from ckpt_tools.values.quantised_rows import Matrix, Repeated
+from ckpt_tools.values.quantised_rows import Columns, ColumnsOfPacked, Matrix, Packed, PackedColumns, PackedDown, Repeated, Rows
+
+# --- packed weights of compressed-tensors
+
+
+_MX, _NV = 32, 16  # columns with one scale
+_WORD_BITS = 32  # bits
+
+
+def match_packed(name: str, roles: Roles) -> Quantised | None:
+    """A weight of whole numbers in 32-bit words."""
+    packed, scale = roles.get("packed"), roles.get("scale")
+    if packed is None or scale is None or packed.dtype != "int32" or "global_scale" in roles:
+        return None
+    found = {role: roles[role] for role in ("packed", "scale", "shape", "zero_point", "column_groups") if role in roles}
+    return Quantised(
+        name, "compressed-tensors packed", tuple(found.values()), None, lambda config: _compressed_settle(found, config)
+    )
+
+
+def match_fp4(name: str, roles: Roles) -> Quantised | None:
+    """A weight of MXFP4 or NVFP4: two values of 4 bits to a byte."""
+    codes, scale = roles.get("packed") or roles.get("weight"), roles.get("scale")
+    if codes is None or scale is None or codes.dtype != "uint8":
+        return None
+    divided, times = roles.get("global_scale"), roles.get("scale_2")
+    if scale.dtype in ("uint8", "float8_e8m0fnu") and codes is roles.get("packed"):
+        return Quantised(name, "mxfp4", (codes, scale), 2 * codes.entry.numel, lambda _: _fp4(codes, scale, None, _MX))
+    whole = divided or times
+    if scale.dtype != "float8_e4m3fn" or whole is None or (divided and times):
+        return None
+    return Quantised(
+        name, "nvfp4", (codes, scale, whole), 2 * codes.entry.numel,
+        lambda _: _fp4(codes, scale, whole, _NV, divided=whole is divided),
+    )  # fmt: skip
+
+
+def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: bool = False) -> Plain:
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else (0,)
+    if scale.shape != (*shape[:-1], shape[-1] // block) or shape[-1] % block:
+        raise mismatch(codes, scale, f"{block} columns have one scale.")
+    if whole is not None and (whole.entry.numel != 1 or whole.dtype != "float32"):
+        raise mismatch(scale, whole, "One number for all scales is wanted.")
+
+    def make() -> Kernel:
+        scales = scale.numbers(exponents=whole is None)
+        found = scales if whole is None else Multiplied(scales, whole.numbers(), divided=divided)
+        return Nibbles(row_major(codes.entry), E2M1, found, block, shape[-1], low_first=True)
+
+    return Plain(shape, make)
+
+
+def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
+    packed, scale, zero, groups = parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("column_groups")
+    shape = _shape(packed, parts.get("shape"))
+    columns, words = shape[-1], packed.shape[-1]
+    bits, loose = _bits(packed, columns, words, config)
+    grid, boxes = lay_out(packed, shape, scale, config)
+    offset = 1 << (bits - 1)
+    if groups is not None and (groups.shape != (columns,) or groups.dtype != "int32"):
+        raise mismatch(packed, groups, "The group of every column is wanted.")
+    if zero is not None:
+        _check_zero(zero, grid, bits, loose)
+
+    def spread(rows: Rows) -> Repeated:
+        return Repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
+
+    def make() -> Kernel:
+        zeros: Rows | None = None
+        if zero is not None:
+            height = grid[-2] if len(grid) > 1 else 1
+            whole = zero.dtype == "int8"
+            inner = (
+                Matrix(zero.numbers(), grid[-1])
+                if whole
+                else PackedDown(row_major(zero.entry), bits, height, grid[-1], offset, loose=loose)
+            )
+            zeros = spread(inner)
+        codes = Packed(row_major(packed.entry), bits, columns, words, offset, loose=loose)
+        order = None if groups is None else groups.numbers()
+        return Scaled(codes, spread(Matrix(scale.numbers(), grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
+
+    return Plain(shape, make)
+
+
+def _shape(packed: Part, shape: Part | None) -> tuple[int, ...]:
+    """What the tensor of the shape says."""
+    if shape is None:
+        raise ConvertError(f"{packed.name!r} is packed, and its shape (weight_shape) is missing beside it.")
+    kind = {"int64": "q", "int32": "i"}.get(shape.dtype)
+    if kind is None or shape.shape != (len(packed.shape),) or not packed.shape:
+        raise mismatch(packed, shape, "A size for each dimension is wanted.")
+    sizes = struct.unpack(f"<{len(packed.shape)}{kind}", shape.small())
+    if sizes[:-1] != packed.shape[:-1] or not 0 < sizes[-1] < MAX_ELEMENTS:
+        raise mismatch(packed, shape, f"It says {list(sizes)}; only columns are packed.")
+    return sizes
+
+
+def _bits(packed: Part, columns: int, words: int, config: Config) -> tuple[int, bool]:
+    """Bits of a code, and whether words hold whole codes only, as versions before 0.16 wrote 3, 5 and 6 bits."""
+    dense = [(bits, False) for bits in range(1, 9) if -(-columns * bits // _WORD_BITS) == words]
+    loose = [(bits, True) for bits in (3, 5, 6) if -(-columns // (_WORD_BITS // bits)) == words]
+    found = [row for row in dense + loose if config.bits in (None, row[0])]
+    if config.bits is None and len(dense) == 1:
+        found = dense
+    if len(found) != 1:
+        raise ConvertError(
+            f"{packed} is packed, and the bits of a code are not known.",
+            why=f"{columns} codes in {words} words fit {', '.join(str(bits) for bits, _ in found) or 'no number of'} bits.",
+            fix="config.json beside the weights says them (num_bits).",
+        )
+    return found[0]
+
+
+def _check_zero(zero: Part, grid: tuple[int, ...], bits: int, loose: bool) -> None:
+    """Zero points are there for every scale: packed along the rows of scales, or as they are."""
+    rows, columns = as_matrix(grid)
+    height = grid[-2] if len(grid) > 1 else 1
+    words = -(-height // (_WORD_BITS // bits)) if loose else -(-height * bits // _WORD_BITS)
+    packed = (*grid[:-2], words, columns)
+    if (zero.dtype, zero.shape) not in (("int32", packed), ("int8", grid)):
+        raise ConvertError(f"{zero}: the zero points of {rows} x {columns} scales are wanted.")
+
+
+# --- weights of bitsandbytes with 4 bits
+
+
+_NESTED = ("nested_absmax", "nested_quant_map")
+
+
+def match_4bit(name: str, roles: Roles) -> Quantised | None:
+    """A weight of 4 bits."""
+    kinds = [kind for kind in ("nf4", "fp4") if kind in roles]
+    needed = ("weight", "absmax", "quant_map")
+    if len(kinds) != 1 or not all(role in roles for role in needed):
+        return None
+    names = (*needed, *(role for role in _NESTED if role in roles), kinds[0])
+    parts = {role: roles[role] for role in names}
+    return Quantised(
+        name,
+        f"bnb {kinds[0]}",
+        tuple(parts.values()),
+        2 * roles["weight"].entry.nbytes,
+        lambda _: _bitsandbytes_settle(parts, kinds[0]),
+    )
+
+
+class _State:
+    """What the JSON says, each value checked."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        try:
+            content = load_json(part.small()) if part.dtype == "uint8" else None
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise ConvertError(f"{part.name!r} says how a weight is quantised, and is not JSON.")
+        self.content: dict[str, Any] = content
+
+    def whole(self, key: str) -> int:
+        """A number above 0."""
+        value = self.content.get(key)
+        if type(value) is not int or not 0 < value < MAX_ELEMENTS:
+            raise self.error(key, "a whole number above 0")
+        return value
+
+    def shape(self) -> tuple[int, ...]:
+        """The plain weight's."""
+        value = self.content.get("shape")
+        sizes = value if isinstance(value, list) and value else [-1]
+        if not all(type(size) is int and 0 <= size < MAX_ELEMENTS for size in sizes) or len(sizes) > 64:
+            raise self.error("shape", "a list of sizes")
+        return tuple(sizes)
+
+    def number(self, key: str) -> float:
+        """Any number."""
+        value = self.content.get(key)
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+            raise self.error(key, "a number")
+        return float(value)  # type: ignore[arg-type]
+
+    def error(self, key: str, wanted: str) -> ConvertError:
+        return ConvertError(f"{self.part.name!r}: {key!r} is not {wanted}.")
+
+
+def _bitsandbytes_settle(parts: dict[str, Part], kind: str) -> Plain:
+    state, codes = _State(parts[kind]), parts["weight"]
+    if state.content.get("quant_type") != kind:
+        raise state.error("quant_type", f"{kind!r}, as the name says")
+    shape, block = state.shape(), state.whole("blocksize")
+    count, nbytes = prod(shape), codes.entry.nbytes
+    if not 0 <= 2 * nbytes - count <= 1:
+        why = f"Its state says shape {list(shape)}, which takes {-(-count // 2)} bytes; there are {nbytes}."
+        raise ConvertError(f"{codes.name!r} has other bytes than its shape needs.", why=why)
+    table = struct.unpack("<16f", _sized(parts["quant_map"], 16, "float32").small())
+    scales_of = _scales(parts, state, -(-count // block))
+
+    def make() -> Kernel:
+        return Nibbles(row_major(codes.entry), table, scales_of(), block, as_matrix(shape)[1], low_first=False)
+
+    return Plain(shape, make)
+
+
+def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], Scales]:
+    """What gives the scales of so many blocks."""
+    absmax = parts["absmax"]
+    if not any(role in parts for role in _NESTED):
+        found = _sized(absmax, count, "float32")
+        return lambda: found.numbers()
+    if not all(role in parts for role in _NESTED):
+        raise ConvertError(f"{absmax.name!r} is nested, and {' or '.join(_NESTED)} is missing beside it.")
+    codes, block, offset = _sized(absmax, count, "uint8"), state.whole("nested_blocksize"), state.number("nested_offset")
+    outer, table = (
+        _sized(parts["nested_absmax"], -(-count // block), "float32"),
+        _sized(parts["nested_quant_map"], 256, "float32"),
+    )
+    return lambda: Nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
+
+
+def _sized(part: Part, count: int, dtype: str) -> Part:
+    """A part, which has so many elements of a dtype."""
+    if part.entry.numel != count or part.dtype != dtype:
+        raise ConvertError(f"{part}: {count} elements of {dtype} are wanted.", why="As many as the shape and its blocks need.")
+    return part
+
+
+# --- gPTQ and AWQ: matrices that lie with rows and columns exchanged, in groups of columns with a scale and a zero
+
+
+_WORD = 32
+_BITS = (2, 3, 4, 8)
+_AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each number of AWQ is
+_VARIANTS = ("", "gptq", "gptq_v2", "gemm")  # what a config may call these layouts
+
+
+def match_grouped(name: str, roles: Roles) -> Quantised | None:
+    """A weight of GPTQ or AWQ: the one has as many columns of words as scales, the other as zero points."""
+    needed = ("qweight", "qzeros", "scales")
+    if not all(role in roles and len(roles[role].shape) == 2 for role in needed):
+        return None
+    weight, zeros, scales = (roles[role] for role in needed)
+    if weight.dtype != "int32" or zeros.dtype != "int32" or scales.entry.dtype.family != "float":
+        return None
+    groups, words, out = roles.get("g_idx"), zeros.shape[1], scales.shape[1]
+    parts = (weight, zeros, scales, *([groups] if groups else []))
+    bits = words * _WORD // out if out and words * _WORD % out == 0 else 0
+    if weight.shape[1] == out and bits in _BITS:
+        count = weight.shape[0] * _WORD // bits * out
+        return Quantised(name, f"gptq, {bits} bits", parts, count, lambda config: _gptq(parts, bits, config))
+    if weight.shape[1] == words and bits == _AWQ_BITS and groups is None:
+        return Quantised(name, "awq, 4 bits", parts, weight.shape[0] * out, lambda config: _awq(parts, config))
+    return None
+
+
+def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
+    weight, zeros, scales, *rest = parts
+    order = rest[0] if rest else None
+    _check_variant(weight, bits, config)
+    columns, run = weight.shape[0] * _WORD // bits, 0
+    if order is not None and (order.shape != (columns,) or order.dtype != "int32"):
+        raise mismatch(weight, order, f"{columns} columns are packed, and each has a group.")
+    cells, out = _check_groups(zeros, scales)
+    if order is None:
+        run = _run(weight, scales, columns, cells, config)
+
+    def make() -> Kernel:
+        return Scaled(
+            PackedColumns(row_major(weight.entry), bits, weight.shape[0], out),
+            Columns(row_major(scales.entry), scales.entry.dtype, cells, out), columns, run,
+            ColumnsOfPacked(row_major(zeros.entry), bits, cells, zeros.shape[1], out,
+                            less_one=not config.zeros_as_they_are),
+            None if order is None else order.numbers(), cells,
+        )  # fmt: skip
+
+    return Plain((out, columns), make)
+
+
+def _awq(parts: tuple[Part, ...], config: Config) -> Plain:
+    weight, zeros, scales = parts
+    _check_variant(weight, _AWQ_BITS, config)
+    cells, out = _check_groups(zeros, scales)
+    columns = weight.shape[0]
+    run = _run(weight, scales, columns, cells, config)
+
+    def turned(part: Part) -> ColumnsOfPacked:
+        return ColumnsOfPacked(row_major(part.entry), _AWQ_BITS, part.shape[0], part.shape[1], out, order=_AWQ_ORDER)
+
+    def make() -> Kernel:
+        found = Columns(row_major(scales.entry), scales.entry.dtype, cells, out)
+        return Scaled(turned(weight), found, columns, run, turned(zeros))
+
+    return Plain((out, columns), make)
+
+
+def _check_groups(zeros: Part, scales: Part) -> tuple[int, int]:
+    """How many groups and rows of the plain weight there are."""
+    if zeros.shape[0] != scales.shape[0] or not scales.shape[0]:
+        raise mismatch(zeros, scales, "A scale and a zero point for each group are wanted.")
+    return scales.shape[0], scales.shape[1]
+
+
+def _check_variant(weight: Part, bits: int, config: Config) -> None:
+    """Refuse layouts that have these names too, and other bits than those that the shapes have."""
+    if config.variant not in _VARIANTS:
+        raise ConvertError(
+            f"{weight.name!r} is in the layout {config.variant!r} by config.json.", why="Read are gptq, gptq_v2 and AWQ's gemm."
+        )
+    if config.bits not in (None, bits):
+        raise ConvertError(f"{weight.name!r} has {bits} bits by the shapes, and {config.bits} by config.json.")
+
+
+def _run(weight: Part, scales: Part, columns: int, cells: int, config: Config) -> int:
+    """How many columns have one scale."""
+    if config.group and -(-columns // config.group) == cells:
+        return config.group
+    if columns % cells:
+        raise mismatch(weight, scales, f"{columns} columns are not {cells} groups of one size.")
+    if config.group:
+        raise mismatch(weight, scales, f"{columns} columns in {cells} groups; config.json says {config.group} a group.")
+    return columns // cells
+
 
 FP8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
 _SCALES = frozenset(("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu"))
