@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.lora.config import CONFIG
 from ckpt_tools.edit.lora.extraction import Changed, Extraction, sort
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
@@ -31,7 +32,7 @@ from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
-from ckpt_tools.tree.nodes import Entry, Node, Storage, as_dict, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, as_dict, contiguous_stride
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.values.factors import Factors, difference, difference_norm, factors
 from ckpt_tools.values.low_rank import Matrix
@@ -121,8 +122,11 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
         _check_names(base, tuned, report)
+        leaving = [Leaving(Dict(list(side.items())), keeps=False) for side in (base, tuned)]
         adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
         adapter.make()
+        for side in leaving:
+            side.check_rest()
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
         if not options.dry_run:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError, NothingMatchedError, OutputExistsError, UsageError
+from ckpt_tools.errors import ChecksumError, ConvertError, NothingMatchedError, OutputExistsError, UsageError
+from tests.support.damage import flip_bit
 
 Tensors = dict[str, torch.Tensor]
 
@@ -216,4 +217,18 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     tuned["first.weight"] += 1
     report = ckpt_tools.extract_lora(saved(tmp_path, base, tuned), tmp_path / "out", rank=1, dry_run=True)
     assert report.modules[0].error < 1e-6
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_damage_becomes_no_adapter(damaged: int, tmp_path: Path) -> None:
+    """A record that does not match its CRC-32 is refused, in the base and in the tuned model."""
+    base, tuned = weights(), weights()
+    tuned["first.weight"] += 1
+    paths = [tmp_path / "base.pth", tmp_path / "tuned.pth"]
+    for path, state in zip(paths, (base, tuned), strict=True):
+        torch.save(state, path)
+    flip_bit(paths[damaged], (base, tuned)[damaged]["first.weight"].numpy().tobytes())
+    with pytest.raises(ChecksumError):
+        ckpt_tools.extract_lora(paths, tmp_path / "out", rank=1)
     assert not (tmp_path / "out").exists()

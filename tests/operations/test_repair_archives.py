@@ -277,3 +277,15 @@ def test_a_zeroed_block_of_a_part(part: bytes, tmp_path: Path, block: int) -> No
         code, tensors = repaired(tmp_path / "__0_0.distcp", data)
         assert are_whole(tensors)
         assert code != 0 or len(tensors) == len(STATE)
+
+
+def test_one_half_is_another_writers(tmp_path: Path) -> None:
+    """The pickle and the first records of one writer, the rest of another: said."""
+    parts = []
+    for names in ("abcd", "dcba"):
+        torch.save({name: torch.full((99,), float(ord(name))) for name in names}, tmp_path / "last.pth")
+        parts.append((tmp_path / "last.pth").read_bytes())
+    half = len(parts[0]) // 2
+    (tmp_path / "last.pth").write_bytes(parts[1][:half] + parts[0][half:])
+    report = repair(tmp_path / "last.pth", tmp_path / "out.pth")
+    assert "mixed-writers" in [code for code, _ in report.notes]

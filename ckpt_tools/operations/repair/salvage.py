@@ -199,6 +199,15 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     yield from (
         told(found.name, found.bit, found.size or 0) for found in locator.records.values() if found.proof == "flipped bit"
     )
+    others = [
+        found for found in locator.records.values() if found.proof in ("descriptor", "header") and walked.contradicts(found)
+    ]
+    if others:
+        text = f"{len(others)} records are whole, and not those of the directory: two processes wrote to the file at once."
+        yield (
+            "mixed-writers",
+            f"{text} Which of the two each is from cannot be told: {listed([found.name for found in others])}.",
+        )
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."

@@ -90,6 +90,11 @@ class Walked:
     has_checksums: bool = True
     directory: dict[str, list[Claim]] = field(default_factory=dict)
 
+    def contradicts(self, found: Found) -> bool:
+        """Whether the directory has the record's name, and other bytes for it."""
+        claims = self.directory.get(found.name, [])
+        return bool(claims) and all((claim.crc, claim.size) != (found.crc, found.size) for claim in claims)
+
 
 def walk_zip(source: Source) -> Walked:
     """Every record that the file still shows."""
@@ -281,8 +286,7 @@ def without_contradicted(walked: Walked) -> Walked:
 
     def is_right(found: Found) -> bool:
         claims = walked.directory.get(found.name, [])
-        rows = {(claim.crc, claim.size) for claim in claims}
-        return not claims or (found.crc, found.size) in rows or any(claim.header == found.header for claim in claims)
+        return not walked.contradicts(found) or any(claim.header == found.header for claim in claims)
 
     return replace(walked, records=[found if is_right(found) else replace(found, proof="") for found in walked.records])
 
