@@ -135,7 +135,8 @@ def continued(config: Config, saved: Mapping[str, Any], given: frozenset[str]) -
         refuse(own != theirs and rule not in (PLACE, MODE, FREE) and not more, f"{sentence}, or say {way}")
     left = {PLACE, MODE} if "parallel" in given and config.parallel != saved.get("parallel") else {PLACE}
     kept = [name for name, rule in RULES.items() if name in saved and name not in given and rule not in left]
-    return replace(config, **{**taken(saved, kept), **dict(map(changed, config.change))})
+    begun = {"init_from": None, "on_mismatch": "error"}  # its weights are in the checkpoint
+    return replace(config, **{**taken(saved, kept), **begun, **dict(map(changed, config.change))})
 
 
 def changed(change: str) -> tuple[str, Any]:

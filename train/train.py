@@ -39,11 +39,8 @@ class Run:
         self.train = data.Batches(train_set, fit, config, world, train=True)
         self.test = data.Batches(test_set, fit, config, world, train=False)
         image = self.train[0, 0][0][:1].to(world.device)
-        self.model = wrap.wrap(
-            self.network.to(world.device), image, config, world
-        )  # what is called: the network in its wrapper
-        if config.compile:
-            self.model = cast(nn.Module, torch.compile(self.model))
+        wrapped = wrap.wrap(self.network.to(world.device), image, config, world)
+        self.model = cast(nn.Module, torch.compile(wrapped)) if config.compile else wrapped  # what is called
         self.optimizer = models.optimizer(self.network, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "fp16")
         kind = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]

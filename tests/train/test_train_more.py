@@ -43,6 +43,10 @@ def test_a_run_starts_from_another_s_weights_with_a_new_head(tmp_path: Path) -> 
     assert "8 tensors loaded" in done.output
     assert "initialised   fc3.weight" in done.output
     assert last(tmp_path / "b")["model"]["fc3.weight"].shape == (200, 84)
+    (tmp_path / "a" / "epoch_001.weights.pth").unlink()  # what it began with is in its checkpoint
+    again = called("--data", "synthetic", *start[:-1], 1, "--resume", "auto", "--out", tmp_path / "b")
+    assert again.exit_code == 0, again.output
+    assert "tensors loaded" not in again.output
 
 
 def test_what_is_changed_on_purpose_is_said_and_the_rest_refused(tmp_path: Path) -> None:
