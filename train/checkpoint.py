@@ -57,7 +57,7 @@ def chosen(config: Config) -> Path | None:
     path = meant(Path(config.resume))
     other = there and path.parent.resolve() != out.resolve()
     refuse(other, f"{out} holds another run, and {path} is not of it: choose another --out")
-    refuse_damage(path)
+    refuse(bool(damaged := damage(path)), damaged)
     return path
 
 
@@ -81,11 +81,6 @@ def damage(path: Path) -> str:
     """What is wrong with a file that is cut, or whose bytes do not match their checksums; "" for a whole one."""
     found = [each.found for each in ckpt_tools.check(path).findings if each.code in ("damaged-record", "unreadable")]
     return f"cannot read {path}, which is damaged: {found[0]}" if found else ""
-
-
-def refuse_damage(path: Path) -> None:
-    """Raises UsageError for such a file: a flipped bit is a weight of 7e36."""
-    refuse(bool(found := damage(path)), found)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -138,7 +133,7 @@ def described(path: Path) -> tuple[str | None, dict[str, Any]]:
     """
     with refusing(f"cannot read {path}", CkptError):
         description = ckpt_tools.inspect(path)
-    refuse_damage(path)
+    refuse(bool(damaged := damage(path)), damaged)
     where = "model" if ["model"] in [each["where"] for each in description.state_dicts] else None
     config = {name.removeprefix("config."): value for name, value in description.values.items() if name.startswith("config.")}
     return where, config if config.keys() >= OPTIONS else {}
@@ -164,8 +159,7 @@ def write(run: Any, state: Mapping[str, Any], best: int) -> None:
     name = f"epoch_{run.epoch:03d}" + (f"_step_{run.step:05d}" if run.step else "")
     path, beside = out / (name if config.save == "dcp" else f"{name}.pth"), out / f"{name}.weights.pth"
     rank_writes = world.rank == 0 or config.parallel == "fsdp"  # then `save` gathers all parts first
-    pointers = [out / "latest", out / "best"]
-    for each in (path, beside, *pointers) if world.rank == 0 else ():
+    for each in (path, beside, out / "latest", out / "best") if world.rank == 0 else ():
         if each.is_symlink():  # what is written goes here, and not over the checkpoint that a link leads to
             each.unlink()
     if config.save == "dcp":
@@ -178,10 +172,10 @@ def write(run: Any, state: Mapping[str, Any], best: int) -> None:
     if config.weights != "none" and rank_writes:
         save((run.model if config.weights == "wrapped" else run.network).state_dict(), beside)
     if world.rank == 0:
-        write_bytes(pointers[0], f"{path.name}\n".encode())
+        write_bytes(out / "latest", f"{path.name}\n".encode())
         highest = path.with_name(path.name.replace(name, f"epoch_{best:03d}"))
         if best and highest.exists() and pointed(out, "best") != highest.name:
-            write_bytes(pointers[1], f"{highest.name}\n".encode())
+            write_bytes(out / "best", f"{highest.name}\n".encode())
         prune(path, config.keep)
 
 

@@ -127,14 +127,13 @@ def continued(config: Config, saved: Mapping[str, Any], given: frozenset[str]) -
 
     Raises UsageError where one of them contradicts the checkpoint: the rest of the run would not be the same run.
     """
-    other_mode = "parallel" in given and config.parallel != saved.get("parallel")
     for name in sorted(given):
         own, theirs, rule = getattr(config, name), saved.get(name, getattr(Config, name)), RULES[name]
         more = name == "epochs" and saved["schedule"] != "cosine"  # a cosine ends at the last of them
         way = f"--change {name}={own} to go on with it" if rule == CHANGE else f"--init-from to start anew ({rule})"
         sentence = f"{spelled(name)} {own} contradicts the checkpoint, which was trained with {theirs}: leave it out"
         refuse(own != theirs and rule not in (PLACE, MODE, FREE) and not more, f"{sentence}, or say {way}")
-    left = {PLACE, MODE} if other_mode else {PLACE}
+    left = {PLACE, MODE} if "parallel" in given and config.parallel != saved.get("parallel") else {PLACE}
     kept = [name for name, rule in RULES.items() if name in saved and name not in given and rule not in left]
     return replace(config, **{**taken(saved, kept), **dict(map(changed, config.change))})
 

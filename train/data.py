@@ -132,7 +132,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, samples: Any, fit: Callable[[Tensor], Tensor], config: Config, world: World, *, train: bool) -> None:
         self.samples, self.fit, self.total = samples, fit, len(samples)
         self.config, self.rank, self.ranks, self.train = config, world.rank, world.size, train
-        self.epoch, self.order = -1, torch.arange(self.total)
+        self.epoch, self.shares = -1, torch.arange(self.total).split(config.batch_size)
         self.places: list[tuple[int, int]] = []
         self.loader: DataLoader[Any] | None = None  # without workers it would only take its thirty microseconds a batch
         if config.workers:
@@ -145,9 +145,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         epoch, step = place
         if self.train and epoch != self.epoch:
             draws = torch.Generator().manual_seed(self.config.seed + epoch)
-            self.epoch, self.order = epoch, torch.randperm(self.total, generator=draws)
-        first = step * self.config.batch_size
-        share = self.order[first : first + self.config.batch_size][self.rank :: self.ranks]
+            self.epoch, self.shares = epoch, torch.randperm(self.total, generator=draws).split(self.config.batch_size)
+        share = self.shares[step][self.rank :: self.ranks]
         if isinstance(self.samples, TensorDataset):
             images, labels = self.samples[share]
         else:

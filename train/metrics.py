@@ -47,9 +47,8 @@ class Log:
     def add(self, row: dict[str, Any]) -> None:
         """Prints one epoch's figures and writes them down, after those of the epochs before."""
         self.rows.append(row)
-        count, speed = f"epoch {row['epoch']:3d}/{self.config.epochs}", f"{row['samples_per_second']:.0f} samples/s"
-        accuracy = f"test accuracy {row['test_accuracy']:.2%}"
-        self.say(f"{count}  loss {row['loss']:.4f}  {accuracy}  {row['seconds']:.1f} s  {speed}")
+        figures = "loss {loss:.4f}  test accuracy {test_accuracy:.2%}  {seconds:.1f} s  {samples_per_second:.0f} samples/s"
+        self.say(f"epoch {row['epoch']:3d}/{self.config.epochs}  {figures.format(**row)}")
         if self.speaks:
             write_bytes(self.path, "".join(json.dumps(each) + "\n" for each in self.rows).encode())
         if self.speaks and self.config.tensorboard:

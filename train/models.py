@@ -149,8 +149,8 @@ def build_for(config: Config, samples: Any) -> tuple[nn.Module, Callable[[Tensor
     refuse(first.dim() != 3, f"{config.model} takes images, and --data {config.data} has none: name a --model of your own")
     network, (channels, height, width) = NETWORKS[config.model], first.shape
     # Images keep their own shape where the network takes it.
-    channels = channels if channels in network.channels else network.channels[-1]
-    shape = (channels, network.size or height, network.size or width)
+    depth = channels if channels in network.channels else network.channels[-1]
+    shape = (depth, network.size or height, network.size or width)
     classes = config.classes or len(getattr(samples, "classes", ())) or CLASSES
     return network(shape[0], classes, config.width), partial(fitted, shape=shape, darkest=network.darkest)
 

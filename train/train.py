@@ -120,14 +120,18 @@ def train_epoch(run: Run, log: Log, stop: Stop) -> None:
 
 def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
     """One optimizer step on this rank's share of a batch, in `--grad-accum` passes."""
-    data.seed("step", run.config.seed, run.world.rank, run.done, devices=run.world.devices)  # of dropout and the like
+    if ":" in run.config.model:  # one's own may draw, as dropout does; ours do not
+        data.seed("step", run.config.seed, run.world.rank, run.done, devices=run.world.devices)
     for group in run.optimizer.param_groups:
         group["lr"] = models.rate(run.config, run.done, len(run.train))
     passes = run.config.grad_accum
     images, labels = (each.to(run.world.device, non_blocking=True) for each in (images, labels))
-    for number, part in enumerate(zip(images.chunk(passes), labels.chunk(passes), strict=True), start=1):
-        wrap.average_gradients(run.model, number == passes)
-        loss = F.cross_entropy(forward(run, part[0]), part[1]) / passes
+    parts = zip(images.chunk(passes), labels.chunk(passes), strict=True) if passes > 1 else [(images, labels)]
+    for number, (some_images, some_labels) in enumerate(parts, start=1):
+        if passes > 1:
+            wrap.average_gradients(run.model, number == passes)
+        loss = F.cross_entropy(forward(run, some_images), some_labels)
+        loss = loss / passes if passes > 1 else loss
         run.scaler.scale(loss).backward()
         run.loss += loss.detach()
     if run.config.clip_norm:

@@ -21,6 +21,15 @@ from tests.benchmarks.rivals import Job
 from tests.benchmarks.timing import HEADER, report, time_job
 
 _TITLES = inputs.TITLES | arithmetic.TITLES
+_OF_CHECKPOINTS = (
+    "inspect", "convert --strip-module", "pth to safetensors", "safetensors to pth", "convert --dtype bf16", "average of two",
+    "average of two safetensors", "check", "load_into", "load_state_dict", "convert --in-place",
+)  # fmt: skip
+_JOBS = {  # the titles of the jobs on each input: it is made only where one of them is asked for
+    "sparse": ("inspect", "convert --in-place"), "sharded": ("8 shards to 3", "check"),
+    "ranks": ("inspect", "ZeRO-3 to safetensors", "ZeRO-3 with its optimizer to pth"),
+    "sparse-ranks": ("inspect", "convert one tensor"), "files": ("inspect --json", "check"), "lora": ("convert --lora",),
+}  # fmt: skip
 
 
 @click.command()
@@ -35,14 +44,21 @@ def main(runs: int, gigabytes: float, ranks: int, folder: Path | None, only: str
     random.seed(0)
     print(machine())
     for name in chosen or _TITLES:
+        if not any(only in title for title in _titles(name)):
+            continue
         with tempfile.TemporaryDirectory(dir=folder) as work:
             print(f"\n### {_TITLES[name].format(gigabytes=gigabytes, ranks=ranks)}\n\n{HEADER}", flush=True)
             for job in _jobs(name, Path(work), gigabytes, ranks):
+                assert job.title in _titles(name), job.title
                 if only in job.title:
                     report(job, time_job(job, runs))
     if not chosen and only in training.TITLE:
         print(f"\n### {training.TITLE}\n")
         training.compare(4 * runs)
+
+
+def _titles(name: str) -> tuple[str, ...]:
+    return _JOBS.get(name, ("convert --dequantize",) if name in arithmetic.TITLES else _OF_CHECKPOINTS)
 
 
 def _jobs(name: str, work: Path, gigabytes: float, ranks: int) -> Iterator[Job]:

@@ -1,6 +1,5 @@
 """The training core beside a plain loop over the same network and images: samples a second, epochs in turns."""
 
-import statistics
 import time
 
 import torch
@@ -29,7 +28,7 @@ def plain_epoch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pixels
 
 
 def compare(rounds: int) -> None:
-    """Prints the median of both, and the speed of ours by that of the plain loop."""
+    """Prints the best of both, and the speed of ours by that of the plain loop."""
     config, world = Config(data="synthetic"), World((torch.device("cpu"),))
     log = Log(config, world)
     run = core.Run(config, world, log)
@@ -37,10 +36,10 @@ def compare(rounds: int) -> None:
     model = models.MLP(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ours, plain = [], []
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         plain.append(plain_epoch(model, optimizer, *samples.tensors))
         core.train_epoch(run, log, Stop(world, config))
         ours.append(run.seconds)
         run.epoch, run.step, run.seconds = run.epoch + 1, 0, 0.0
-    one, other = statistics.median(ours[1:]), statistics.median(plain[1:])
+    one, other = min(ours), min(plain)  # what else the machine does takes time from both, and never gives any
     print(f"ours {one:.3f} s, plain {other:.3f} s: {other / one:.0%} of its speed")

@@ -22,6 +22,7 @@ import ckpt_tools.torch
 from docs import pictures
 from tests.support.attention import Old
 from tests.support.commands import ckpt
+from tests.support.job import job
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckpt_tools"
@@ -165,7 +166,9 @@ def test_the_tutorial_goes_as_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
             continue
         program, *arguments = shlex.split(body) if kind == "sh" else ("python", "-c")
         if program == "torchrun":
-            launch(arguments)
+            option, count, _, module, *rest = arguments
+            done = job(int(count), module, *rest, cwd=tmp_path)
+            assert (option, done.returncode) == ("--nproc-per-node", 0), done.stderr
         elif program == "ckpt":
             printed = re.sub(r"^time +.*\n", "", run_command(body), flags=re.MULTILINE)
         else:
@@ -173,14 +176,6 @@ def test_the_tutorial_goes_as_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
             printed = run_python(scripts.get(arguments[0], body), {})
         expected = ".*".join(map(re.escape, shown.strip().split("...\n\n")))
         assert not shown or re.fullmatch(expected, printed.strip(), re.DOTALL), f"{body}\n{printed}"
-
-
-def launch(arguments: list[str]) -> None:
-    """torchrun, on a port that is free."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, env=environment)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("git") or os.name == "nt", reason="git and a shell are needed")

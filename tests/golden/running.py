@@ -75,7 +75,7 @@ def workplace(folder: Path) -> Iterator[None]:
 
 
 def run(row: str, names: dict[str, Any]) -> str:
-    """The block of one row: `ckpt ...` is a command, anything else Python. What is written is told, and removed."""
+    """The block of one row: `ckpt` alone or with arguments, else Python. What is written is told, and removed."""
     for name, source in EDITED.items():
         shutil.copyfile(source, name)
     there = set(os.listdir())
@@ -83,7 +83,7 @@ def run(row: str, names: dict[str, Any]) -> str:
     torch.manual_seed(0)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = command(row) if row.startswith("ckpt ") else _python(row, names)
+        code = command(row) if row.split()[0] == "ckpt" else _python(row, names)
     lines = [f"{MARK}{row}", *_text(out, row), *(f"2> {line}" for line in _lines(errors.getvalue())), f"exit {code}"]
     for name in sorted(set(os.listdir()) - there):
         lines.append(f"wrote {name}: {_written(Path(name))}")

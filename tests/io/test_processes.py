@@ -6,13 +6,12 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.samples import FIXTURES
-from tests.support.terminal import ROOT
+from tests.support.terminal import ROOT, wait_for
 
 SCRIPT = """
 import ckpt_tools
@@ -27,6 +26,14 @@ SIZE = 100 << 30
 def children(pid: int) -> list[int]:
     """The processes that a process has started."""
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def opened(pid: int, folder: Path) -> bool:
+    """Whether a process has a file of this folder open."""
+    try:
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}").startswith(str(folder)) for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it, or a file, has gone meanwhile
+        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for processes")
@@ -46,15 +53,21 @@ def test_workers_end_with_their_parent(number: str, whom: str, tmp_path: Path) -
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
     signal.signal(signal.SIGINT, before)
-    while len(workers := children(process.pid)) < 3:  # one of them is Python's own
+    # Both workers read: before that their parent may still be starting them, or they Python.
+    workers: list[int] = []
+
+    def reading() -> bool:
         assert process.poll() is None
-        time.sleep(0.05)
+        workers[:] = [child for child in children(process.pid) if opened(child, tmp_path)]
+        return len(workers) == 2
+
+    wait_for(reading, 300)
     sent = getattr(signal, number)
     if whom == "group":
         os.killpg(process.pid, sent)
     else:
         os.kill(process.pid if whom == "parent" else max(workers), sent)
-    said, _ = process.communicate(timeout=60)  # which every worker holds open
+    said, _ = process.communicate(timeout=300)  # which every worker holds open
     assert "Traceback" not in said
     assert process.returncode != 0
     assert ("was killed" in said) == (whom == "worker")

@@ -34,7 +34,7 @@ def equal(found: State, wanted: State) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("cut", "world"),
-    [(fsdp1, 7), (fsdp2, 5), (fsdp2, 16), (hsdp, 6), (tp, 3), (fsdp_tp, 8)],
+    [(fsdp1, 7), (fsdp2, 5), (fsdp2, 9), (hsdp, 6), (tp, 3), (fsdp_tp, 8)],
 )  # fmt: skip
 def test_uneven_cuts(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Sizes that the ranks do not divide, more ranks than rows (so empty shards), two dimensions of meshes."""

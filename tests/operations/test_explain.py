@@ -15,10 +15,20 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools.errors import UsageError
 from docs import explained
-from tests.operations.messages_seen import LOADING, OTHERS, SEEN
 from tests.support.commands import ckpt, main
 
 WARNINGS = ("newly-initialized", "mmcv", "is-it-safe")  # after which a traceback is about something else
+SEEN: dict[str, list[str]] = {}
+for block in Path(__file__).with_name("messages_seen.txt").read_text("utf-8").split("\n== ")[1:]:
+    row_name, *messages = block.splitlines()
+    SEEN[row_name] = [json.loads(f'"{message}"') for message in messages]
+OTHERS = SEEN.pop("")
+LOADING = (
+    'Traceback (most recent call last):\n  File "/home/u/run.py", line 12, in <module>\n    ckpt = torch.load("last.pth")\n'
+    '           ^^^^^^^^^^^^^^^^^^^^^^\n  File "/usr/lib/python3/torch/serialization.py", line 1530, in load\n'
+    "    return _load(\n"
+    '  File "/usr/lib/python3/torch/serialization.py", line 2122, in _load\n    result = unpickler.load()\n'
+)
 NAMES = [row["name"] for section in explained.sections() for row in section["row"]]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ckpt_tools import inspect
 from tests.support.commands import main
@@ -63,11 +64,10 @@ def test_names_that_the_terminal_cannot_show(name: str, tmp_path: Path) -> None:
         "convert": [out], "repair": [out], "average": [path, out], "extract-lora": [tuned, tmp_path / "\u00fc", "--rank", 1],
         "diff": [path], "match": ["--like", path], "show": ["\u5c64.weight"],
     }  # fmt: skip
-    done = shell(
-        name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C",
-        **{"FORCE_COLOR": "1", "COLUMNS": "80"} if name == "inspect" else {},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = [name, str(path), *map(str, more.get(name, []))]
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "80"} if name == "inspect" else {}
+    done = CliRunner(charset="ascii").invoke(main, words, env=terminal)
+    assert done.exit_code == 0, done.output
     assert done.stdout.isascii()
     assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)
 

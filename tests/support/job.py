@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def job(count: int, script: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def job(count: int, script: Path | str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a script, or a module by its name, on so many ranks."""
     command = [sys.executable, "-m", "tests.support.job", str(count), str(script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=240)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, timeout=240)
 
 
 def _main(count: int, script: str) -> int:

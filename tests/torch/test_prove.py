@@ -98,8 +98,10 @@ FAULTS: dict[str, Fault] = {
     "transposed square": (Image, {"mix__weight": torch.t}, None, "mix", "transposed (square)"),
     "another function": (Text, {}, setting(blocks__0__tanh=True), "blocks.0", "gelu, and gelu(tanh)"),
     "another module": (Image, {}, setting(stem__2=nn.LeakyReLU()), "stem.2", "ReLU, and LeakyReLU"),
-    "padding": (Image, {}, setting(body__0__padding_mode="circular", body__0___reversed_padding_repeated_twice=[1] * 4),
-                "body.0", "padding_mode 'zeros', and 'circular'"),
+    "padding": (
+        Image, {}, setting(body__0__padding_mode="circular", body__0___reversed_padding_repeated_twice=[1] * 4), "body.0",
+        "padding_mode 'zeros', and 'circular'",
+    ),
     "order of positions": (Text, {}, setting(reversed=True), "", "reversed False, and True"),
     "rotary base": (Text, {}, setting(blocks__0__attn__base=10000.0), "blocks.0.attn", "base 100.0, and 10000.0"),
     "scale": (Text, {}, setting(blocks__1__attn__scale=1 / 16), "blocks.1.attn", "scale 0.5, and 0.0625"),

@@ -36,6 +36,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--resume", "latest", "--out", f"{out}/stopped"],
         ["--resume", "latest", *short, "--out", f"{out}/from_single"],
         [*resnet, "--out", f"{out}/ddp"],
+        [*lenet, *short, "--batch-size", "30", "--out", f"{out}/thirty"],
         *([*resnet, *fsdp, "--out", f"{out}/{save}", "--save", save] for save in SAVES),
         [*fsdp, "--resume", f"{out}/dcp/epoch_001", "--out", f"{out}/from_dcp", *whole],
         [*fsdp, "--resume", f"{out}/ddp/epoch_001.pth", "--out", f"{out}/from_ddp"],
@@ -82,6 +83,15 @@ def test_two_ranks_measure_what_they_save(two: Path) -> None:
     accuracy = (network(images).argmax(1) == labels).double().mean().item()
     row = json.loads((two / "ddp" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["test_accuracy"] == pytest.approx(accuracy)
+
+
+def test_three_ranks_go_on_from_two(two: Path, tmp_path: Path) -> None:
+    """Under ddp, and in the other mode: to the end, where weights are those of two within rounding, and the test loss too."""
+    modes = {"ddp": [], "fsdp": ["--parallel", "fsdp"]}
+    ranks(3, *(["--resume", f"{two}/thirty/epoch_001.pth", "--out", str(tmp_path / mode), *modes[mode]] for mode in modes))
+    for mode in modes:
+        assert close(last(two / "thirty"), last(tmp_path / mode), tolerance=1e-5)
+        assert rows(tmp_path / mode)[1]["test_loss"] == pytest.approx(rows(two / "thirty")[1]["test_loss"], abs=1e-5)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

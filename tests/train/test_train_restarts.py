@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.train.runs import ROOT, environment, last, run, same
+from tests.train.runs import ROOT, environment, last, ranks, run, same, spelled
 from train import data
 from train import train as loop
 from train.__main__ import command, main
@@ -214,8 +216,13 @@ def test_ctrl_c_before_training_is_130_without_a_traceback(tmp_path: Path) -> No
     assert "Traceback" not in errors
 
 
-def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
-    """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SMALL = {"data": "synthetic", "samples": 200, "resume": "auto"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_restarted_torchrun_goes_on_by_itself(mode: str, tmp_path: Path) -> None:
+    """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch: nothing is lost."""
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal\nfrom train import train as loop\nfrom train.__main__ import main\nstep = loop.train_step\n"
@@ -225,12 +232,48 @@ def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
         "    return step(run, *batch)\n"
         "loop.train_step = killed\nmain()\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    options = ["--parallel", "ddp", "--epochs", "2", "--resume", "auto", "--out", str(tmp_path / "out")]
-    small = ["--data", "synthetic", "--samples", "200"]
-    plain = environment(PYTHONWARNINGS="")
-    done = subprocess.run([*torchrun, str(script), *options, *small], env=plain, cwd=ROOT, capture_output=True, text=True)
+    options = spelled({**SMALL, "parallel": mode, "epochs": 2, "out": tmp_path / "out"})
+    plain, launch = environment(PYTHONWARNINGS=""), [*TORCHRUN, "--max-restarts", "1", str(script)]
+    done = subprocess.run([*launch, *options], env=plain, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch   2/2") == 1  # one rank speaks
     assert last(tmp_path / "out")["epoch"] == 2
     assert [json.loads(line)["epoch"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    ranks(2, spelled({**SMALL, "parallel": mode, "epochs": 2, "out": tmp_path / "whole"}))
+    assert same(last(tmp_path / "out"), last(tmp_path / "whole"))
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process started and that still run."""
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if ppid(path) == parent]
+
+
+def ppid(stat: Path) -> int:
+    """Who started a process; 0 for one that has ended."""
+    with suppress(OSError):
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        return 0 if state == "Z" else int(parent)
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
+    """And another run goes on from there: the lock is free."""
+    options = spelled({**SMALL, "parallel": "ddp", "epochs": 10_000, "keep": 1, "out": tmp_path})
+    with subprocess.Popen([*TORCHRUN, "-m", "train", *options], env=environment(PYTHONWARNINGS=""), cwd=ROOT) as launcher:
+        wait_until(lambda: (tmp_path / "latest").exists())
+        started = children(launcher.pid)
+        launcher.kill()
+    assert len(started) == 2
+    wait_until(lambda: not any(ppid(Path(f"/proc/{process}/stat")) for process in started))
+    saved = last(tmp_path)
+    ranks(2, spelled({**SMALL, "out": tmp_path, "epochs": saved["epoch"] + 1}))
+    assert last(tmp_path)["epoch"] == saved["epoch"] + 1
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    """At most two minutes."""
+    end = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
