@@ -302,14 +302,6 @@ def _escaped(character: str) -> str:
 # --- reading
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file and check that its steps can be done."""
-    plan = read_any_plan(path)
-    if isinstance(plan, PatternPlan):
-        raise MatchError(f"{path} is a plan of patterns: it is a plain one only for a checkpoint.")
-    return plan
-
-
 _REVERSE = ":reverse"
 
 

@@ -16,10 +16,10 @@ from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.quantised_plain import box, plain_content
+from ckpt_tools.values.quantised_plain import plain_content
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(slots=True)
@@ -111,9 +111,3 @@ class _Maker:
             self.counts[id(storage)] = count
             self.known[key] = Entry(storage, self.target, plain.shape, contiguous_stride(plain.shape), 0)
         return self.known[key]
-
-
-def plain_numbers(tensor: Quantised, config: Config, window: Sequence[slice]) -> torch.Tensor:
-    """A box of a quantised tensor's numbers as float32, without working out the rest."""
-    plain = tensor.settle(config)
-    return box(plain.make, plain.shape, window)

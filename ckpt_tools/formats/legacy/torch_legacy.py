@@ -86,9 +86,6 @@ def lay_out(root: Node) -> list[Piece]:
     return [Piece(Literal(b"".join(_pickles(root, survey, storages)))), *_bodies(storages)]
 
 
-_COUNT = 8  # bytes of the number of elements before each storage
-
-
 def _pickles(root: Node, survey: Survey, storages: list[Storage]) -> tuple[bytes, bytes, bytes]:
     """What stands before the storages: the frame, the tree, the keys."""
     keys = {id(storage): str(index) for index, storage in enumerate(storages)}

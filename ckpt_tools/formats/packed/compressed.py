@@ -166,11 +166,6 @@ def _next_run(source: Source, at: int) -> int:
 # --- zstd
 
 
-def has_zstd() -> bool:
-    """Whether something here inflates zstd."""
-    return _zstd_module() is not None
-
-
 def _zstd_module() -> Any:
     for name in _ZSTD:
         try:

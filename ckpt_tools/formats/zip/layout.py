@@ -98,7 +98,7 @@ class ZipLayout:
         fixed = LOCAL.size + len(self.folder) + 1 + 20 + 4 + ALIGNMENT + DESCRIPTOR_64
         return sum(fixed + len(name.encode()) + content.length for name, content in records)
 
-    def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None, verify: bool = False) -> None:
+    def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None) -> None:
         """A record under a new header."""
         size, path = content.length, f"{self.folder}/{name}".encode()
         crc = crc if size else 0  # whatever the source says of nothing
@@ -107,7 +107,7 @@ class ZipLayout:
         padding = -start % ALIGNMENT if align else 0
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = _FLAGS if size else _FLAGS & ~8  # nothing follows an empty record
-        checksum = Checksum(size, crc if verify else None, path.decode()) if crc is None or verify else None
+        checksum = Checksum(size, label=path.decode()) if crc is None else None
         self.listed.append(_Listed(path, flags, checksum if checksum is not None else crc or 0, size, self.position))
         self.put(Literal(LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
         self.put(content, checksum)

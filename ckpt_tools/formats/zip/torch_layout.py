@@ -18,21 +18,18 @@ from ckpt_tools.tree.nodes import Node, Storage
 _SMALL_GAP = 4096
 
 
-def lay_out(
-    root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True, verify: bool = False,
-    compact: bool = False,
-) -> list[Piece]:  # fmt: skip
+def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True) -> list[Piece]:
     """The pieces of a torch-zip with this tree."""
     survey = Survey(root)
     storages = _in_source_order(_unique(survey.storages))
-    whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
+    whole = dict(_whole_records(storages, folder)) if trust_crc else {}
     head, tail = _small_records(root, survey, byteorder)
     layout = ZipLayout(folder)
     anchor = whole[storages[0].key].header if storages and storages[0].key in whole else 0
-    if not compact and layout.room(head) > anchor >= layout.room(head[1:]):
+    if layout.room(head) > anchor >= layout.room(head[1:]):
         tail.insert(0, head.pop(0))  # the pickle has grown: it goes behind the storages, which stay
     _add_small(layout, head)
-    gap_limit = 0 if compact else max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64)
+    gap_limit = max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64)
     if 0 <= anchor - layout.position <= gap_limit:
         layout.pad(anchor - layout.position)
     for run in _runs(storages, whole):
@@ -40,7 +37,7 @@ def lay_out(
         if run[0].key in whole and type(first) is RecordRange:
             layout.copy(first.source, [whole[storage.key] for storage in run])
         else:
-            _add_storage(layout, run[0], trust_crc=trust_crc, verify=verify)
+            _add_storage(layout, run[0], trust_crc=trust_crc)
     _add_small(layout, tail)
     return layout.finish()
 
@@ -73,10 +70,10 @@ def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[
         yield storages[start:]
 
 
-def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool, verify: bool) -> None:
+def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool) -> None:
     content = storage.content
     if isinstance(content, RecordRange) and trust_crc:
-        layout.add(f"data/{storage.key}", content, align=True, crc=content.record.crc, verify=verify)
+        layout.add(f"data/{storage.key}", content, align=True, crc=content.record.crc)
     else:
         layout.add(f"data/{storage.key}", content, align=True)
 
