@@ -7,15 +7,7 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import (
-    OUT,
-    OUTPUT,
-    given,
-    options_of,
-    out_option,
-    quiet_option,
-    show_progress,
-)
+from ckpt_tools.cli.options import OUT, OUTPUT, given, options_of, out_option, quiet_option, show_progress
 from ckpt_tools.errors import UsageError
 from ckpt_tools.operations.average import Averaged
 from ckpt_tools.operations.options import AverageOptions

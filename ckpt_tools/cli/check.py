@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.options import (
-    OUT_PATH,
-    Expanded,
-    Once,
-    expand,
-    print_others,
-    quiet_option,
-    show_progress,
-)
+from ckpt_tools.cli.options import OUT_PATH, Expanded, Once, expand, print_others, quiet_option, show_progress
 from ckpt_tools.cli.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address

@@ -10,12 +10,7 @@ from typing import cast
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import (
-    LOCATION,
-    Once,
-    quiet_option,
-    show_progress,
-)
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 
 
 @click.command(short_help="Show what differs between two checkpoints.")

@@ -10,13 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import (
-    LOCATION,
-    given,
-    options_of,
-    quiet_option,
-    waiting,
-)
+from ckpt_tools.cli.options import LOCATION, given, options_of, quiet_option, waiting
 from ckpt_tools.matching.questions import Question
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import printable

@@ -9,15 +9,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import (
-    LOCATION,
-    OUT,
-    Once,
-    one_out,
-    out_option,
-    quiet_option,
-    show_progress,
-)
+from ckpt_tools.cli.options import LOCATION, OUT, Once, one_out, out_option, quiet_option, show_progress
 from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of

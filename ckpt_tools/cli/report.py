@@ -9,13 +9,7 @@ from pathlib import Path, PurePath
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import (
-    LOCATION,
-    OUT_PATH,
-    Once,
-    quiet_option,
-    show_progress,
-)
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option, show_progress
 
 
 @click.command(short_help="Write an HTML page about a checkpoint.")
@@ -54,13 +48,7 @@ def report(
         raise click.UsageError(f"{other} would be compared with {path}; to write the page there: -o {other}")
     with show_progress(quiet=quiet) as progress:
         written = write_report(
-            path,
-            other,
-            output=output or _page_for(path),
-            values=values,
-            select=select,
-            overwrite=overwrite,
-            progress=progress,
+            path, other, output=output or _page_for(path), values=values, select=select, overwrite=overwrite, progress=progress
         )
     if not quiet:
         from ckpt_tools.render.text import size_text

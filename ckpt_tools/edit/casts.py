@@ -12,12 +12,7 @@ from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tens
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Node,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import CastCount, cast, swapped
 from ckpt_tools.values.pytorch import need_torch

@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.tree import exchange, nodes, visit
-from ckpt_tools.tree.nodes import (
-    Entry,
-    Node,
-    Storage,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
 from ckpt_tools.values.numeric import part, row_major
 
 

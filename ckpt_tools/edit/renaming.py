@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.formats.contents import StateDict, find_optimizers, is_tensor
 from ckpt_tools.tree.names import check_unique, move_metadata
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    List,
-    Node,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 
 Rename = Callable[[str], str]
 

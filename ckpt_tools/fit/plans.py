@@ -19,12 +19,7 @@ from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
 from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.matching import Match, Matching
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Node,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
 
 StepName: TypeAlias = Literal[
     "copy", "reshape", "transpose", "split", "concat", "permute", "flatten", "stack", "unstack", "pad", "crop"

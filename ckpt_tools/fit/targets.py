@@ -20,12 +20,7 @@ from typing import Any, cast
 from ckpt_tools.edit import renaming, selection
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    find_state_dicts,
-    tensors_by_name,
-)
+from ckpt_tools.formats.open import Checkpoint, StateDict, find_state_dicts, tensors_by_name
 from ckpt_tools.formats.parts.flat_rows import Names
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json

@@ -23,27 +23,14 @@ from math import prod
 from typing import Any, TypeGuard
 
 from ckpt_tools import limits
-from ckpt_tools.errors import (
-    TWO_FILES,
-    CkptError,
-    DamagedFileError,
-    PartError,
-    TensorError,
-    UnsupportedContainerError,
-)
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.formats.zip.directory import RecordRange
-from ckpt_tools.io.content import (
-    Computed,
-    Content,
-    Part,
-    Range,
-    chunks,
-)
+from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
@@ -52,24 +39,8 @@ from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import (
-    MAX_ELEMENTS,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    contiguous_stride,
-)
-from ckpt_tools.values.boxes import (
-    Chunk,
-    Sizes,
-    assemble,
-    extent,
-)
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Pair, Storage, contiguous_stride
+from ckpt_tools.values.boxes import Chunk, Sizes, assemble, extent
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
 

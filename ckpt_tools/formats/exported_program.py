@@ -25,13 +25,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import META, meta_tensor, parameter_of
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Node,
-    Storage,
-    check,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, check
 
 _WEIGHTS, _CONFIG = "/data/weights/", "_weights_config.json"
 _STRIDED = 7  # of schema.Layout

@@ -126,9 +126,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
     if found is None:
         files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_CHECKPOINTS))]
         raise NotACheckpointError(
-            f"{folder} is a directory, and not a checkpoint.",
-            why=_what_is_missing(names),
-            fix=_named_in(folder, names, files),
+            f"{folder} is a directory, and not a checkpoint.", why=_what_is_missing(names), fix=_named_in(folder, names, files)
         )
     return found
 

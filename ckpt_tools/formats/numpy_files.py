@@ -21,19 +21,8 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from ckpt_tools import limits
-from ckpt_tools.errors import (
-    TWO_FILES,
-    DamagedFileError,
-    PickleError,
-    TensorError,
-    UnsupportedContainerError,
-)
-from ckpt_tools.formats.base import (
-    Decoded,
-    Warned,
-    trailing,
-    validate_tree,
-)
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.legacy.stream import Blobs
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip.directory import Directory, Record
@@ -41,12 +30,7 @@ from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.stream import (
-    BytesPart,
-    FilePart,
-    Part,
-    Pickles,
-)
+from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
@@ -68,10 +52,7 @@ from ckpt_tools.values.numeric import part, swapped
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # numpy's own limit for what it evaluates
 _DESCR = re.compile(r"([<>=|]?)([a-zA-Z])([0-9]{0,9})")
-_RECONSTRUCT = (
-    Global("numpy.core.multiarray", "_reconstruct"),
-    Global("numpy._core.multiarray", "_reconstruct"),
-)
+_RECONSTRUCT = (Global("numpy.core.multiarray", "_reconstruct"), Global("numpy._core.multiarray", "_reconstruct"))
 _FROMBUFFER = (Global("numpy.core.numeric", "_frombuffer"), Global("numpy._core.numeric", "_frombuffer"))
 
 

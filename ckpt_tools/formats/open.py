@@ -38,9 +38,7 @@ from ckpt_tools.io.sources import Files, source_of
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import getting_again
-from ckpt_tools.tree.nodes import (
-    Node,
-)
+from ckpt_tools.tree.nodes import Node
 
 
 def _decode_zip(source: Source) -> Decoded:

@@ -17,18 +17,8 @@ from __future__ import annotations
 import re
 from types import NoneType
 
-from ckpt_tools.errors import (
-    TWO_FILES,
-    CkptError,
-    DamagedFileError,
-    LimitError,
-    PickleError,
-)
-from ckpt_tools.formats.base import (
-    Decoded,
-    trailing,
-    validate_tree,
-)
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.formats.base import Decoded, trailing, validate_tree
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.formats.numpy_files import Arrays
@@ -39,12 +29,7 @@ from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.nodes import (
-    ByteString,
-    Dict,
-    List,
-    Node,
-)
+from ckpt_tools.tree.nodes import ByteString, Dict, List, Node
 from ckpt_tools.tree.visit import walk
 
 # Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.

@@ -18,29 +18,12 @@ from typing import Any, NoReturn
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
-from ckpt_tools.formats.base import (
-    Decoded,
-    Warned,
-    repeated,
-)
-from ckpt_tools.io.content import (
-    Content,
-    Literal,
-    Piece,
-    Range,
-)
+from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
-from ckpt_tools.tree.nodes import (
-    MAX_ELEMENTS,
-    Dict,
-    Entry,
-    Storage,
-    as_dict,
-    check,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 
 MAX_HEADER = limits.HEADER_BYTES.default  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say

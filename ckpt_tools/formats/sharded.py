@@ -19,13 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import (
-    ConvertError,
-    DamagedFileError,
-    NotACheckpointError,
-    PartError,
-    UnsupportedContainerError,
-)
+from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.io.output import Source
@@ -34,15 +28,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import listed
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    as_dict,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Object, Pair, Storage, as_dict
 from ckpt_tools.tree.visit import reachable
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order

@@ -318,8 +318,4 @@ def _sparse(args: tuple[Node, ...]) -> Node:
 
 
 _LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
-PROGRAM_MAKERS: dict[Global, Maker] = {
-    **MAKERS,
-    Global("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    _SPARSE: _sparse,
-}
+PROGRAM_MAKERS: dict[Global, Maker] = {**MAKERS, Global("torch._utils", "_rebuild_tensor_v2"): _rebuild, _SPARSE: _sparse}

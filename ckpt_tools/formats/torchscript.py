@@ -29,19 +29,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.modules import SAVED
-from ckpt_tools.tree.nodes import (
-    Build,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    check,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage, check, contiguous_stride
 from ckpt_tools.tree.visit import parts, reachable
 
 _CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)

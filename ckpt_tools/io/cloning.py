@@ -15,12 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.io.output import (
-    Output,
-    Source,
-    free_bytes,
-    reserve,
-)
+from ckpt_tools.io.output import Output, Source, free_bytes, reserve
 
 _FROM = 32 << 20  # below this a copy takes less time than a thread is worth
 _STEP, _STEP_SECONDS = 64 << 20, 0.1  # a step grows while it takes less: after each the thread waits for Python's lock

@@ -15,14 +15,7 @@ from typing import Protocol
 from ckpt_tools.errors import OutputError, OutputExistsError, UsageError
 from ckpt_tools.io import attributes, temporaries
 from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import (
-    Output,
-    check_space,
-    no_folder,
-    output_errors,
-    read_only,
-    replacing,
-)
+from ckpt_tools.io.output import Output, check_space, no_folder, output_errors, read_only, replacing
 
 
 class Staging(Protocol):

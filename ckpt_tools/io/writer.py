@@ -11,25 +11,8 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from ckpt_tools.io.cloning import Clone
-from ckpt_tools.io.content import (
-    CHUNK,
-    Checksum,
-    Computed,
-    Content,
-    Joined,
-    Late,
-    Piece,
-    Range,
-    chunks,
-    total,
-)
-from ckpt_tools.io.output import (
-    Output,
-    Source,
-    no_space,
-    output_error,
-    reserve,
-)
+from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Joined, Late, Piece, Range, chunks, total
+from ckpt_tools.io.output import Output, Source, no_space, output_error, reserve
 
 Progress: TypeAlias = Callable[[int, int], None]
 

@@ -10,17 +10,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.matching.lexicon import concepts
-from ckpt_tools.matching.records import (
-    Ambiguous,
-    Match,
-    Matching,
-    Mismatch,
-    Offer,
-    Param,
-    Reason,
-    Shape,
-    Step,
-)
+from ckpt_tools.matching.records import Ambiguous, Match, Matching, Mismatch, Offer, Param, Reason, Shape, Step
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.parametrized import part_of
 

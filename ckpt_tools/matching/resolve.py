@@ -9,14 +9,7 @@ from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from ckpt_tools.matching.blocks import Block, Family
-from ckpt_tools.matching.lexicon import (
-    QKV,
-    concepts,
-    numbers,
-    rank,
-    sharpened,
-    stem,
-)
+from ckpt_tools.matching.lexicon import QKV, concepts, numbers, rank, sharpened, stem
 from ckpt_tools.matching.units import Path, Unit
 
 Item: TypeAlias = Unit | Block

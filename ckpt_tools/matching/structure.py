@@ -14,24 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TypeAlias
 
-from ckpt_tools.matching.blocks import (
-    Block,
-    Family,
-    Key,
-    blocks_of,
-    families_of,
-    whole_paths,
-)
+from ckpt_tools.matching.blocks import Block, Family, Key, blocks_of, families_of, whole_paths
 from ckpt_tools.matching.lexicon import end_of, numbers, stem
-from ckpt_tools.matching.resolve import (
-    Context,
-    Counted,
-    ItemPair,
-    UnitPair,
-    comes_before,
-    meaning,
-    resolve,
-)
+from ckpt_tools.matching.resolve import Context, Counted, ItemPair, UnitPair, comes_before, meaning, resolve
 from ckpt_tools.matching.units import Path, Signature, Unit
 
 _MOST_ROUNDS, _MOST_UNITS = 100, 2_000_000

@@ -44,27 +44,12 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
-from ckpt_tools.tree.nodes import (
-    Entry,
-    Node,
-    Object,
-    Storage,
-    Where,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, Where, contiguous_stride
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.measures import Spread
-from ckpt_tools.values.numeric import (
-    CastCount,
-    has_numbers,
-    largest,
-    row_major,
-    view_of,
-    weighted_mean,
-    widest,
-)
+from ckpt_tools.values.numeric import CastCount, has_numbers, largest, row_major, view_of, weighted_mean, widest
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 

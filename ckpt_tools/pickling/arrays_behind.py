@@ -13,13 +13,7 @@ from typing import Any
 
 from ckpt_tools.pickling.reader import OPCODES, Machine
 from ckpt_tools.tree.dtypes import BY_NUMPY
-from ckpt_tools.tree.nodes import (
-    Build,
-    Dict,
-    Global,
-    Node,
-    Object,
-)
+from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
 _RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 _NDARRAY, _MEMMAP = Global("numpy", "ndarray"), Global("numpy", "memmap")

@@ -23,16 +23,7 @@ from ckpt_tools.pickling.state import Maker, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.verdict import Rating
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    Build,
-    ByteString,
-    Dict,
-    Global,
-    List,
-    Node,
-    Object,
-)
+from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time

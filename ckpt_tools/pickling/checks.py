@@ -11,19 +11,7 @@ from typing import Any, NamedTuple, cast
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    Append,
-    Build,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    SetItems,
-)
+from ckpt_tools.tree.nodes import PLAIN, Append, Build, Dict, Entry, Global, List, Node, Object, Pair, SetItems
 from ckpt_tools.tree.visit import worth_a_look
 
 _WITH_STATE = (

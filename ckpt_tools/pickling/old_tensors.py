@@ -19,14 +19,7 @@ from ckpt_tools.errors import TensorError
 from ckpt_tools.pickling.torch_objects import extras_of, rebuild_tensor
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_STORAGE, DType
-from ckpt_tools.tree.nodes import (
-    Build,
-    Entry,
-    Global,
-    Node,
-    Object,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Build, Entry, Global, Node, Object, Storage
 
 _PARAMETER = Global("torch.nn.parameter", "Parameter")
 VARIABLE = Global("torch.autograd.variable", "Variable")

@@ -16,13 +16,7 @@ from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
 from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import (
-    BY_STORAGE,
-    DTYPES,
-    UINT8,
-    DType,
-    newer_dtype,
-)
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, UINT8, DType, newer_dtype
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
     Dict,

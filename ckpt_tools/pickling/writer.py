@@ -30,20 +30,7 @@ from ckpt_tools.pickling.survey import (
     leaves,
     text_of,
 )
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    Append,
-    ByteString,
-    Dict,
-    Entry,
-    Extras,
-    Global,
-    List,
-    Node,
-    Object,
-    SetItems,
-    Storage,
-)
+from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
 from ckpt_tools.tree.visit import ROWS
 
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time

@@ -11,12 +11,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, rows_of, show_rows
-from ckpt_tools.render.text import (
-    by_reason,
-    counted,
-    path_text,
-    size_text,
-)
+from ckpt_tools.render.text import by_reason, counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 

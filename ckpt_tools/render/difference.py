@@ -10,13 +10,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.operations.compare.report import (
-    Change,
-    Difference,
-    Only,
-    TensorChange,
-    ValueChange,
-)
+from ckpt_tools.operations.compare.report import Change, Difference, Only, TensorChange, ValueChange
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
 from ckpt_tools.render.text import counted, path_text, size_text

@@ -15,15 +15,7 @@ from ckpt_tools.formats.open import Checkpoint, is_tensor
 from ckpt_tools.io.content import Range, read_into
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Storage
 from ckpt_tools.values.numeric import torch_dtype
 
 # What Python and torch raise where data cannot be made: of a key without a hash, an attribute that cannot be set, a dtype.

@@ -8,20 +8,7 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from ckpt_tools.errors import LimitError
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    RECORDS,
-    Append,
-    Dict,
-    Entry,
-    Extras,
-    List,
-    Node,
-    Object,
-    Pair,
-    SetItems,
-    Step,
-)
+from ckpt_tools.tree.nodes import PLAIN, RECORDS, Append, Dict, Entry, Extras, List, Node, Object, Pair, SetItems, Step
 from ckpt_tools.tree.visit import chunks
 
 

@@ -12,15 +12,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from ckpt_tools import limits
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Where,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Where
 from ckpt_tools.tree.visit import component
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.

@@ -9,14 +9,7 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TensorError
-from ckpt_tools.io.content import (
-    CHUNK,
-    Computed,
-    Content,
-    Joined,
-    Literal,
-    read,
-)
+from ckpt_tools.io.content import CHUNK, Computed, Content, Joined, Literal, read
 from ckpt_tools.tree.nodes import contiguous_stride
 from ckpt_tools.values.numeric import part, trimmed
 

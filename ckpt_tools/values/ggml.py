@@ -72,8 +72,7 @@ def _blocks(values: torch.Tensor, name: str) -> bytes:
     half = scale.half()
     if not bool(half.isfinite().all()):
         raise ConvertError(
-            f"{name!r} has values that Q8_0 cannot hold: not finite, or beyond 8 million.",
-            fix="Write float32: `dtype='fp32'`.",
+            f"{name!r} has values that Q8_0 cannot hold: not finite, or beyond 8 million.", fix="Write float32: `dtype='fp32'`."
         )
     scaled = rows * torch.where(scale == 0, 0.0, 1 / scale)
     size = scaled.abs()

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.io.content import Content, equal_chunks
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    Entry,
-    Global,
-    Node,
-    Object,
-    Storage,
-)
+from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Storage
 from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.numeric import part, row_major
 

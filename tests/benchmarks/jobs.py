@@ -161,10 +161,7 @@ def on_checkpoint(source: Path) -> list[Job]:
         ckpt("convert", source, pth, "--dtype", "bf16", output=pth),
         script("torch mmap + cast + save", TO_BF16, source, other),
     ]
-    average = [
-        ckpt("average", source, source, pth, output=pth),
-        script("torch mmap + mean + save", AVERAGE, source, other),
-    ]
+    average = [ckpt("average", source, source, pth, output=pth), script("torch mmap + mean + save", AVERAGE, source, other)]
     twin = folder / "twin.safetensors"
     os.link(back, twin)
     scan = installed("picklescan", script("picklescan", SCAN, source))

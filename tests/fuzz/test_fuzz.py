@@ -13,16 +13,12 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-)
+from ckpt_tools.errors import CkptError
 from tests.fuzz import frameworks, headers, oracle
 from tests.fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
-from tests.hostile.zips import (
-    torch_zip,
-)
+from tests.hostile.zips import torch_zip
 from tests.support.samples import FIXTURES
 
 ROOT = Path(ckpt_tools.__file__).parent.parent

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    CkptError,
-    MissingFileError,
-    NotACheckpointError,
-    ObjectsError,
-)
+from ckpt_tools.errors import CkptError, MissingFileError, NotACheckpointError, ObjectsError
 from tests.hostile.refusals import expect_convert_refused, expect_refused, info, safetensors, write
 from tests.hostile.zips import Rec, build
 from tests.support.legacy import saved

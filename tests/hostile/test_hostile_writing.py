@@ -13,14 +13,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import (
-    ChangedFileError,
-    ChecksumError,
-    CkptError,
-    ConvertError,
-    OutputError,
-    OutputExistsError,
-)
+from ckpt_tools.errors import ChangedFileError, ChecksumError, CkptError, ConvertError, OutputError, OutputExistsError
 from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
 from tests.support.terminal import wait_for
 

@@ -196,11 +196,7 @@ def nearly_full(room: int) -> Iterator[None]:
 @pytest.mark.usefixtures("curves")
 @pytest.mark.parametrize(
     ("room", "options", "unwritten"),
-    [
-        (0, [], "metrics.jsonl"),
-        (1_000, [], "epoch_001.pth"),
-        (1_000, ["--parallel", "fsdp", "--save", "dcp"], "epoch_001"),
-    ],
+    [(0, [], "metrics.jsonl"), (1_000, [], "epoch_001.pth"), (1_000, ["--parallel", "fsdp", "--save", "dcp"], "epoch_001")],
 )
 def test_a_full_disk_is_one_sentence_and_exit_code_3(
     room: int, options: list[str], unwritten: str, tmp_path: Path, only_rank: Callable[[], None],

@@ -9,33 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import ObjectsError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    Tensor,
-    find_state_dicts,
-    find_tensors,
-    is_extra,
-    is_tensor,
-)
+from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, find_state_dicts, find_tensors, is_extra, is_tensor
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.modules import (
-    SAVED,
-    attributes,
-    hidden_names,
-    is_module,
-    mapping,
-)
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    Node,
-    Object,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"

@@ -17,23 +17,8 @@ from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import nodes
 from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
-from ckpt_tools.tree.modules import (
-    attributes,
-    is_module,
-    mapping,
-    module_state_dict,
-)
-from ckpt_tools.tree.nodes import (
-    Build,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Storage,
-    contiguous_stride,
-)
+from ckpt_tools.tree.modules import attributes, is_module, mapping, module_state_dict
+from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
 
 Key = Callable[[], str]
 Converter = Callable[[Object, Key], Node | Drop]

@@ -53,10 +53,7 @@ def decode(source: Source) -> Decoded:
     if (name := repeated(items)) is not None:
         raise DamagedFileError(f"Two values of the file would be called {name!r}.", why="A key of it has a dot.")
     if not any(type(node) is Entry for _, node in items):
-        raise NotACheckpointError(
-            f"{source.path} is not a checkpoint.",
-            why="It is msgpack, and no array of Flax is in it.",
-        )
+        raise NotACheckpointError(f"{source.path} is not a checkpoint.", why="It is msgpack, and no array of Flax is in it.")
     made = Decoded("flax", Dict([*items], ordered=True), source)
     made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
     made.warnings += trailing(source.size - reader.cursor.at, "the map")

@@ -12,40 +12,17 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.errors import (
-    DamagedFileError,
-    LimitError,
-    PickleError,
-    TensorError,
-)
+from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.state import Maker
-from ckpt_tools.pickling.stream import (
-    BytesPart,
-    FilePart,
-    Part,
-    Pickles,
-    SmallPickles,
-)
-from ckpt_tools.pickling.torch_objects import (
-    LOAD_FROM_BYTES,
-    MAKERS,
-    Storages,
-    storage_dtype,
-)
+from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles, SmallPickles
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Storage
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

@@ -16,32 +16,15 @@ from __future__ import annotations
 import struct
 
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats.base import (
-    Decoded,
-    Warned,
-    trailing,
-    validate_tree,
-)
-from ckpt_tools.formats.legacy.stream import (
-    MAGIC_NUMBER,
-    NESTED,
-    PROTOCOL_VERSION,
-    is_stream,
-    read_stream,
-)
+from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
+from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.survey import Survey
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import (
-    Dict,
-    List,
-    Node,
-    Object,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Dict, List, Node, Object, Storage
 from ckpt_tools.tree.visit import reachable
 
 _SYS_INFO = Dict(

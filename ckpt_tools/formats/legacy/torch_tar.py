@@ -20,20 +20,8 @@ import contextlib
 import struct
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.errors import (
-    TWO_FILES,
-    CkptError,
-    DamagedFileError,
-    PickleError,
-    TensorError,
-    UnsupportedContainerError,
-)
-from ckpt_tools.formats.base import (
-    Decoded,
-    Warned,
-    is_tar,
-    validate_tree,
-)
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned, is_tar, validate_tree
 from ckpt_tools.formats.packed.tars import OddHeaderError, entries
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
@@ -43,14 +31,7 @@ from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import (
-    MAX_DIMENSIONS,
-    Entry,
-    Global,
-    List,
-    Node,
-    Storage,
-)
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
 
 _MAX_MEMBERS = 64  # of which torch writes four
 _NAMES = ("sys_info", "storages", "tensors", "pickle")

@@ -22,14 +22,7 @@ from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.parts.flat_rows import Names

@@ -16,14 +16,7 @@ from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import read
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
 
 Sizes: TypeAlias = tuple[int, ...]
 _MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five

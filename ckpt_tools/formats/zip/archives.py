@@ -8,12 +8,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.zip.directory import (
-    Directory,
-    MissingDirectoryError,
-    Record,
-    read_directory,
-)
+from ckpt_tools.formats.zip.directory import Directory, MissingDirectoryError, Record, read_directory
 from ckpt_tools.formats.zip.inner import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some

@@ -17,17 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import (
-    CkptError,
-    DamagedFileError,
-    LimitError,
-)
-from ckpt_tools.formats import (
-    numpy_files,
-    plain_pickle,
-    safetensors,
-    torch_zip,
-)
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
+from ckpt_tools.formats import numpy_files, plain_pickle, safetensors, torch_zip
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.frameworks import keras
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar

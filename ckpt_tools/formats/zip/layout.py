@@ -8,16 +8,7 @@ from typing import NamedTuple
 
 from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.formats.zip.headers import ALIGNMENT, CENTRAL, DESCRIPTOR, DESCRIPTOR_64, END, END64, LOCAL, LOCATOR64
-from ckpt_tools.io.content import (
-    CHUNK,
-    Checksum,
-    Computed,
-    Content,
-    Late,
-    Literal,
-    Piece,
-    Range,
-)
+from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF

@@ -17,12 +17,7 @@ from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check import digests, values
-from ckpt_tools.operations.check.passes import (
-    Advance,
-    Crc,
-    Span,
-    read_through,
-)
+from ckpt_tools.operations.check.passes import Advance, Crc, Span, read_through
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.counting import ValueCount

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    Tensor,
-    collector_paused,
-)
+from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
@@ -30,27 +25,14 @@ from ckpt_tools.operations.compare.report import (
     is_large,
     pair_names,
 )
-from ckpt_tools.operations.compare.sides import (
-    Array,
-    Plain,
-    Side,
-    as_texts,
-    check_effort,
-    open_side,
-)
+from ckpt_tools.operations.compare.sides import Array, Plain, Side, as_texts, check_effort, open_side
 from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
 from ckpt_tools.values.measures import Gap
-from ckpt_tools.values.numeric import (
-    has_numbers,
-    numbers,
-    one_thread,
-    row_major,
-    view_of,
-)
+from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 

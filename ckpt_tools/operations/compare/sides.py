@@ -15,31 +15,13 @@ from ckpt_tools.edit.objects.values import as_array, as_value
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import LimitError, NothingMatchedError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    Tensor,
-    is_tensor,
-    names_quantised,
-    naming,
-)
+from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, is_tensor, names_quantised, naming
 from ckpt_tools.formats.safetensors import ALIASES, GGUF_TYPES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.modules import classes, is_module, settings
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    ByteString,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import is_hollow, walk
 from ckpt_tools.values.numeric import view_of
 

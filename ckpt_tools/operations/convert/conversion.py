@@ -13,10 +13,7 @@ from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    collector_paused,
-)
+from ckpt_tools.formats.open import Checkpoint, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone

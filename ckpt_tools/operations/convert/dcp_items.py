@@ -15,13 +15,7 @@ from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import (
-    PLAIN,
-    Dict,
-    Entry,
-    List,
-    Node,
-)
+from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node
 from ckpt_tools.tree.visit import component
 from ckpt_tools.values.numeric import row_major, view_of
 

@@ -495,13 +495,7 @@ def safetensors_shards(
 
 
 def torch_shards(
-    root: Node,
-    limit: int,
-    *,
-    objects: str | None,
-    metadata: Mapping[str, str],
-    trust_crc: bool,
-    edit: MetadataEdit = UNEDITED,
+    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], trust_crc: bool, edit: MetadataEdit = UNEDITED
 ) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")

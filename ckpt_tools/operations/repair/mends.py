@@ -13,20 +13,8 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.names import (
-    INNER_WRAPPERS,
-    MODULE,
-    strip_inner,
-    strip_module,
-    unwrap,
-)
-from ckpt_tools.tree.nodes import (
-    Dict,
-    Entry,
-    Node,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, strip_inner, strip_module, unwrap
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable
 
 # torch.nn.modules.batchnorm._NormBase: version 2 knows num_batches_tracked, and load_state_dict asks for it from then on.

@@ -15,37 +15,16 @@ from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import find_tensors
 from ckpt_tools.formats.torch_zip import check_pickle
-from ckpt_tools.io.content import (
-    CHUNK,
-    Computed,
-    Content,
-    Range,
-    chunks,
-    read,
-)
+from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
-from ckpt_tools.operations.repair.zip_walk import (
-    Found,
-    Walked,
-    ambiguous,
-    by_name,
-    follows,
-    pickles_of,
-    without_contradicted,
-)
+from ckpt_tools.operations.repair.zip_walk import Found, Walked, ambiguous, by_name, follows, pickles_of, without_contradicted
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import listed
 from ckpt_tools.tree.exchange import DROP, Drop, replace
-from ckpt_tools.tree.nodes import (
-    Entry,
-    Node,
-    Object,
-    Storage,
-    Where,
-)
+from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import reachable
 
 NO_CHECKSUMS = "The file carries no checksums: bytes of tensors that were changed look whole."

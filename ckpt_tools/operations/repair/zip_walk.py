@@ -33,13 +33,7 @@ from ckpt_tools.formats.zip.headers import (
     signatures,
     zip64_fields,
 )
-from ckpt_tools.io.content import (
-    Content,
-    Deflated,
-    Range,
-    chunks,
-    crc32,
-)
+from ckpt_tools.io.content import Content, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
 

@@ -48,10 +48,7 @@ def as_they_are(model: torch.nn.Module) -> dict[str, Before]:
     ends = dict(zip(plain, samples.of_all_live(list(plain.values()), samples.ends_of), strict=True))
     return {
         name: Before(
-            tensor.data_ptr() if name in ends else id(tensor),
-            _version(tensor),
-            samples.dtype_of(tensor.dtype),
-            ends.get(name),
+            tensor.data_ptr() if name in ends else id(tensor), _version(tensor), samples.dtype_of(tensor.dtype), ends.get(name)
         )
         for name, tensor in tensors.items()
     }

@@ -178,13 +178,7 @@ class Search:
         pairs = zip(left.inputs, right.inputs, strict=False)
         return any(same_in_another_order(*pair, self.tolerance) for pair in pairs)
 
-    def _in_code(
-        self,
-        old: ModuleCall,
-        new: ModuleCall,
-        after: CallPair | None,
-        before: CallPair | None,
-    ) -> Fault:
+    def _in_code(self, old: ModuleCall, new: ModuleCall, after: CallPair | None, before: CallPair | None) -> Fault:
         reasons = self.reasons.of_code(old, new, after, before)
         return self._fault(
             old, new, "code", after[0].path if after else "", before[0].path if before else "", reasons=reasons

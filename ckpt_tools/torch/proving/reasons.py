@@ -88,13 +88,7 @@ class Reasons:
                 yield f"{name} is {'added once more' if sign > 0 else 'not added'} in the new one"
         yield from values(old.outputs, new.outputs, self.tolerance)
 
-    def of_code(
-        self,
-        old: ModuleCall,
-        new: ModuleCall,
-        after: CallPair | None,
-        before: CallPair | None,
-    ) -> list[str]:
+    def of_code(self, old: ModuleCall, new: ModuleCall, after: CallPair | None, before: CallPair | None) -> list[str]:
         """Of the code of two modules, between two calls in them."""
         begin = [call.outputs for call in after] if after else [old.inputs, new.inputs]
         end = [call.inputs for call in before] if before else [old.outputs, new.outputs]
