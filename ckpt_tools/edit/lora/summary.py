@@ -34,12 +34,15 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     kind, config, problem = _said(checkpoint, list(parts.values()))
     if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
         kind = "DoRA"
-    elements = [up.shape[0] * (down.numel // down.shape[0]) for down, up in pairs]
     owners = tuple(name.rpartition(".")[0] for name in config.parameters)  # one factor has the rows of all experts
     ranks = [
         config.rank if config.rank and owners and module.endswith(owners) else pair[0].shape[0]
         for (_, module), roles in modules.items() if (pair := _pair(roles)) is not None
     ]  # fmt: skip
+    elements = [
+        up.shape[0] * (down.numel // down.shape[0]) * (down.shape[0] // rank)
+        for (down, up), rank in zip(pairs, ranks, strict=True)
+    ]
     return {
         "kind": kind, "names": _whose(parts.values()), "modules": len(pairs), "targets": _targets(parts.values()),
         "ranks": {str(rank): count for rank, count in sorted(Counter(ranks).items())},
