@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckpt_tools.errors import CkptError, RemoteError
+from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
 from ckpt_tools.formats.open import Checkpoint, open_source
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
@@ -167,7 +167,7 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
 
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
     """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
-    if isinstance(error, RemoteError):
+    if isinstance(error, (RemoteError, MissingFileError)):
         return None
     error.__traceback__ = error.__context__ = None  # whose frames hold what was read, and here it is read once more
     with contextlib.suppress(CkptError), contextlib.closing(open_source(archive_and_member(path)[0])) as source:

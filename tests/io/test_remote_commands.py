@@ -10,7 +10,7 @@ import torch
 from click.testing import Result
 
 from ckpt_tools import average, check, convert, diff, edit_in_place, repair, stats
-from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
+from ckpt_tools.errors import MissingFileError, OutputError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model
 from tests.support.commands import ckpt
@@ -137,9 +137,9 @@ def test_what_is_not_there(server: Server, memory: Any) -> None:
         asked = len(server.requests)
         assert check(url).verdict == "unreadable"
         assert len(server.requests) - asked <= 1
-        with pytest.raises(RemoteError):
+        with pytest.raises(MissingFileError):
             stats(url)
-        with pytest.raises(RemoteError):
+        with pytest.raises(MissingFileError):
             diff(url, url)
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def _main(count: int, script: str) -> int:
         ranks.discard(ended)
         if status and not code:
             code = 1
+            time.sleep(0.2)  # as torchrun, which looks a few times a second
             for other in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)

@@ -18,6 +18,7 @@ from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
     DamagedFileError,
+    MissingFileError,
     MissingPackageError,
     NotACheckpointError,
     PartError,
@@ -441,7 +442,7 @@ def _paths(wheres: Sequence[Where]) -> str:
 def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
     says, size, repairable = "", 0, False
-    if not isinstance(error, RemoteError):  # which has been waited for once
+    if not isinstance(error, (RemoteError, MissingFileError)):  # which has been waited for once
         with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
             size = source.size
             if not isinstance(source, Files):
