@@ -146,7 +146,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         if self.train and epoch != self.epoch:
             draws = torch.Generator().manual_seed(self.config.seed + epoch)
             self.epoch, self.shares = epoch, torch.randperm(self.total, generator=draws).split(self.config.batch_size)
-        share = self.shares[step][self.rank :: self.ranks]
+        share = self.shares[step] if self.ranks == 1 else self.shares[step][self.rank :: self.ranks]
         if isinstance(self.samples, TensorDataset):
             images, labels = self.samples[share]
         else:

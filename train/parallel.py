@@ -147,7 +147,7 @@ class Stop:
     """
 
     def __init__(self, world: World, config: Config) -> None:
-        self.world, self.signal, self.saved, self.parent = world, 0, time.monotonic(), os.getppid()
+        self.world, self.signal, self.saved, self.parent = world, 0, time.monotonic(), launched() and os.getppid()
         number, minutes, _ = (config.save_every or "0").partition("m")
         self.steps, self.seconds = (0, 60 * int(number)) if minutes else (int(number), 0)
 
@@ -170,7 +170,7 @@ class Stop:
         due = self.steps > 0 and step % self.steps == 0
         if due or (self.world.size > 1 and step % TOGETHER):
             return due  # the ranks ask each other only every few steps: it makes them wait
-        if launched() and os.getppid() != self.parent:
+        if self.parent and os.getppid() != self.parent:
             self.signal = signal.SIGTERM  # the launcher is gone, and would leave the ranks to themselves
         late = self.seconds > 0 and time.monotonic() - self.saved > self.seconds
         return self.world.largest(max(self.signal, int(late))) > 0

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from click import UsageError
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -38,7 +39,7 @@ class Run:
                 log.say(checkpoint.load_weights(self.network, config.init_from, config))
         self.train = data.Batches(train_set, fit, config, world, train=True)
         self.test = data.Batches(test_set, fit, config, world, train=False)
-        image = self.train[0, 0][0][:1].to(world.device)
+        image = self.train[0, 0][0][:1].to(world.device)  # of epoch 0, step 0, for a trial pass: wrap.settled
         wrapped = wrap.wrap(self.network.to(world.device), image, config, world)
         self.model = cast(nn.Module, torch.compile(wrapped)) if config.compile else wrapped  # what is called
         self.optimizer = models.optimizer(self.network, config)
@@ -98,7 +99,7 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
 
 
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:
-    """Trains from `run.step` to the end of the epoch, or to the step after which the run is to be saved."""
+    """Trains from `run.step` to the end of the epoch, or until the run is to be saved, or a printed loss is not finite."""
     began, first, every, loss = time.perf_counter(), run.step, run.config.log_every, 0.0
     run.model.train()
     for images, labels in run.train.of(run.epoch, first):  # without the steps that a resumed epoch has behind it
@@ -126,7 +127,7 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
     parts = zip(images.chunk(passes), labels.chunk(passes), strict=True) if passes > 1 else [(images, labels)]
     for number, (some_images, some_labels) in enumerate(parts, start=1):
         if passes > 1:
-            wrap.average_gradients(run.model, number == passes)
+            wrap.sync_gradients(run.model, number == passes)  # only the last backward exchanges them
         loss = F.cross_entropy(forward(run, some_images), some_labels)
         loss = loss / passes if passes > 1 else loss
         run.scaler.scale(loss).backward()
@@ -138,8 +139,8 @@ def train_step(run: Run, images: Tensor, labels: Tensor) -> None:
     run.scaler.update()
     run.optimizer.zero_grad()
     if run.average:
-        means, weights = ([wrap.local(each) for each in some.values()] for some in (run.average, wrap.floats(run.network)))
-        torch._foreach_lerp_(means, weights, 1 - run.config.ema)
+        for mean, weight in zip(run.average.values(), wrap.floats(run.network).values(), strict=True):
+            wrap.local(mean).lerp_(wrap.local(weight), 1 - run.config.ema)
 
 
 def forward(run: Run, images: Tensor) -> Any:
@@ -156,7 +157,7 @@ def mean_loss(run: Run) -> float:
 @torch.no_grad()
 def evaluate(run: Run) -> Any:
     """Mean loss and accuracy (0 to 1) over the test images, each counted once, whatever the number of ranks."""
-    wrap.share_buffers(run.network.buffers(), run.world)  # what is measured is what is saved
+    wrap.copy_from_rank_0(run.network.buffers(), run.world)  # each rank has statistics of its own: rank 0's are saved
     run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
     for images, labels in run.test.of(0):
@@ -186,7 +187,7 @@ def finish_epoch(run: Run) -> dict[str, Any]:
 
 def save(run: Run, log: Log) -> None:
     """Writes a checkpoint: plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of them."""
-    wrap.share_buffers([*run.network.buffers(), *run.average.values()], run.world)
+    wrap.copy_from_rank_0([*run.network.buffers(), *run.average.values()], run.world)
     model = run.model if run.config.save == "wrapped" else run.network
     state = {
         "model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "scaler": run.scaler.state_dict(),
@@ -214,6 +215,8 @@ def measure(config: Config, path: Path, given: frozenset[str]) -> int:
 
     Network and images are those of the run that wrote it; for a file of another's making those of the command line.
     """
+    if parallel.launched():
+        raise UsageError("--evaluate runs in one process: leave torchrun out.")
     path = checkpoint.meant(path)
     config = measuring(config, checkpoint.described(path)[1], given)
     with parallel.joined(config) as world:

@@ -54,7 +54,7 @@ def sharded(network: nn.Module, world: World) -> nn.Module:
     return network
 
 
-def average_gradients(model: Any, now: bool) -> None:
+def sync_gradients(model: Any, now: bool) -> None:
     """Whether the next pass averages gradients over all ranks: only the last one of a batch has to."""
     inner = getattr(model, "_orig_mod", model)  # under torch.compile
     if isinstance(inner, DistributedDataParallel):
@@ -68,7 +68,7 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def share_buffers(tensors: Iterable[Tensor], world: World) -> None:
+def copy_from_rank_0(tensors: Iterable[Tensor], world: World) -> None:
     """Gives rank 0's batch statistics to all ranks; DistributedDataParallel may have done so before the last pass."""
     for tensor in tensors:
         if world.size > 1 and not hasattr(tensor, "to_local"):

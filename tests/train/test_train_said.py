@@ -67,6 +67,14 @@ def test_evaluate_takes_the_network_and_the_images_from_the_file(name: str, tmp_
     )
 
 
+def test_evaluate_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun it is refused before anything is read."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(click.UsageError, match="leave torchrun out"):
+        evaluated(tmp_path)
+
+
 def test_evaluate_lets_the_user_name_other_images(tmp_path: Path) -> None:
     run(tmp_path, epochs=1, model="lenet", shape="1x9x7", **SMALL)
     assert "lenet, 61,706 parameters; 359 test images of digits" in evaluated(tmp_path, "--data", "digits")
