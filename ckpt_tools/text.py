@@ -30,10 +30,13 @@ _MEANT = {
     "force": ("overwrite",), "exist_ok": ("overwrite",), "max_shard_size": ("shard_size",),
     "prefix": ("strip_prefix", "add_prefix"), "strip": ("strip_module", "strip_prefix"), "key": ("select",),
     "exclude": ("drop",), "include": ("keep",), "remove": ("drop",), "adapter": ("lora",),
+    "quantize": ("dtype",), "dtype_only": ("dtype",), "drop_metadata": ("set_metadata",), "reverse": ("plan",),
 }  # fmt: skip
 _SAID = {
     "weights_only": "Nothing that a file says is ever executed: leave it out.",
     "device": "Tensors go where the model has its own.",
+    "verify": "`check` compares every CRC-32; what leaves its container is compared as ever.",
+    "prove": "`ckpt_tools.torch.prove` runs both.",
 }
 
 

@@ -12,6 +12,11 @@ from ckpt_tools.text import did_you_mean, did_you_mean_file
 _NEAR = 0.75  # of two options: --half is not --help
 _SHOWN = 3
 
+# Options that are no more, and have no other name.
+_GONE = (
+    "--verify", "--reserve", "--compact", "--fsync", "--rows", "--only-weights", "--like-select", "--from-args", "--prove",
+    "--prove-model", "--jobs",
+)  # fmt: skip
 COMMANDS = {
     "merge": "ckpt convert BASE OUT --lora ADAPTER, or ckpt convert FOLDER OUT",
     "merge-lora": "ckpt convert BASE OUT --lora ADAPTER",
@@ -36,6 +41,8 @@ OPTIONS = {
     "--remove": "--drop", "--prefix": "--add-prefix", "--strip": "--strip-prefix",
     "--adapter": "--lora", "--max-shard-size": "--shard-size", "--output-dir": "--to-dir", "--out-dir": "--to-dir",
     "--type": "--dtype", "--precision": "--dtype", "--to": "--format", "--base": "--lora",
+    "--quantize": "--dtype q8_0", "--dtype-only": "--dtype GLOB=TYPE", "--drop-metadata": "--set-metadata KEY=",
+    "--reverse": "--plan PLAN:reverse",
 }  # fmt: skip
 
 
@@ -58,6 +65,9 @@ def correct(error: click.NoSuchOption) -> click.NoSuchOption:
         meant = [word]
     else:
         meant = difflib.get_close_matches(word, known, _SHOWN, _NEAR)
+    if word in _GONE and word not in known:
+        gone = f"{word} is no more: docs/renamed.md says what to do instead."
+        return click.NoSuchOption(error.option_name, gone, ctx=error.ctx)
     told = f" Did you mean {', '.join(map(repr, meant))}?" if meant else ""
     return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}.{told}", ctx=error.ctx)
 

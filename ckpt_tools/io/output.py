@@ -240,6 +240,7 @@ class Output:
     target: Path
     path: Path | None = None
     replaces: bool = False
+    expects: object = None
 
 
 @contextlib.contextmanager
@@ -262,6 +263,9 @@ def replacing(
             yield output
             lock = _synced(output, durable=durable)  # until the temporary has its name, no process may take it for an orphan
         with output_errors(target):
+            if output.expects is not None and identity_of(os.stat(target)) != output.expects:
+                why = "What was made of the file that it was is not written over the one that it is now."
+                raise ChangedFileError(f"{target} was replaced while it was read.", why=why, fix="Run this again.")
             _commit(temporary, target, overwrite=overwrite)
             if durable or output.replaces:
                 temporaries.sync_folder(target.parent)

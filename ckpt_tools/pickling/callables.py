@@ -184,11 +184,14 @@ _HARMFUL = _named(
     "torch._utils_internal:get_file_path numpy:DataSource,load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
     "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
     "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "
-    "pandas:read_pickle,eval,read_csv,read_sql pandas.io.pickle:read_pickle pandas.core.computation.eval:eval joblib:load "
+    "h5py:File h5py._hl.files:File pandas:read_pickle,eval,read_csv,read_sql pandas.io.pickle:read_pickle "
+    "pandas.core.computation.eval:eval joblib:load "
     "joblib.numpy_pickle:load logging:FileHandler logging.handlers:RotatingFileHandler,SocketHandler collections:namedtuple "
     "itertools:starmap,accumulate,takewhile,dropwhile,filterfalse,groupby copyreg:add_extension,pickle,constructor "
     "codecs:open,decode,encode,lookup _codecs:decode,lookup,register dataclasses:make_dataclass enum:Enum typing:get_type_hints"
 )  # fmt: skip
+# These run programs and load libraries, wherever they are taken from.
+_HARMFUL_ANYWHERE = _words("Popen CDLL PyDLL OleDLL WinDLL")
 # Names that lead to a module wherever they stand last; other modules share theirs with functions, as `torch.trace`.
 _MODULES_BY_NAME = _HARMFUL_MODULES - _words("cmd code commands pipes platform profile signal site this timeit trace")
 _INSIDES = re.compile("__.*__", re.DOTALL)
@@ -229,7 +232,7 @@ _STANDARD = _words(
     "symtable sys sysconfig syslog tabnanny tarfile telnetlib tempfile termios textwrap this threading time timeit tkinter "
     "token tokenize tomllib trace traceback tracemalloc tty turtle turtledemo types typing unicodedata unittest urllib uu "
     "uuid venv warnings wave weakref webbrowser winreg winsound wsgiref xdrlib xml xmlrpc zipapp zipfile zipimport zlib "
-    "zoneinfo "
+    "zoneinfo test typing_extensions _aix_support _bootsubprocess _curses_panel _msi _overlapped _scproxy "
 )  # fmt: skip
 # A distribution of scipy.stats runs the text under this name when its state is set; what it writes itself makes functions.
 PARSED, PARSER = "scipy.stats", "_parse_arg_template"
@@ -271,7 +274,9 @@ def _leads_to_harm(name: Global) -> bool:
     """Whether a name leads into a module that another one has imported, or to the insides of a class."""
     *path, last = name.name.split(".", _MOST_DOTS)
     if (
-        last in _MODULES_BY_NAME
+        any(not _is_class_name(part) for part in path)  # an alias of a module: np.memmap
+        or last in _HARMFUL_ANYWHERE
+        or last in _MODULES_BY_NAME
         or "." in last
         or not _HARMFUL_MODULES.isdisjoint(path)
         or any(map(_INSIDES.fullmatch, (*path, last)))
@@ -327,7 +332,11 @@ def _modules(module: str) -> list[str]:
 
 def is_class(name: Global) -> bool:
     """Whether a name is one of a class, by its first letter."""
-    return name.name.rpartition(".")[2].lstrip("_")[:1].isupper()
+    return _is_class_name(name.name.rpartition(".")[2])
+
+
+def _is_class_name(part: str) -> bool:
+    return part.lstrip("_")[:1].isupper()
 
 
 def is_everywhere(name: Global) -> bool:

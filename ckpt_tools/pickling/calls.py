@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
-from ckpt_tools.pickling.callables import QUIET
+from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
 from ckpt_tools.pickling.state import Maker, Stop
@@ -114,13 +114,14 @@ class Lister(ArrayMachine):
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
+        self.classes: set[Global] = set()  # of which instances were made
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
         self.check_callable(function)
         self.makes = True
         if type(function) is not Global or function not in QUIET:
-            self.rate(verdict.of_call(function, args), function, args)
+            self.rate(verdict.of_call(function, self._by_class(function, args)), function, args)
             if function == LOAD_FROM_BYTES:
                 self._load_from_bytes(args)
         super().make(function, args)
@@ -148,6 +149,14 @@ class Lister(ArrayMachine):
         line, self.position, self.cut = self.data[self.position : self.end - 1], self.end, True
         return line
 
+    def _by_class(self, function: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The arguments; of `getattr(class, name)` with an instance for what is certainly a class: one has been made of it."""
+        if function == RECONSTRUCTOR and args and type(args[0]) is Global:
+            self.classes.add(args[0])
+        if function == GETATTR and args and type(args[0]) is Global and args[0] in self.classes:
+            return (Object("new", args[0], ()), *args[1:])
+        return args
+
     def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
         data = args[0] if len(args) == 1 else None
         if type(data) is bytes:
@@ -167,6 +176,9 @@ class Lister(ArrayMachine):
         """The calls, and globals that nothing harmless names."""
         called = {call.function for call in self.calls.values()}
         for name in self.globals:
+            owner, _, last = name.name.rpartition(".")
+            if Global(name.module, owner) in self.classes and not last.startswith("__"):
+                continue  # a method of a class of which the pickle makes an instance
             rating = verdict.of_reference(name)
             if verdict.is_dangerous(rating) and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
@@ -271,6 +283,8 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     cls = machine.stack.pop()
     machine.check_callable(cls)
     machine.makes = True
+    if type(cls) is Global:
+        machine.classes.add(cls)
     machine.spend()
     machine.rate(verdict.of_instance(cls), cls, given)
     if given:

@@ -43,6 +43,8 @@ def of_reference(name: Global) -> Rating:
 
 def of_call(function: Node, args: _Given) -> Rating:
     """Rules 2 and 3: `function(*args)`."""
+    if type(function) is Object and function.function == callables.GETATTR and (inner := _class_within(function.args)):
+        function = inner
     if type(function) is not Global:
         return "data" if _is_zone_maker(function) and PLAIN.issuperset(map(type, args)) else "unknown"
     name = of_python3(function)
@@ -134,8 +136,19 @@ def _of_handed(how: str, part: Node, given: _Given) -> Rating:
         return "data"
     if type(part) is not Global or callables.HANDED.get(part, ("",))[0] == "apply":
         return "unknown"
+    if how == "apply" and (part in callables.SHARED or not part.module.startswith("torch")):
+        return "unknown"  # attributes are set on what it gives
     args = given[2] if how == "apply" and len(given) > 2 else ()
     return of_call(part, args if type(args) is tuple else (args,))
+
+
+def _class_within(given: Node) -> Global | None:
+    """The class inside a class that getattr gives."""
+    owner, name = given if type(given) is tuple and len(given) == 2 else (None, None)
+    if type(owner) is not Global or type(name) is not str or not name.isidentifier():
+        return None
+    inner = Global(owner.module, f"{owner.name}.{name}")
+    return inner if callables.is_class(owner) and callables.is_class(inner) else None
 
 
 def _of_attribute(given: _Given) -> Rating:

@@ -1,5 +1,6 @@
 """Edits in place: what they refuse, and links."""
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -8,9 +9,11 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError
+from ckpt_tools.errors import ChangedFileError, ConvertError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def weights(count: int = 12) -> dict[str, torch.Tensor]:
@@ -80,3 +83,30 @@ def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: Literal["safe
             ckpt_tools.edit_in_place(shard, strip_module=True)
         assert shard.read_bytes() == old
     assert len(load_state_dict(folder, unwrap=False)) == 14
+
+
+@pytest.mark.parametrize("part", [
+    "parts/fsdp2/model_world_size_4_rank_1.pt", "parts/consolidated/consolidated.01.pth",
+    "megatron/tp3/iter_0000002/mp_rank_01/model_optim_rng.pt", "frameworks/types.gguf",
+])  # fmt: skip
+def test_what_is_refused(part: str, tmp_path: Path) -> None:
+    """A rank's part would become the whole model, and the blocks of a GGUF floats."""
+    shutil.copytree(FIXTURES / part.rpartition("/")[0], tmp_path / "in")
+    path = tmp_path / "in" / part.rpartition("/")[2]
+    old = path.read_bytes()
+    with pytest.raises(ConvertError):
+        ckpt_tools.edit_in_place(path, add_prefix="q.")
+    assert path.read_bytes() == old
+
+
+def test_a_file_that_is_replaced_meanwhile_stays(pth: Path) -> None:
+    """Another program put a newer file in its place: that is not overwritten."""
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            torch.save({"newer": torch.ones(2)}, pth.with_name("new"))
+            pth.with_name("new").replace(pth)
+
+    with pytest.raises(ChangedFileError, match="was replaced"):
+        ckpt_tools.edit_in_place(pth, strip_module=True, progress=progress)
+    assert list(torch.load(pth)) == ["newer"]

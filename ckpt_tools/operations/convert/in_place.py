@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 from ckpt_tools.errors import ConvertError, OutputError
-from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX
+from ckpt_tools.formats.folders import DCP_METADATA
 from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.io.output import Source, check_space, is_address
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
@@ -20,7 +21,7 @@ from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format
 
 _FORMATS: dict[str, Format] = {
-    "torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors", "gguf": "gguf",
+    "torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors",
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     It needs room for a second file on its disk; where the file system shares blocks, tensors that stay take none.
 
     Args:
-        path: a torch-zip, torch-legacy, safetensors or GGUF file.
+        path: a torch-zip, torch-legacy or safetensors file.
         options: those of `InPlaceOptions`, as keywords.
 
     Returns:
@@ -52,6 +53,8 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         _check_alone(Path(path))
+        if (part := partition(checkpoint)) is not None:
+            raise part_error(checkpoint, part)
         if not options.dry_run:
             check_space(Path(os.path.realpath(path)).parent, Path(path), source.size)
     return convert_with(path, path, ConvertOptions(**options.asked(), format=kind, overwrite=True))
@@ -62,7 +65,7 @@ def _check_alone(path: Path) -> None:
     for place in (path, Path(os.path.realpath(path))):
         if place.suffix == ".distcp" and (place.parent / DCP_METADATA).exists():
             raise _told_of(path, "a part of a distributed checkpoint", place.parent / DCP_METADATA)
-        for index in place.parent.glob(f"*{INDEX_SUFFIX}"):
+        for index in place.parent.glob("*.index*.json"):
             if place.name in (indexed_files(index) or ()):
                 raise _told_of(path, "a shard of a model", index)
 
