@@ -128,7 +128,7 @@ ROOMS = sorted(FLOOR.keys() - {"errors", "limits", "torch"})
 TESTS = Path(__file__).parent
 ELSEWHERE = {"support/commands.py"}  # the command line, which all tests take from there
 NOT_YET = {
-    "benchmarks/sparse.py", "edit/test_account.py", "faults/runs.py", "fuzz/beside.py", "fuzz/cases.py",
+    "benchmarks/sparse.py", "faults/runs.py", "fuzz/beside.py", "fuzz/cases.py",
     "fuzz/readers.py",
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.options import LoadOptions
-from ckpt_tools.text import listed
+from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import is_dtensor, own_box
@@ -416,7 +416,10 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
         if options.stages == "values":
             checkpoint.locate()
         with collector_paused(), _naming_hooks(model):
-            plan = Planner(checkpoint, choose(checkpoint, options.select), slots, model, options).plan()
+            chosen = choose(checkpoint, options.select)
+            plan = Planner(checkpoint, chosen, slots, model, options).plan()
+        if beside := [dotted(row.where) for row in checkpoint.tensors if row.where[: len(chosen.where)] != chosen.where]:
+            plan.report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
         _carry_out(plan)
         if unrun := load_hooks(model):
             plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")

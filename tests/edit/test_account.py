@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.edit import selection
-from ckpt_tools.errors import ConvertError
+import ckpt_tools.torch
 from tests.support.commands import ckpt
 
 
@@ -39,16 +38,6 @@ def test_honest_conversions_come_out_even(options: dict[str, Any], tmp_path: Pat
     assert report.tensors == ckpt_tools.inspect(tmp_path / "out").totals["tensors"]
 
 
-def test_a_step_that_loses_a_tensor_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where a step takes a tensor away and says nothing, nothing is written, and the error names it."""
-    torch.save(training(), tmp_path / "in.pth")
-    honest = selection.filter_tensors
-    monkeypatch.setattr(selection, "filter_tensors", lambda root, *args: honest(root, *args)[1:])
-    with pytest.raises(ConvertError, match=r"1 of 7 tensors would be lost: 'model\.s\.weight'"):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", drop="s.*", dtype="bf16")
-    assert not (tmp_path / "out.pth").exists()
-
-
 def test_renamed_names_are_tensors(tmp_path: Path) -> None:
     """Extra state that moves with its module is no tensor: two of two are renamed, never three."""
     state = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.ones(2), "module.a._extra_state": {"k": 1}}
@@ -65,3 +54,12 @@ def test_a_module_of_one_number_and_extra_state(tmp_path: Path) -> None:
     report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
     assert {name: tensor.item() for name, tensor in load_file(tmp_path / "out.safetensors").items()} == {"param": 3.0}
     assert [note.code for note in report.notes] == ["extra-state"]
+
+
+def test_load_into_says_what_lies_beside(tmp_path: Path) -> None:
+    """Tensors of the file outside the state dict that is loaded are named."""
+    model = torch.nn.Linear(3, 2)
+    torch.save({"model": model.state_dict(), "queue": torch.ones(5)}, tmp_path / "in.pth")
+    assert ckpt_tools.torch.load_into(model, tmp_path / "in.pth").notes == ["beside 'model', and not loaded: 'queue'"]
+    torch.save(model.state_dict(), tmp_path / "alone.pth")
+    assert not ckpt_tools.torch.load_into(model, tmp_path / "alone.pth").notes
