@@ -552,3 +552,20 @@ _DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
 _REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *_FROM_TYPE))
+
+
+def _counted(name: str, count: int) -> Callable[[tuple[Node, ...]], None]:
+    """Makes nothing, and refuses a call with another number of arguments than torch's function has."""
+
+    def check_count(args: tuple[Node, ...]) -> None:
+        if len(args) != count:
+            raise TensorError(f"torch._utils.{name} is called with malformed arguments: {len(args)}, and it takes {count}.")
+
+    return check_count
+
+
+_COUNTS = {
+    "_rebuild_qtensor": 7, "_rebuild_sparse_tensor": 2, "_rebuild_nested_tensor": 4, "_rebuild_meta_tensor_no_storage": 4,
+    "_rebuild_wrapper_subclass": 8, "_rebuild_device_tensor_from_cpu_tensor": 4, "_rebuild_device_tensor_from_numpy": 4,
+}  # fmt: skip
+MAKERS |= {Global("torch._utils", name): _counted(name, count) for name, count in _COUNTS.items()}
