@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -159,8 +158,3 @@ _MAY_BE_PICKLE = 16  # characters of metadata that could be one in base64
 # Readers say so of what they did not read, or of what lies behind the end of what they read.
 _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
-
-
-def moves_tensors() -> ConvertError:
-    """The error for an edit in place that would not leave every storage where it is."""
-    return ConvertError("This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file.")

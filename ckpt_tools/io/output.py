@@ -71,9 +71,6 @@ class Source:
     @property
     def fd(self) -> int:
         """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
-        return self._descriptor()
-
-    def _descriptor(self) -> int:
         return self._fd
 
     @property
@@ -118,7 +115,7 @@ class Source:
 
     def status(self) -> os.stat_result:
         """What the system says of the open file now."""
-        fd = self._descriptor()
+        fd = self.fd
         try:
             return os.fstat(fd)
         except OSError as error:
@@ -136,7 +133,7 @@ class Source:
                 os.close(fd)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        fd = self._descriptor()
+        fd = self.fd
         try:
             if hasattr(os, "pread"):
                 return os.pread(fd, length, offset)
@@ -240,7 +237,6 @@ class Output:
     target: Path
     path: Path | None = None
     replaces: bool = False
-    expects: object = None
 
 
 @contextlib.contextmanager
@@ -257,14 +253,15 @@ def replacing(
     with output_errors(Path(path)):
         temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
+    before = _identity_of_input(target, inputs)
     temporary, lock = temporaries.name(target.parent, temporaries.prefix_of(target)), -1
     try:
         with _temporary(temporary, target, inputs) as output:
             yield output
             lock = _synced(output, durable=durable)  # until the temporary has its name, no process may take it for an orphan
         with output_errors(target):
-            if output.expects is not None and identity_of(os.stat(target)) != output.expects:
-                why = "What was made of the file that it was is not written over the one that it is now."
+            if before is not None and identity_of(os.stat(target)) != before:
+                why = "Another program has put a newer file there, which stays."
                 raise ChangedFileError(f"{target} was replaced while it was read.", why=why, fix="Run this again.")
             _commit(temporary, target, overwrite=overwrite)
             if durable or output.replaces:
@@ -275,6 +272,15 @@ def replacing(
         with contextlib.suppress(OSError):
             if lock >= 0:
                 os.close(lock)
+
+
+def _identity_of_input(target: Path, inputs: Inputs) -> object:
+    """What tells an output that is one of its own inputs from a newer file under its name; None for any other output."""
+    for path in inputs:
+        with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
+            if os.path.samefile(path, target):
+                return identity_of(os.stat(target))
+    return None
 
 
 @contextlib.contextmanager

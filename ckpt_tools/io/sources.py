@@ -89,7 +89,8 @@ class Member(Source):
         status = self.status()
         self.size, self._identity = status.st_size, identity_of(status)
 
-    def _descriptor(self) -> int:
+    @property
+    def fd(self) -> int:
         """The descriptor, opened now if it is not open."""
         if self._fd < 0:
             self._open()

@@ -18,7 +18,7 @@ from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
-from ckpt_tools.io.output import Output, Source, check_space
+from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -46,16 +46,18 @@ class Planned:
 
 @collector_paused()
 def run(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    edits: Edits,
+    output: Output | None,
+    clone: Clone | None,
+    opened: Checkpoint | None = None,
 ) -> Converted:
-    """Read, plan and, with an output, carry it out."""
+    """Read (or take what is open), plan and, with an output, carry it out."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with ExitStack() as stack, open_input(source, edits.options) as checkpoint:
+    with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
         planned = plan(checkpoint, edits, report, stack)
         if output is not None:
-            file = checkpoint.decoded.source
-            if type(file) is Source and os.path.realpath(source) == str(output.target):
-                output.expects = file.identity  # nobody else may have replaced it meanwhile
             execute(planned, output, edits.options.progress, clone)
             checkpoint.decoded.source.check_unchanged()
     return report

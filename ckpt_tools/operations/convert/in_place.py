@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from pathlib import Path
 
 from ckpt_tools.errors import ConvertError, OutputError
 from ckpt_tools.formats.folders import DCP_METADATA
-from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.io.output import Source, check_space, is_address
+from ckpt_tools.operations.convert.conversion import open_input
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
@@ -46,18 +46,19 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     """
     if is_address(path):
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
-    with open_checkpoint(path) as checkpoint:
+    started, asked = time.perf_counter(), ConvertOptions(**options.asked(), overwrite=True)
+    with open_input(path, asked) as checkpoint:
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ConvertError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         _check_alone(Path(path))
-        if (part := partition(checkpoint)) is not None:
-            raise part_error(checkpoint, part)
         if not options.dry_run:
             check_space(Path(os.path.realpath(path)).parent, Path(path), source.size)
-    return convert_with(path, path, ConvertOptions(**options.asked(), format=kind, overwrite=True))
+        report = convert_with(path, path, asked.replace(format=kind), opened=checkpoint)
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 def _check_alone(path: Path) -> None:

@@ -19,6 +19,7 @@ from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format, check_format, check_one_file, names_file, output_format
 
 if TYPE_CHECKING:
+    from ckpt_tools.formats.open import Checkpoint
     from ckpt_tools.io.ranks import Ranks
 
 
@@ -44,9 +45,13 @@ def convert(source: File, target: File, options: ConvertOptions) -> Converted:
 
 
 def convert_with(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions, ranks: Ranks | None = None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: ConvertOptions,
+    ranks: Ranks | None = None,
+    opened: Checkpoint | None = None,
 ) -> Converted:
-    """`convert` with its options in their record; `ranks`: the processes that share the work of a sharded output."""
+    """`convert` with its options in their record; `ranks` share the work of a sharded output, `opened` is the source, open."""
     started = time.perf_counter()
     limit = None if options.shard_size is None else shard_limit(target, options.shard_size, options.format)
     kind = options.format or "safetensors" if limit is not None else output_format(target, options.format)
@@ -68,7 +73,7 @@ def convert_with(
 
             report = run_folder(source, FolderTarget(target, kind, options, inputs, ranks), edits, limit or 0)
         else:
-            report = run(source, target, edits, output, clone)
+            report = run(source, target, edits, output, clone, opened)
     report.seconds = time.perf_counter() - started
     return report
 
