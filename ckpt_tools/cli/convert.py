@@ -38,7 +38,7 @@ from ckpt_tools.operations.convert.run import convert_with
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
 @out_option
-@click.option("--in-place", is_flag=True, help="Put what is written in the place of IN; no OUT.")
+@click.option("--in-place", is_flag=True, help="Replace IN itself; give no OUT.")
 @click.option(
     "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",

@@ -216,7 +216,7 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
         assert type(number) is int
         _value(found[number][0], node, texts, flat)
     if extra := [dotted(where) for where, _ in found if where and is_extra(where[-1])]:
-        text = f"What `set_extra_state` takes is text in the metadata, which no module is given back: {listed(extra, 3)}."
+        text = f"Extra state of modules is kept as text in the metadata, and no module gets it back: {listed(extra, 3)}."
         flat.notes.append(("extra-state", text))
 
 
