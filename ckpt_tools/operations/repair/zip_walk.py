@@ -253,7 +253,7 @@ class _Walk:
         """The CRC-32 of a record's bytes; None when they cannot be inflated."""
         self.read += found.compressed + (found.size or 0 if found.deflated else 0)
         what = "The zip's records overlap so often that proving them would take many times the file."
-        limits.WORK_BYTES.check(self.read, what, self.source.size)
+        limits.MEMORY.check(self.read // limits.STREAMED, what, self.source.size)
         value = 0
         try:
             for chunk in chunks(found.content(self.source)):
