@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
@@ -25,7 +24,7 @@ from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, 
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
+_WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
 
 def _leniently(maker: Maker) -> Maker:

@@ -28,7 +28,6 @@ _SET, _FROZENSET, _BYTEARRAY = (Global("builtins", name) for name in ("set", "fr
 _COUNTER = Global("collections", "Counter")
 _BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only looks them up
 _BYTE = 0xFF  # the largest place in the memo of one byte
-_BYTES_PER_NODE = 4  # a container that is not empty takes four bytes of a pickle at least
 _BYTES_MADE, _ITEMS_READ = 64, 4  # by a call, and of its arguments, that count as a node
 _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
 _MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
@@ -59,7 +58,8 @@ class Machine:
     ) -> None:  # fmt: skip
         self.data, self.start, self.position, self.end = data, offset, offset, len(data)
         self.makers, self.persistent_load = makers, persistent_load
-        self.left = limits.CONTAINERS.value * 5 // 2 + (self.end - offset) // _BYTES_PER_NODE
+        self.budget = limits.budget(self.end - offset)
+        self.room = self.left = self.budget.room(limits.NODES)
         # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
         self.given: list[tuple[List | Dict, int]] = []
         self.states: list[tuple[Build, Dict, int]] = []
@@ -72,9 +72,8 @@ class Machine:
 
     def load(self) -> Node:
         """Run to STOP and return the object."""
-        budget = limits.budget(self.end - self.start)
-        if budget.room(limits.PICKLES) < 0:
-            raise limits.PICKLES.error(
+        if self.budget.room(limits.MEMORY) < 0:
+            raise limits.MEMORY.error(
                 "The file's pickles come to far more bytes than the file has, or are read again and again."
             )
         try:
@@ -86,7 +85,9 @@ class Machine:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            budget.note(limits.PICKLES, min(self.position, self.end) - self.start)
+            taken = self.budget.taken
+            taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
+            taken["nodes"] = taken.get("nodes", 0) + self.room - max(0, self.left)
         self.settle()
         return value
 
@@ -287,13 +288,9 @@ class Machine:
         for step, state, length in self.states:
             if len(state.items) != length:
                 self.left -= length
-                self.check_left()
+                if self.left < 0:
+                    raise limits.NODES.error(_TOO_MUCH)
                 step.state = Dict(state.items[:length], ordered=state.ordered)
-
-    def check_left(self) -> None:
-        """Refuse a pickle that makes too much."""
-        if self.left < 0:
-            raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     # --- the loop
 
@@ -305,7 +302,7 @@ class Machine:
         marks: list[list[Any]] = []
         memo: list[Any] = []
         far: dict[int, Any] = {}  # places beyond the next: real pickles count up
-        most_marks = 2 * limits.DEPTH.value
+        most_marks = 2 * limits.DEPTH
         rebuild: Node = _SET  # torch's function, once it has been named: what stands behind it is read in one step
         try:
             while self.left >= 0:
@@ -364,7 +361,7 @@ class Machine:
                     marks.append(stack)
                     stack = []
                     if len(marks) > most_marks:
-                        raise limits.DEPTH.error("The pickle is nested too deep.")
+                        limits.check_depth(len(marks), "The pickle is nested too deep.", most_marks)
                 elif op == 0x74:  # TUPLE
                     items = stack
                     stack = marks.pop()
@@ -569,12 +566,13 @@ class Machine:
                         raise PickleError(f"The pickle is malformed: offset {at} holds byte {op:#04x}, which is not an opcode.")
         finally:
             self.position = at
-        raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
+        raise limits.NODES.error(_TOO_MUCH)
 
 
 _BYTES = {
     0x42: (_U32, 4), 0x43: (_U8, 1), 0x54: (_U32, 4), 0x55: (_U8, 1), 0x8D: (_U64, 8), 0x8E: (_U64, 8), 0x96: (_U64, 8),
 }  # fmt: skip
+_TOO_MUCH = "The pickle makes more objects than a checkpoint of its size can hold."
 _TOLD: dict[type, str] = {
     IndexError: "takes a value that is not there, or the stream ends without STOP",
     struct.error: "is cut off: the stream ends within it",

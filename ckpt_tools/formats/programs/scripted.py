@@ -59,7 +59,7 @@ def _definitions(decoded: Decoded) -> dict[str, ast.FunctionDef]:
     for record in decoded.records or ():
         if not record.name.startswith(start) or not record.name.endswith(".py"):
             continue
-        budget.take(limits.TEXT_BYTES, record.size, "The program's code is longer than that of any model.")
+        budget.take(limits.MEMORY, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(decoded.source, record, check=False).decode("utf-8", "replace")
         _check_nesting(text)
         module = record.name.removeprefix(start).removesuffix(".py").replace("/", ".")
