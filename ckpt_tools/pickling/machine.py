@@ -297,7 +297,7 @@ class Machine:
     def run(self) -> Any:  # noqa: C901  one loop with local variables: a function for each opcode takes twice as long
         """One pickle, from the position on; afterwards that is behind it, or where reading ended."""
         data, at, end, strict, unusual = self.data, self.position, self.end, self.strict, self.unusual
-        frame, limit = 0, end + 1  # where the last frame ends, and this one
+        frame, limit, op, n = 0, end + 1, 0, 0  # where the last frame ends, and this one; the last opcode and its length
         stack: list[Any] = []
         marks: list[list[Any]] = []
         memo: list[Any] = []
@@ -309,7 +309,7 @@ class Machine:
                 if at >= limit:
                     if at > limit:
                         if strict or at > end:
-                            raise Malformed("ends beyond its frame or the stream")
+                            raise Malformed(_beyond(op, n, n - at + min(limit, end)))
                         self.two_ways = True
                     limit = end + 1
                 op = data[at]
@@ -438,7 +438,7 @@ class Machine:
                 elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                     n, width = (data[at], 1) if op == 0x8A else (_I32(data, at)[0], 4)
                     if n < 0:
-                        raise Malformed(f"claims {n} bytes")
+                        raise Malformed(_beyond(op, n, end - at - width))
                     at += width + n
                     stack.append(int.from_bytes(data[at - n : at], "little", signed=True))
                     if op == 0x8B:
@@ -578,6 +578,7 @@ _TOLD: dict[type, str] = {
     struct.error: "is cut off: the stream ends within it",
     UnicodeDecodeError: "holds text that is not UTF-8",
 }
+_WITH_LENGTH = b"XTUBC\x8a\x8b\x8c\x8d\x8e\x96"
 _LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")  # which Python before 3.11 reads
 _OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
 
@@ -595,6 +596,11 @@ def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)
     return list(zip(values, values, strict=True))
+
+
+def _beyond(op: int, length: int, left: int) -> str:
+    """What is wrong with an opcode that ends behind its frame, or the stream."""
+    return f"claims {length} bytes where {left} are left" if op in _WITH_LENGTH else "ends beyond its frame or the stream"
 
 
 def _size(made: Node) -> int:
