@@ -175,7 +175,7 @@ def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
     records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
     unused = _unused(decoded, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
-        every = (node.key for node in reachable(checkpoint.root, dicts=False) if type(node) is Storage)
+        every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
         unused = _unused(decoded, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)

@@ -325,7 +325,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.missing += [Missing([row.index], row.bytes, row.why) for row in salvaged.archives]
     report.tensors = count_tensors(root) + len(salvaged.archives)  # each holds one tensor at least
     report.saved = report.tensors - len(lost) - len(salvaged.archives)
-    sizes = {id(node): node.nbytes for node in reachable(root, dicts=False, bare=False) if type(node) is Storage}
+    sizes = {id(node): node.nbytes for node in reachable(root, bare=False) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values()) + sum(row.bytes for row in salvaged.archives)
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
