@@ -19,12 +19,12 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.formats import program_harm as harm
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed import texts
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.packed.tars import pay
-from ckpt_tools.formats.programs import harm
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
