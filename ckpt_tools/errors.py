@@ -30,8 +30,11 @@ call an argument as Python does, between backticks:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from errno import EEXIST, ENOENT
+from collections.abc import Iterator
+from errno import EEXIST, ENOENT, ENOMEM
 
 MAX_SENTENCE = 1200
 
@@ -208,3 +211,28 @@ class OutputExistsError(OutputError, FileExistsError):
     """The output exists, and overwriting was not asked for."""
 
     errno = EEXIST
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """What Python says where the system has no more memory is a MemoryError: it may also be that a module cannot be mapped."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        told = not isinstance(error, CkptError) and any(text in str(error) for text in _NO_MEMORY)
+        if not told:
+            raise
+        raise MemoryError from None
+
+
+# of ENOMEM, and of glibc where a module is loaded
+_NO_MEMORY = (os.strerror(ENOMEM), "failed to map segment", "cannot allocate memory", "cannot create shared object")
+
+
+def exhausted(error: MemoryError | RecursionError, what: str) -> LimitError:
+    """The error for what Python itself ran out of, in whichever part: nothing of it may end in a traceback."""
+    if isinstance(error, MemoryError):
+        return LimitError(
+            f"{what}: there is not enough memory for it.", why="The machine, or a limit of its system, has no more."
+        )
+    return LimitError(f"{what}: it is nested deeper than Python can follow.")

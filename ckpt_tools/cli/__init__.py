@@ -22,7 +22,7 @@ import click
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, exhausted, out_of_memory
 from ckpt_tools.values.pytorch import torch_told
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with limits.out_of_memory(), _terminable(), limits.kept():
+            with out_of_memory(), _terminable(), limits.raised():
                 try:
                     with torch_told():
                         return super().invoke(ctx)
@@ -159,7 +159,7 @@ class _Group(click.Group):
         except (CkptError, MemoryError, RecursionError) as problem:
             from ckpt_tools.render.text import print_error
 
-            error = problem if isinstance(problem, CkptError) else limits.exhausted(problem, "The command cannot be finished")
+            error = problem if isinstance(problem, CkptError) else exhausted(problem, "The command cannot be finished")
             self.print_failure(_error_document, error)
             if not _is_told_elsewhere(error):
                 with _telling():

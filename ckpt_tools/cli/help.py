@@ -143,7 +143,7 @@ CKPT_COMMAND_OPTION   any option of a command: CKPT_SCAN_JOBS=1, CKPT_CHECK_FORM
                       without a value, several values separated by spaces
 CKPT_CHECK_IGNORE     "wrapper-prefix device-tags": findings that ckpt check leaves out; also CKPT_IGNORE
 CKPT_CONVERT_OBJECTS  what ckpt convert does with Python objects: plain, drop, keep; also CKPT_OBJECTS
-CKPT_LIMITS           "records=2000000 depth=50000": raised limits, for files that you trust (docs/limits.md)
+CKPT_LIMITS           "records=2000000 nodes=5000000": raised limits, for files that you trust (docs/limits.md)
 
 An option that is given goes before its variable; an empty variable is not set; ckpt --version --verbose
 lists those that are. No file sets anything.

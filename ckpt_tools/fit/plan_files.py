@@ -338,7 +338,7 @@ def _text(path: Path) -> str:
         near = did_you_mean(str(path), all_shipped()) or error.fix
         raise MatchError(f"The plan {path} cannot be read.", why=error.why, fix=near) from None
     with open(fd, "rb") as file:
-        limits.PICKLE_BYTES.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
+        limits.HEADER.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
         data = file.read()
     try:
         return data.decode("utf-8")

@@ -110,8 +110,7 @@ def length_of(source: Source, name: str) -> int:
 
 def _record(source: Source) -> tuple[Node, Machine]:
     """What `.metadata` says, and what read it."""
-    limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
-    with limits.of_file(source.size, source.path.name):
+    with limits.of_file(source.size):
         machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
         record = machine.load()
     validate(record)

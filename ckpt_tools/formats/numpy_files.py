@@ -212,7 +212,7 @@ class Arrays:
         dtype = BY_NUMPY.get(header.code)
         if dtype is None:
             return self._text(header, content, what)
-        self.budget.make(_COST, _TOO_MANY)
+        self.budget.take(limits.NODES, _COST, _TOO_MANY)
         shape = header.shape
         stride = tuple(reversed(contiguous_stride(shape[::-1]))) if header.fortran else contiguous_stride(shape)
         nbytes = _elements(shape) * dtype.itemsize
@@ -247,8 +247,8 @@ class Arrays:
         if header.fortran or not width:
             raise UnsupportedContainerError(f"{what.capitalize()} holds text in an order that no checkpoint has, or none.")
         self._take(header, count * width, content.length, what)
-        self.budget.take(limits.TEXT_BYTES, count * width, f"{what.capitalize()} brings the file's text to more than any has.")
-        self.budget.make(_lists(header.shape) + count // _TEXTS_PER_CONTAINER, _TOO_MANY)
+        self.budget.take(limits.MEMORY, count * width, f"{what.capitalize()} brings the file's text to more than any has.")
+        self.budget.take(limits.NODES, _lists(header.shape) + count // _TEXTS_PER_CONTAINER, _TOO_MANY)
         data = read(part(content, header.length, count * width))
         codec = "latin1" if header.code[0] == "S" else f"utf-32-{'be' if header.big else 'le'}"
         cells: list[Node] = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
@@ -273,7 +273,7 @@ class Arrays:
         items = state[4] if type(state) is tuple and len(state) == 5 else None
         if type(items) is not List or len(items.items) != _elements(header.shape):
             raise PickleError("An array of objects is not pickled as NumPy pickles it.")
-        self.budget.make(_lists(header.shape), _TOO_MANY)
+        self.budget.take(limits.NODES, _lists(header.shape), _TOO_MANY)
         held = items.items[0] if header.shape == () else _nested(items.items, header.shape)
         return modernise(self.as_tensors(held, blobs), machine.globals)
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError, exhausted, out_of_memory
 from ckpt_tools.formats.base import Decoded, Packed, Warned, is_tar, is_zip
 from ckpt_tools.formats.contents import Modules, list_state_dicts, list_tensors
 
@@ -164,10 +164,10 @@ class Checkpoint:
     @property
     def _listed(self) -> int:
         """What all tensors that are listed may cost."""
-        return _LISTED_COST * limits.TENSORS.most(max(self.file_bytes, self.decoded.source.size))
+        return _LISTED_COST * limits.NODES.most(max(self.file_bytes, self.decoded.source.size)) // limits.LISTED
 
     def _too_often(self, what: str, count: int) -> LimitError:
-        return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")
+        return limits.NODES.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")
 
 
 @natural
@@ -225,7 +225,7 @@ def _in_folder(source: Source) -> Source:
 def naming(source: Source) -> Iterator[None]:
     """Errors inside the block say which file they are about."""
     try:
-        with limits.out_of_memory():
+        with out_of_memory():
             yield
     except CkptError as error:
         if str(source.path) not in error.what:
@@ -236,7 +236,7 @@ def naming(source: Source) -> Iterator[None]:
             error.fix = _without_repair(source, error.fix)
         raise
     except (MemoryError, RecursionError) as error:
-        raise limits.exhausted(error, str(source.path)) from None
+        raise exhausted(error, str(source.path)) from None
 
 
 def _without_repair(source: Source, fix: str) -> str:

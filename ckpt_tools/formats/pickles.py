@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, exhausted
 from ckpt_tools.formats import program_harm as harm
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
@@ -41,6 +41,7 @@ _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
 _BLOCK = 4 << 20
 _COST_OF_PICKLE = 5  # in members
+_NODES_OF_MEMBER = 20  # each is looked at in several ways
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
@@ -90,10 +91,10 @@ def find_pickles(source: Source) -> Pickles:
     """Look a file through. Nothing in it is run or imported."""
     walk = _Walk(source.size)
     try:
-        with limits.of_file(source.size, source.path.name):
+        with limits.of_file(source.size):
             walk.examine(source, "", 0)
     except (MemoryError, RecursionError) as error:
-        raise limits.exhausted(error, str(source.path)) from None
+        raise exhausted(error, str(source.path)) from None
     return walk.found
 
 
@@ -116,7 +117,7 @@ class _Walk:
 
     def __init__(self, size: int) -> None:
         self.found = Pickles()
-        self.left, self.parts = limits.INFLATED.most(size), 0
+        self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
 
     def examine(self, source: Source, where: str, depth: int, between: Between | None = None, *, of_text: bool = False) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
@@ -171,12 +172,12 @@ class _Walk:
         if not self.is_full:
             self.parts += cost
             if self.is_full:
-                self.skip_beyond("", limits.MEMBERS, "It has more members and pickles than are looked at.")
+                self.skip_beyond("", limits.NODES, "It has more members and pickles than are looked at.")
         return self.is_full
 
     @property
     def is_full(self) -> bool:
-        return self.parts > limits.MEMBERS.value
+        return self.parts > limits.NODES.value // _NODES_OF_MEMBER
 
     def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
         """Tell that a limit was reached, and which."""
@@ -320,7 +321,7 @@ class _Walk:
         """Count bytes that are inflated."""
         self.left -= count
         if self.left < 0:
-            raise limits.INFLATED.error("The file inflates to more than any real one.")
+            raise limits.MEMORY.error("The file inflates to more than any real one.")
 
     def tar(self, source: Source, where: str, depth: int, ends: list[int]) -> None:
         """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends."""

@@ -61,14 +61,14 @@ def compiled(name: str) -> Call | None:
 def evaluated(data: bytes) -> Iterator[Call]:
     """The texts in the JSON of a model that are evaluated and are not sizes as sympy prints them."""
     budget, what = limits.budget(len(data)), "The program is longer than any model's."
-    budget.take(limits.TEXT_BYTES, len(data), what)
+    budget.take(limits.MEMORY, len(data), what)
     for found in _PAIR.finditer(data):
         key, text = found.groups()
         if key is None:
             raise ValueError("a text without an end")
         if text is None or (key != b"expr_str" and b"\\" not in key):
             continue
-        budget.make(_COST_OF_TEXT + len(text) // 4, what)
+        budget.take(limits.NODES, _COST_OF_TEXT + len(text) // 4, what)
         if _decoded(key) != _KEY:
             continue
         if not is_size(shown := _decoded(text)):

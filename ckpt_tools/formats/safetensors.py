@@ -25,7 +25,7 @@ from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 
-MAX_HEADER = limits.HEADER_BYTES.default  # what safetensors itself reads
+MAX_HEADER = limits.HEADER.default  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
@@ -53,9 +53,10 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
-    limits.TENSORS.check(len(metadata), f"The safetensors metadata has {len(metadata)} entries.", source.size)
+    limits.NODES.check(limits.LISTED * len(metadata), f"The safetensors metadata has {len(metadata)} entries.", source.size)
     size = source.size - data_start
-    limits.TENSORS.check(len(header), f"The file lists {len(header)} tensors in {source.size} bytes.", source.size)
+    what = f"The file lists {len(header)} tensors in {source.size} bytes."
+    limits.NODES.check(limits.LISTED * len(header), what, source.size)
     spans: list[tuple[int, int, str]] = []
     items: list[tuple[Any, Any]] = []
     for index, (name, info) in enumerate(header.items()):
@@ -94,7 +95,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(source.read(0, 8), "little")
     if length < 2 or 8 + length > source.size:
         raise DamagedFileError(f"The safetensors header claims {length} bytes; {source.size - 8} follow.")
-    limits.HEADER_BYTES.check(length, f"The safetensors header has {length} bytes.")
+    limits.HEADER.check(length, f"The safetensors header has {length} bytes.")
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
         raise DamagedFileError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
@@ -158,7 +159,7 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
-        limits.JSON_DEPTH.check(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
+        limits.check_depth(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None

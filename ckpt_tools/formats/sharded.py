@@ -37,7 +37,7 @@ DecodeFile = Callable[[Source], Decoded]
 
 def sniff(head: bytes, source: Source) -> bool:
     """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
-    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.PICKLE_BYTES.value:
+    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.HEADER.value:
         return False
     return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
 
@@ -109,7 +109,7 @@ def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
 
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     """weight_map, and the metadata as text."""
-    limits.PICKLE_BYTES.check(index.size, f"The index has {index.size} bytes.")
+    limits.HEADER.check(index.size, f"The index has {index.size} bytes.")
     try:
         content = load_json(index.read(0, index.size), pairs=_unique)
     except ValueError as error:
@@ -272,8 +272,8 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:
         raise ConvertError("A tensor's name holds a lone surrogate, which an index cannot.") from None
-    if len(text) > limits.PICKLE_BYTES.value:
-        raise ConvertError(f"The index would take {len(text)} bytes; {limits.PICKLE_BYTES.value} is the limit.")
+    if len(text) > limits.HEADER.value:
+        raise ConvertError(f"The index would take {len(text)} bytes; {limits.HEADER.value} is the limit.")
     return text
 
 

@@ -163,15 +163,14 @@ def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
 
 def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
     """Raise LimitError where a record claims a longer pickle than it may."""
-    limits.PICKLE_BYTES.check(size, f"The pickle claims {size} bytes.")
-    if deflated and size > limits.budget(source.size).room(limits.PICKLES):
-        raise limits.PICKLES.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
+    if deflated and size > limits.budget(source.size).room(limits.MEMORY):
+        raise limits.MEMORY.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
 
 
 def check_text(source: Source, record: Record) -> None:
     """Raise LimitError where a record claims a longer text than it may; `load_json` and the like count it once it is read."""
-    if record.size > limits.budget(source.size).room(limits.TEXT_BYTES):
-        raise limits.TEXT_BYTES.error(f"{record.name} claims {record.size} bytes.", record.size)
+    if record.size > limits.budget(source.size).room(limits.MEMORY):
+        raise limits.MEMORY.error(f"{record.name} claims {record.size} bytes.", record.size)
 
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:

@@ -103,7 +103,7 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
     for name, record in records.items():
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
             continue
-        budget.take(limits.TEXT_BYTES, record.size, "The program's code is longer than that of any model.")
+        budget.take(limits.MEMORY, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
         odd = _OTHER_HAND.search(text) is not None
@@ -127,12 +127,12 @@ def _class(text: str, start: re.Match[str], budget: limits.Budget) -> _Class | N
     lists: dict[str, list[str]] = {}
     types: dict[str, str] = {}
     at, kind = start.end(), start[2] or ""
-    budget.make(1, _TOO_MANY)
+    budget.take(limits.NODES, 1, _TOO_MANY)
     while (line := _LINE.match(text, at, end)) is not None:
         at, name = line.end(), line[3] or line[4]
         if line[1] in lists or name in types:
             return None
-        budget.make((line[2] or "").count('"') // 2 + bool(name), _TOO_MANY)
+        budget.take(limits.NODES, (line[2] or "").count('"') // 2 + bool(name), _TOO_MANY)
         if name:
             types[name] = line[5]
         elif line[1]:
@@ -267,7 +267,7 @@ class _JsonTensors:
         dtype = DTYPES.get(_DATA_TYPES.get(row["dataType"], ""))
         if dtype is None:
             raise TensorError(f"A tensor has the unknown type {str(row['dataType'])[:40]!r}.")
-        self.budget.make(1 + len(row.get("dims", [])) // 8, _TOO_MANY)  # any number of parameters may be on one row
+        self.budget.take(limits.NODES, 1 + len(row.get("dims", [])) // 8, _TOO_MANY)  # many may be on one row
         shape = tuple(int(size) for size in row.get("dims", []))
         stride = tuple(int(step) for step in row.get("strides", contiguous_stride(shape)))
         storage = self.storage(row["data"]["key"], dtype.name, str(row.get("device", "cpu")))
@@ -295,8 +295,8 @@ _CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows 
 
 
 def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
-    limits.JSON_DEPTH.check(depth, "The program nests its modules too deep.")
-    tensors.budget.make(_CONTAINERS_OF_A_MODULE, "The program has more modules than one of its size can hold.")
+    limits.check_depth(depth, "The program nests its modules too deep.")
+    tensors.budget.take(limits.NODES, _CONTAINERS_OF_A_MODULE, "The program has more modules than one of its size can hold.")
     parameters, buffers = Dict(), Dict()
     for parameter in row.get("parameters", []):
         is_buffer = bool(parameter.get("isBuffer", False))

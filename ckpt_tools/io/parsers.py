@@ -47,11 +47,11 @@ def load_json(
     text = text if isinstance(text, str) else text.decode("utf-8")
     what = "The JSON in the file describes more than a checkpoint of its size can hold."
     budget = limits.budget(len(text))
-    budget.take(limits.TEXT_BYTES, len(text), what)
+    budget.take(limits.MEMORY, len(text), what)
     cost = _cost(text, _JSON_COSTS)
     if cost >= _COUNTED_EXACTLY:
         cost = sum(_cost(_JSON_STRING.sub("", part[0]), _JSON_COSTS) for part in _JSON_STRINGS.finditer(text))
-    budget.make(cost, what)
+    budget.take(limits.NODES, cost, what)
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole)
     except RecursionError:
@@ -66,7 +66,7 @@ def load_toml(text: str) -> dict[str, Any]:
     if any(line.count(".") > _LEVELS_OF_A_KEY for line in outside.split("\n")):
         raise ValueError("A key has more parts than any plan's")
     cost = _cost(outside, _TOML_COSTS) + 3 * len(_TABLE.findall(outside)) + text.count("\\") // 4
-    limits.budget(len(text)).make(cost, "The plan describes more than a file of its size can.")
+    limits.budget(len(text)).take(limits.NODES, cost, "The plan describes more than a file of its size can.")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -131,7 +131,7 @@ def _own(layout: Layout, names: Sequence[str]) -> set[str]:
 def indexed_files(path: Path) -> list[str] | None:
     """The files that an index of shards names; None for any other JSON."""
     with contextlib.suppress(OSError, ValueError, CkptError):
-        if path.is_file() and path.stat().st_size <= limits.PICKLE_BYTES.value:
+        if path.is_file() and path.stat().st_size <= limits.HEADER.value:
             content = load_json(path.read_bytes())
             if isinstance(content, dict) and isinstance(weight_map := content.get("weight_map"), dict):
                 return list(dict.fromkeys(name for name in weight_map.values() if isinstance(name, str)))
@@ -177,7 +177,7 @@ def _is_torch_tar(head: bytes) -> bool:
 
 def _is_safetensors(head: bytes) -> bool:
     length = int.from_bytes(head[:8], "little")
-    return 2 <= length <= limits.HEADER_BYTES.value and _SAFETENSORS_HEADER.match(head, 8) is not None
+    return 2 <= length <= limits.HEADER.value and _SAFETENSORS_HEADER.match(head, 8) is not None
 
 
 def _is_torch_zip(path: Path) -> bool:

@@ -400,11 +400,11 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     if checkpoint.container in ("torch-zip", "torch-legacy") and not checkpoint.refused_globals:
         return []  # what their pickles do not name they do not hold
     found: list[dict[str, Any]] = []
-    left = limits.OBJECTS.most(checkpoint.file_bytes)
+    left = limits.NODES.most(checkpoint.file_bytes) // limits.LISTED
     for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:
             found.append({"where": list(where), "global": str(name)})
             if len(found) > left:
-                raise limits.OBJECTS.error(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
+                raise limits.NODES.error(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
     return found

@@ -150,7 +150,7 @@ def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
     """All of a file; a pipe or a device, which may have no end, is refused."""
     try:
         with open(open_regular(Path(path)), "rb") as file:
-            limits.PICKLE_BYTES.check(os.fstat(file.fileno()).st_size, f"{path} is too large for {what}.")
+            limits.HEADER.check(os.fstat(file.fileno()).st_size, f"{path} is too large for {what}.")
             return file.read()
     except NotACheckpointError as error:
         raise SignatureError(error.what, why=error.why) from None

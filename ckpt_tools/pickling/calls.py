@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
@@ -28,7 +27,7 @@ from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
-_WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
+_WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
 
 def _leniently(maker: Maker) -> Maker:

@@ -30,11 +30,10 @@ def validate(root: Node) -> list[str]:
     seen: set[int] = set()
     met: set[int] = set()
     level: Sequence[Node] = [root]
-    depth, deepest = 0, limits.DEPTH.value
+    depth = 0
     while level:
         depth += 1
-        if depth > deepest:
-            raise limits.DEPTH.error("The pickle is nested too deep.")
+        limits.check_depth(depth, "The pickle is nested too deep.", limits.DEPTH)
         below: list[Node] = []
         for node in worth_a_look(level, met):
             if (type(node) is Entry and node.extras is None) or id(node) in seen:
@@ -186,8 +185,7 @@ class _Keys:
 
     def _spend(self, parts: int) -> None:
         self.parts += parts
-        if self.parts > limits.PATHS.value:
-            raise limits.PATHS.error("The pickle has dict keys of more parts than any checkpoint.", self.parts)
+        limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
 
     def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
         """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
@@ -210,7 +208,7 @@ class _Keys:
         depth = 1
         if inner:
             depth += max(part.depth for part in inner)
-            limits.JSON_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
+            limits.check_depth(depth, "The pickle uses tuples nested too deep as a dict key.")
         parts = tuple([self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node])
         count = len(node) + sum([part.parts for part in inner])
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)

@@ -164,8 +164,7 @@ def _stop(machine: State) -> None:
 def _mark(machine: State) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
-    if len(machine.marks) > machine.most_marks:
-        raise limits.DEPTH.error("The pickle is nested too deep.")
+    limits.check_depth(len(machine.marks), "The pickle is nested too deep.", 2 * limits.DEPTH)
 
 
 @opcode(b"0", unusual="POP")

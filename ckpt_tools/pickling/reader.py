@@ -24,8 +24,8 @@ class Machine(State):
 
     def load(self) -> Node:
         """Run to STOP and return the object."""
-        if self.shared.room(limits.PICKLES) < 0:
-            raise limits.PICKLES.error(
+        if self.shared.room(limits.MEMORY) < 0:
+            raise limits.MEMORY.error(
                 "The file's pickles come to far more bytes than the file has, or are read again and again."
             )
         try:
@@ -44,8 +44,9 @@ class Machine(State):
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            self.shared.containers = min(self.shared.containers, max(0, self.budget))
-            self.shared.note(limits.PICKLES, min(self.position, self.end) - self.start)
+            taken = self.shared.taken
+            taken["nodes"] = max(taken.get("nodes", 0), limits.NODES.most(self.shared.file_bytes) - max(0, self.budget))
+            taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
 
     def _run(self) -> NoReturn:
         """The hot loop; a `Stop` ends it."""

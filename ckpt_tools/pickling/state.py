@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, PickleError
-from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, FREE_LIGHT, LONG_TEXT
 from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -18,6 +17,7 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
+COST_OF_GLOBAL, BYTES_PER_NODE, LONG_TEXT, BYTES_OF_SHARED_TEXT, FREE_LIGHT = 6, 6, 1024, 16, 700_000
 _UNNAMED = Global("", "")  # by identity nothing on the stack
 _BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only looks them up
 _NUMBER = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
@@ -57,15 +57,14 @@ class State:
         self.states: list[tuple[Build, Dict, int]] = []
         # the records of two globals that every tensor names, as the fused path knows them again
         self.rebuild = self.ordered_dict = _UNNAMED
-        self.protocol = 0
+        self.protocol = self.light = 0
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}
         self.cut, self.needed, self.two_ways = False, 0, False
         self.two_names: Global | None = None
-        self.most_marks = 2 * limits.DEPTH.value
         self.start, self.shared = offset, limits.budget(self.end - offset)
-        self.budget = self.shared.containers
+        self.budget = self.shared.room(limits.NODES)
         self.encoded = 0  # bytes that were pickled as text
 
     def error(self, what: str) -> PickleError:
@@ -86,11 +85,11 @@ class State:
         """Count containers against the budget."""
         self.budget -= count
         if self.budget < 0:
-            raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
+            raise limits.NODES.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     def spend_lightly(self, count: int = 1) -> None:
         """Count texts, and what is taken from the memo by an opcode of its own: 700,000 of a file are free."""
-        light = self.shared.light = self.shared.light + count
+        light = self.light = self.light + count
         if light > FREE_LIGHT:
             self.spend(min(count, light - FREE_LIGHT))
 
@@ -152,7 +151,7 @@ class State:
     def recall(self, index: int) -> None:
         """Push a memoized value."""
         value = self.memo[index] if 0 <= index < len(self.memo) else self.memoized(index)
-        light = self.shared.light = self.shared.light + 1  # as `spend_lightly`, in line: pickles are full of these
+        light = self.light = self.light + 1  # as `spend_lightly`, in line: pickles are full of these
         if light > FREE_LIGHT:
             self.spend()
         if type(value) not in _SHORT and (type(value) is not str or len(value) > LONG_TEXT):
@@ -182,17 +181,17 @@ class State:
             length = len(value)
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
-            self.spend(self.shared.cost_of_global * times)
+            self.spend(COST_OF_GLOBAL * times)
         else:
             self.spend(_COST_OF_PLACES.get(type(value), 1) * times)
             if type(value) is tuple and any(type(part) is Global for part in value[:2]):
-                self.spend(self.shared.cost_of_global * times)
+                self.spend(COST_OF_GLOBAL * times)
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT * times)
 
     def give_back(self, part: int = 1) -> None:
         """Count less for a global that a tensor named, or half for a number: real checkpoints have many of those."""
-        self.budget += self.shared.cost_of_global // part
+        self.budget += COST_OF_GLOBAL // part
 
     def _cost_of_bytes(self, made: bytes) -> int:
         """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES."""
@@ -207,14 +206,12 @@ class State:
         found = taken if self.protocol < 3 else Global(module, name)
         if _BY_TEXT.get(str(taken), found) != found:
             self.two_names = found
-        self.spend(self.shared.cost_of_global)
+        self.spend(COST_OF_GLOBAL)
         if found == REBUILD and found in self.makers:
             self.rebuild = found
         elif found == ORDERED_DICT:
             self.ordered_dict = found
         self.globals[found] = None
-        if len(self.globals) > limits.GLOBALS.value:
-            raise limits.GLOBALS.error("The pickle names more globals than any checkpoint.")
         self.stack.append(found)
 
     def check_callable(self, function: Node) -> None:

@@ -16,7 +16,7 @@ from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.tree.nodes import Global, Node
 
 WINDOW = 1 << 16
-_GROWTH, _SLOW_GROWTH = 16, 4  # up to SMALL_FILE bytes, beyond: what is read twice costs time, what is not needed memory
+_SMALL, _GROWTH, _SLOW_GROWTH = 10_000_000, 16, 4  # bytes; up to there, beyond: reading twice costs time, reading on memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Pickles:
             self._fill(self.window)
         budget = limits.budget(self.left)
         while True:
-            before = budget.copy()
+            before = dict(budget.taken)
             machine = make(self.data, self.position - self.anchor)
             try:
                 root = machine.load()
@@ -94,13 +94,11 @@ class Pickles:
                 self.cut = machine.cut and (len(self.data) == room or machine.needed > room)
                 if self.cut or not machine.cut:
                     raise
-                if len(self.data) >= limits.PICKLE_BYTES.value:
-                    raise limits.PICKLE_BYTES.error("The pickle is longer than any real one.") from None
-                budget.restore(before)  # the same bytes again are no further ones
-                growth = _GROWTH if self._ready < limits.SMALL_FILE else _SLOW_GROWTH
-                most = budget.room(limits.PICKLES) + self.window
+                budget.taken = before  # the same bytes again are no further ones
+                growth = _GROWTH if self._ready < _SMALL else _SLOW_GROWTH
+                most = budget.room(limits.MEMORY) + self.window
                 if self._ready >= most:
-                    raise limits.PICKLES.error("The pickles are longer than a file of this size may have them.") from None
+                    raise limits.MEMORY.error("The pickles are longer than a file of this size may have them.") from None
                 self._fill(min(max(self.window, growth * self._ready), most))
             else:
                 self.position = self.anchor + machine.position

@@ -62,7 +62,7 @@ def is_module(node: Node) -> TypeGuard[Object]:
 def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
     """Every module with the prefix of its names ("", "conv1.") and its attributes, in the order of `state_dict()`."""
     todo: list[tuple[str, int, Node]] = [("", 0, module)]
-    spare = limits.SUBMODULES.value
+    spare = limits.MEMORY.value
     while todo:
         prefix, depth, node = todo.pop()
         state = attributes(node)
@@ -71,7 +71,7 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
         own = sum(len(mapping(state.get(table))) for table in _TABLES)
         spare -= (len(prefix) + 16) * (own + 1)
         if spare < 0 or depth > _MAX_DEPTH:
-            raise limits.SUBMODULES.error("A pickled module has more sub-modules than a model has: they may hold one another.")
+            raise limits.MEMORY.error("A pickled module has more sub-modules than a model has: they may hold one another.")
         yield prefix, node, state
         children = mapping(state.get("_modules"))
         inside = [(name, child) for name, child in reversed(children) if child is not None]

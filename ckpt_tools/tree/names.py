@@ -128,11 +128,14 @@ def check_unique(renamed: Mapping[str, str]) -> None:
         first[new] = old
 
 
+MOST_DOTS = 1000  # in the name of a tensor that is renamed: each module above it is looked at
+
+
 def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
     """Where each module path (a key of a state dict's `_metadata`) goes when tensors are renamed."""
     moves: dict[str, set[str | None]] = {}
     for old, new in renamed.items():
-        limits.NAME_PARTS.check(old.count("."), f"A tensor's name has {old.count('.')} dots.")
+        limits.check_depth(old.count("."), f"A tensor's name has {old.count('.')} dots.", MOST_DOTS)
         path, rest = "", old
         while True:
             moves.setdefault(path, set()).add(_moved(new, rest))
@@ -201,7 +204,7 @@ class Prefix:
 def between(names: Sequence[str], wanted: Sequence[str]) -> Prefix | None:
     """The prefix under which `names` has most of `wanted`; None where it has fewer than half of them under any."""
     there, shorts = frozenset(names), frozenset(wanted)
-    dots = min(max((name.count(".") for name in shorts), default=0), limits.NAME_PARTS.value)
+    dots = min(max((name.count(".") for name in shorts), default=0), MOST_DOTS)
     counts = Counter(name.removesuffix(short) for name in there for short in _ends(name, dots) if short in shorts)
     best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix), prefix), default=None)
     if best is None or counts[best] * 2 < len(shorts):

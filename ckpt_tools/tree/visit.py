@@ -84,14 +84,14 @@ def walk(
     costs = [0]  # what one path in each open container costs
     worthwhile = type(root) in CONTAINERS and (plain or visits.holds(root))
     stack = [visits.below(root)] if worthwhile and visits.enter(root) else []
-    effort, most = 0, limits.PATHS.value
+    effort, most = 0, limits.MEMORY.value // 4
     while stack:
         for key, node in stack[-1]:
             effort += costs[-1] - _EFFORT_A_NODE
             if type(key) is str and len(key) > _LONG_KEY:
                 effort += len(key) >> 4
             if effort > most:
-                raise limits.PATHS.error("The checkpoint is nested deeper, or under longer keys, than any real one.")
+                raise limits.MEMORY.error("The checkpoint is nested deeper, or under longer keys, than any real one.")
             yield (*path, key), node
             if type(node) in CONTAINERS and visits.enter(node):
                 path.append(key)

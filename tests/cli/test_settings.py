@@ -139,12 +139,12 @@ def test_a_folder_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_version_lists_what_is_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variable that sets an option, once; and what it runs on; --verbose is for nothing else."""
-    for name, value in (("CKPT_LIMITS", "depth=50000"), ("CKPT_CHECK_IGNORE", "device-tags"), ("CKPT_NOTHING", "x")):
+    for name, value in (("CKPT_LIMITS", "nested=50"), ("CKPT_CHECK_IGNORE", "device-tags"), ("CKPT_NOTHING", "x")):
         monkeypatch.setenv(name, value)
     for order in (("--version", "--verbose"), ("--verbose", "--version")):
         done = ckpt(*order)
         assert {line for line in done.stdout.splitlines() if line.startswith("CKPT_")} == {
-            "CKPT_LIMITS=depth=50000", "CKPT_CHECK_IGNORE=device-tags",
+            "CKPT_LIMITS=nested=50", "CKPT_CHECK_IGNORE=device-tags",
         }  # fmt: skip
         assert f"torch {version('torch')}" in done.stdout
     assert run("--version").stdout == f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)\n"

@@ -216,9 +216,9 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
     """What inflates to more than any real file stops there, whatever the layers; the limit can be raised."""
     path = write(tmp_path, gzip.compress(tar({"zeros.bin": bytes(3 << 20), "model.pth": SAVED})), "bomb.tar.gz")
-    with limits.raised(inflated=1 << 20), pytest.raises(LimitError, match="inflates to more") as caught:
+    with limits.raised(memory=1 << 14), pytest.raises(LimitError, match="inflates to more") as caught:
         ckpt_tools.inspect(path)
-    assert "limits.raised(inflated=" in caught.value.fix
+    assert "limits.raised(memory=" in caught.value.fix
     assert ckpt_tools.inspect(path).totals["tensors"] == 3
 
 

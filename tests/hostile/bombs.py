@@ -106,7 +106,7 @@ def laughs(unit: int) -> bytes:
 # --- pickles
 
 
-@bomb("inspect IN")
+@bomb("inspect IN", 0)
 def empty_dicts() -> bytes:
     """Millions of containers."""
     return repeated(p.EMPTY_LIST + p.MARK, p.EMPTY_DICT, p.APPENDS)
@@ -164,7 +164,7 @@ def one_instance_changed_again_and_again() -> bytes:
     return beside(p.glob("models", "Thing") + b")\x81" + state + b"K\x01a" * 8_000)
 
 
-@bomb("scan IN", 1)
+@bomb("scan IN", 0)
 def names_of_classes() -> bytes:
     """Hundreds of thousands of different globals."""
     return p.pickle(b"".join(b"cq%x\nx\n0" % index for index in range(SIZE // 10)), b"}")
@@ -267,7 +267,7 @@ def code_of_a_program() -> bytes:
 # --- headers, JSON, other frameworks
 
 
-@bomb("inspect IN")
+@bomb("inspect IN", 0)
 def header_of_dicts() -> bytes:
     """A safetensors header with a field full of dicts."""
     field = '{"":0},' * (max(SIZE, 2_000_000) // 7)

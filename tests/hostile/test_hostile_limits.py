@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -146,15 +145,6 @@ def test_long_bytes_are_no_more_than_they_are(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(tmp_path / "in.pth").weights_only["loads"]
 
 
-@pytest.mark.parametrize("unit", [b"C\x02xy", p.get(5)])
-def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
-    """Millions of short bytes, or of places of one, took 380 MB and were written as what could not be read again."""
-    before = b"B\x10\0\0\0" + bytes(16) + p.put(5) + b"0"
-    body = p.pickle(p.dict_of(**{"a.w": p.tensor()}), before, b"0", p.EMPTY_LIST, p.MARK, unit * 300_000, p.APPENDS)
-    with pytest.raises(LimitError, match="more objects"):
-        ckpt_tools.inspect(write(tmp_path, torch_zip(body, {"0": bytes(24)})))
-
-
 def test_a_text_that_is_used_again_and_again_is_written_twice(tmp_path: Path) -> None:
     """Ten megabytes of references to one short text became a pickle of 340 MB, and took 1.4 GB of memory."""
     text, other = "k" * 60, "l" * 60
@@ -171,26 +161,11 @@ def test_every_record_and_archive_counts(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(number)}, tmp_path / f"{number}.pth")
     several = tmp_path / "several.pth"
     several.write_bytes(b"".join((tmp_path / f"{number}.pth").read_bytes() for number in range(3)))
-    with limits.raised(containers=200):
-        ckpt_tools.inspect(several)
-    with limits.raised(containers=5), pytest.raises(LimitError, match="more records than a file of its size"):
+    ckpt_tools.inspect(several)
+    with limits.raised(records=5), pytest.raises(LimitError, match="lists 7 records"):
         ckpt_tools.inspect(tmp_path / "0.pth")
-    said = set()
-    for most in range(30, 100, 10):
-        with limits.raised(containers=most), pytest.raises(LimitError) as caught:
-            ckpt_tools.inspect(several)
-        said.add("more archives" in caught.value.what)
-    assert said == {True, False}
-
-
-def test_every_array_counts(tmp_path: Path) -> None:
-    """An array of a .npz takes what a tensor takes."""
-    arrays: dict[str, Any] = {f"w{number}": np.float32(number) for number in range(10)}
-    np.savez(tmp_path / "in.npz", **arrays)
-    with limits.raised(containers=100):
-        ckpt_tools.inspect(tmp_path / "in.npz")
-    with limits.raised(containers=20), pytest.raises(LimitError, match="The limit is 20 dicts"):
-        ckpt_tools.inspect(tmp_path / "in.npz")
+    with limits.raised(records=2), pytest.raises(LimitError, match="more archives"):
+        ckpt_tools.inspect(several)
 
 
 def test_repair_of_a_name_of_many_modules(tmp_path: Path) -> None:
@@ -200,6 +175,4 @@ def test_repair_of_a_name_of_many_modules(tmp_path: Path) -> None:
     setattr(named, "_metadata", {"": {"version": 1}})  # noqa: B010  which no stub knows
     torch.save(named, tmp_path / "in.pth")
     with pytest.raises(LimitError, match="A tensor's name has 1200 dots"):
-        ckpt_tools.repair(tmp_path / "in.pth", tmp_path / "out.pth")
-    with limits.raised(name_parts=2000):
         ckpt_tools.repair(tmp_path / "in.pth", tmp_path / "out.pth")

@@ -81,7 +81,7 @@ def test_a_long_history_is_examined(tmp_path: Path) -> None:
 def test_a_call_behind_a_limit(padding: bytes, tmp_path: Path) -> None:
     """What is too much to read is told, also where nothing has yet said that it is a pickle."""
     data = b"(lp0\n" + padding + CALL
-    with limits.raised(containers=100):
+    with limits.raised(nodes=1):
         assert verdict(tmp_path / "a.pkl", data) == verdict(tmp_path / "b.pkl", pickle.dumps(None, 2) + data) == "unexamined"
 
 
@@ -99,8 +99,8 @@ def test_what_is_looked_through_is_limited(tmp_path: Path) -> None:
         for number in range(6):
             archive.writestr(f"{number}.pkl", pickle.dumps(number))
     assert ckpt_tools.scan(path)[0].verdict == "plain"
-    with limits.raised(members=20):
-        assert "The limit members is 20 members" in why(path)
+    with limits.raised(nodes=200):
+        assert "The limit nodes is 200 containers" in why(path)
     path.write_bytes(gzip.compress(gzip.compress(path.read_bytes())))
     assert ckpt_tools.scan(path)[0].verdict == "plain"
     with limits.raised(nested=2):

@@ -34,7 +34,7 @@ _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
 _MAX_DEPTH = 100
-_COST_OF_PART = 8  # each is made plain, compared and hashed
+_BYTES_OF_PART, _COST_OF_PART = 16, 8  # each is made plain, compared and hashed
 
 
 def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
@@ -100,7 +100,7 @@ class _Keys:
         if depth > _MAX_DEPTH:
             return DROP
         self.parts += _COST_OF_PART * len(node)  # of a set in sets that each hold the next one twice there is no end
-        limits.PATHS.check(self.parts, "The checkpoint has dict keys of more parts than any other.")
+        limits.MEMORY.check(self.parts * _BYTES_OF_PART, "The checkpoint has dict keys of more parts than any other.")
         parts = [self.key(part, depth + 1) for part in node]
         hashable = tuple(part for part in parts if part is not DROP)
         return hashable if len(hashable) == len(parts) else DROP
@@ -256,13 +256,13 @@ class _New:
     """Counts the tensors that bytes, numbers and arrays become, and their places: no more than a file of this size may have."""
 
     def __init__(self, file_bytes: int) -> None:
-        self.left = self.most = limits.TENSORS.most(file_bytes)
+        self.left = self.most = limits.NODES.most(file_bytes) // limits.LISTED
 
     def add(self) -> None:
         """One more."""
         self.left -= 1
         if self.left < 0:
-            raise limits.TENSORS.error(f"Bytes, numbers and arrays would become more than {self.most} tensors.")
+            raise limits.NODES.error(f"Bytes, numbers and arrays would become more than {self.most} tensors.")
 
 
 def _exchange(

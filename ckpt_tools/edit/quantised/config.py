@@ -69,8 +69,7 @@ def _strip(content: Any) -> bool:
 
 
 def _read(source: Source) -> Any:
-    if source.size > limits.TEXT_BYTES.value:
-        raise limits.TEXT_BYTES.error(f"{source.path} has {source.size} bytes.", source.size)
+    limits.HEADER.check(source.size, f"{source.path} has {source.size} bytes.")
     try:
         return load_json(source.read(0, source.size))
     except ValueError as error:

@@ -68,7 +68,7 @@ def _flat(root: Dict, budget: limits.Budget) -> list[tuple[str, Node]]:
         path, node = pending.pop()
         if type(node) is Dict and (node.items or not path):
             length = sum(map(len, node.named)) + len(path) * len(node.items)
-            budget.take(limits.TEXT_BYTES, length, "The msgpack file has longer keys than any has.")
+            budget.take(limits.MEMORY, length, "The msgpack file has longer keys than any has.")
             pending += [(f"{path}.{key}" if path else key, value) for key, value in reversed(node.named.items())]
         else:
             found.append((path, node))
@@ -95,7 +95,7 @@ class _Reader:
         """The next value; bytes are read."""
         node = self._next(depth)
         if isinstance(node, _Bytes):
-            self.budget.take(limits.TEXT_BYTES, node.length, "The msgpack file holds too many bytes outside its arrays.")
+            self.budget.take(limits.MEMORY, node.length, "The msgpack file holds too many bytes outside its arrays.")
             return self.source.read(node.at, node.length)
         return node
 
@@ -135,7 +135,7 @@ class _Reader:
 
     def _text(self, size: int) -> str:
         self.cursor.check(size)
-        self.budget.take(limits.TEXT_BYTES, size, "The msgpack file holds more text than any has.")
+        self.budget.take(limits.MEMORY, size, "The msgpack file holds more text than any has.")
         try:
             return self.cursor.take(size).decode()
         except UnicodeDecodeError:
@@ -143,8 +143,8 @@ class _Reader:
 
     def _inside(self, count: int, depth: int) -> None:
         self.cursor.check(count)  # a value takes a byte at least
-        limits.JSON_DEPTH.check(depth, "The msgpack file is nested too deep.")
-        self.budget.make(1 + count // _VALUES_PER_CONTAINER, "The msgpack file makes more values than one of its size can.")
+        limits.check_depth(depth, "The msgpack file is nested too deep.")
+        self.budget.take(limits.NODES, 1 + count // _VALUES_PER_CONTAINER, "The msgpack file has more values than are read.")
 
     def _list(self, count: int, depth: int) -> Node:
         self._inside(count, depth)
@@ -165,7 +165,7 @@ class _Reader:
 
     def _extension(self, size: int, depth: int) -> Node:
         """An array, a number of NumPy's, or a complex one."""
-        limits.JSON_DEPTH.check(depth, "The msgpack file is nested too deep.")
+        limits.check_depth(depth, "The msgpack file is nested too deep.")
         kind = self.cursor.take(1)[0]
         self.cursor.check(size)
         end = self.cursor.at + size
@@ -207,7 +207,7 @@ class _Reader:
         if prod(size or 1 for size in shape) > MAX_ELEMENTS or prod(shape) * dtype.itemsize != content.length:
             raise TensorError(f"An array of the msgpack file has {content.length} bytes, which is not what its shape needs.")
         self.count += 1
-        limits.TENSORS.check(self.count, f"The file holds {self.count} arrays.", self.source.size)
+        limits.NODES.check(limits.LISTED * self.count, f"The file holds {self.count} arrays.", self.source.size)
         storage = Storage(str(self.count - 1), dtype, content.length, None, content)
         entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
         check(entry)

@@ -72,7 +72,7 @@ def decode(source: Source) -> Decoded:
     """Read the header; no tensor bytes."""
     cursor = Cursor(source, len(MAGIC), source.size, _WHAT)
     tensors, keys = _counts(cursor)
-    limits.TENSORS.check(tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
+    limits.NODES.check(limits.LISTED * tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
     warnings: list[Warned] = []
     values = _Values(cursor, source.size, warnings)
     metadata = values.read(keys)
@@ -112,7 +112,7 @@ class _Values:
     def read(self, count: int) -> dict[str, str]:
         metadata: dict[str, str] = {}
         types: dict[str, str] = {}
-        self.budget.make(_CONTAINERS_OF_KEY * count, f"The GGUF file has {count} keys.")
+        self.budget.take(limits.NODES, _CONTAINERS_OF_KEY * count, f"The GGUF file has {count} keys.")
         for _ in range(count):
             key = _name(self.cursor, "key")
             if key in metadata:
@@ -139,10 +139,10 @@ class _Values:
         if depth == _MAX_NESTING:
             raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays in arrays in arrays.")
         self.cursor.check(count)  # an item takes a byte at least
-        self.budget.make(count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
+        self.budget.take(limits.NODES, count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
         if kind in NUMBERS:
             name, code = NUMBERS[kind]
-            self.budget.take(limits.TEXT_BYTES, count, f"The GGUF file has {count} numbers under {key!r}.")
+            self.budget.take(limits.MEMORY, count, f"The GGUF file has {count} numbers under {key!r}.")
             return f"[{name}]", list(self.cursor.numbers(code, count))
         found = [self._value(kind, key, depth + 1) for _ in range(count)]
         inner = found[0][0] if found else "string" if kind == STRING else "[string]"
@@ -153,7 +153,7 @@ class _Values:
     def _text(self, key: str) -> str:
         length = self.cursor.number("Q")
         self.cursor.check(length)
-        self.budget.take(limits.TEXT_BYTES, length, f"The text of the GGUF file, {key!r} the last, is more than any has.")
+        self.budget.take(limits.MEMORY, length, f"The text of the GGUF file, {key!r} the last, is more than any has.")
         raw = self.cursor.take(length)
         try:
             return raw.decode()

@@ -32,7 +32,7 @@ from ckpt_tools.values.numeric import swapped
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _OWN_FILTERS = frozenset((1, 2, 3))  # deflate, shuffle, fletcher32: others are libraries that HDF5 would load
 _MAX_DEPTH = 100
-_CHUNKED = 160  # containers for an array that h5py reads, which takes a millisecond
+_CHUNKED = 500  # containers for an array that h5py reads, which takes a millisecond
 _MOST_AT_ONCE = 32 << 20  # bytes of an array that HDF5 is asked for in one go, in a file that has not more itself
 _ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # what h5py makes of damaged bytes
 
@@ -111,7 +111,7 @@ def _entries(h5py: Any, file: Any, opened: _Opened, source: Source, warnings: li
     budget = limits.budget(source.size)
     while pending:
         path, parent = pending.pop()
-        budget.take(limits.TEXT_BYTES, sum(map(len, path)), "The HDF5 file has longer names than any has.")
+        budget.take(limits.MEMORY, sum(map(len, path)), "The HDF5 file has longer names than any has.")
         node = parent[path[-1]] if path else parent  # opened only now: HDF5 keeps the whole name of what is open
         if isinstance(node, h5py.Dataset):
             if (entry := _entry(h5py, path, node, opened, source, warnings)) is not None:
@@ -124,7 +124,7 @@ def _entries(h5py: Any, file: Any, opened: _Opened, source: Source, warnings: li
             raise DamagedFileError(f"The group {'/'.join(path)[:100]!r} of the HDF5 file holds itself, or is nested too deep.")
         seen.add(address)
         names = list(node)
-        budget.make(len(names) + 1, "The HDF5 file has more groups than one of its size can hold.")
+        budget.take(limits.NODES, len(names) + 1, "The HDF5 file has more groups than one of its size can hold.")
         for name in reversed(names):
             if not isinstance(node.get(name, getlink=True), h5py.HardLink):
                 where = "/".join((*path, name))[:100]
@@ -165,8 +165,9 @@ def _content(h5py: Any, data: Any, where: str, opened: _Opened, source: Source, 
         whole = Range(source, offset, nbytes)
         return swapped(whole, dtype.swap_width) if data.dtype.byteorder == ">" else whole
     what = f"{where!r} of the HDF5 file"
-    limits.budget(source.size).make(_CHUNKED, "The HDF5 file has more arrays in chunks than one of its size can hold.")
-    limits.budget(source.size).take(limits.INFLATED, nbytes, f"The arrays of the HDF5 file up to {what[:100]} are too large.")
+    limits.budget(source.size).take(limits.NODES, _CHUNKED, "The HDF5 file has too many arrays in chunks.")
+    what_all = f"The arrays of the HDF5 file up to {what[:100]} are too large."
+    limits.budget(source.size).take(limits.MEMORY, nbytes // limits.STREAMED, what_all)
     if _at_once(tuple(data.shape), data.chunks) * dtype.itemsize > max(_MOST_AT_ONCE, source.size):
         raise UnsupportedContainerError(
             f"{what} is in larger chunks than fit in memory.", fix="Write it without: h5repack -l CONTI IN.h5 OUT.h5"

@@ -65,7 +65,7 @@ class _Message:
     def __init__(self, place: Range, wires: Mapping[int, tuple[int, ...]], budget: limits.Budget) -> None:
         self.source, self.wires, self.budget = place.source, wires, budget
         self.cursor = _cursor(place)
-        budget.make(1, _TOO_MANY)
+        budget.take(limits.NODES, 1, _TOO_MANY)
 
     def __iter__(self) -> Iterator[tuple[int, int, Range]]:
         """(field, number, bytes): of a number also the bytes that it stands in."""
@@ -73,7 +73,7 @@ class _Message:
         while cursor.at < cursor.end:
             count += 1
             if not count % _FIELDS_PER_CONTAINER:
-                self.budget.make(1, _TOO_MANY)
+                self.budget.take(limits.NODES, 1, _TOO_MANY)
             tag = varint(cursor)
             number, wire = tag >> 3, tag & 7
             if not 0 < number <= _MAX_FIELD or wire not in self.wires.get(number, (wire,)):
@@ -200,11 +200,11 @@ class _Reader:
     def _text(self, place: Range) -> str:
         if self.look_only:
             return ""
-        self.budget.take(limits.TEXT_BYTES, place.length, "The ONNX model holds more text than any has.")
+        self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
     def _pair(self, place: Range) -> tuple[str, str]:
-        self.budget.make(1, _TOO_MANY)
+        self.budget.take(limits.NODES, 1, _TOO_MANY)
         fields = _Message(place, _PAIR, self.budget)
         texts = {number: self._text(inner) for number, _, inner in fields if number in (1, 2)}
         return texts.get(1, ""), texts.get(2, "")
@@ -227,7 +227,8 @@ class _Reader:
             self.warnings.append(Warned("left-out", f"the initializer {tensor.name!r} is text, and is left out", "numbers"))
             return
         self.items.append((tensor.name, _entry(str(len(self.items)), tensor, self._content(tensor))))
-        limits.TENSORS.check(len(self.items), f"The model lists {len(self.items)} initializers.", self.source.size)
+        count = len(self.items)
+        limits.NODES.check(limits.LISTED * count, f"The model lists {count} initializers.", self.source.size)
 
     def _tensor(self, place: Range) -> _Tensor:
         found = _Tensor()
@@ -248,7 +249,7 @@ class _Reader:
             elif number == 14:
                 found.location = value
             elif number == _RAW or (number in (4, 5, 6, 7, 10, 11) and inner.length):
-                self.budget.make(1, _TOO_MANY)
+                self.budget.take(limits.NODES, 1, _TOO_MANY)
                 found.fields.setdefault(number, []).append(inner)
         return found
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal, Range
-from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.state import Maker
+from ckpt_tools.pickling.state import BYTES_PER_NODE, Maker
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
 from ckpt_tools.tree import exchange, visit

@@ -77,7 +77,7 @@ def inflate(source: Source, kind: Kind) -> Spooled:
     budget = limits.budget(source.size)
 
     def spend(count: int) -> None:
-        budget.take(limits.INFLATED, count, f"{source.path} inflates to more than any real file.")
+        budget.take(limits.MEMORY, count // limits.STREAMED, f"{source.path} inflates to more than any real file.")
 
     blocks = zstd_blocks(source, spend) if kind.make is None else _whole(source, kind, spend)
     try:

@@ -117,7 +117,7 @@ def _folders(members: Mapping[str, Member], budget: limits.Budget) -> dict[str, 
     for path in members:
         folder, _, name = path.rpartition("/")
         while folder not in found:
-            budget.make(1 + len(folder) // BYTES_PER_CONTAINER, "The tar has more folders than a file of its size can hold.")
+            budget.take(limits.NODES, 1 + len(folder) // BYTES_PER_CONTAINER, "The tar has too many folders.")
             found[folder] = {name}
             folder, _, name = folder.rpartition("/")
         found[folder].add(name)

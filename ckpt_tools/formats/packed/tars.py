@@ -20,7 +20,7 @@ _LINKS = (b"1", b"2")
 _WITHOUT_BYTES = (*_LINKS, b"3", b"4", b"5", b"6")
 _PAX, _GNU = (b"x", b"g"), (b"L", b"K")  # what they say is of the member behind them: its path, or that of its link
 _MOST_TEXT = 1 << 16  # bytes of a header of names
-BYTES_PER_CONTAINER = 16  # of headers, and of the names of folders: Python's tarfile keeps a kilobyte for each header
+BYTES_PER_CONTAINER = 4  # of headers, and of the names of folders: Python's tarfile keeps a kilobyte for each header
 _LENGTH = re.compile(rb"([1-9][0-9]{0,4}) ")
 _IDLE_KEYS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"))
 _IDLE_PREFIXES = (b"LIBARCHIVE.", b"SCHILY.xattr.", b"SCHILY.fflags", b"RHT.security.", b"MSWINDOWS.")
@@ -85,7 +85,7 @@ def entries(source: Source, most: int, *, long_names: bool = False) -> Iterator[
 
 def pay(budget: limits.Budget, count: int) -> None:
     """Count bytes of headers."""
-    budget.make(count // BYTES_PER_CONTAINER, "The tar has more headers than a file of its size can hold.")
+    budget.take(limits.NODES, count // BYTES_PER_CONTAINER, "The tar has more headers than a file of its size can hold.")
 
 
 def _header(block: bytes, position: int, said: _Said, *, long_names: bool) -> Header:

@@ -109,7 +109,7 @@ def _params(files: Files, tensors: Mapping[str, Entry]) -> Params | None:
 
 def _read_params(source: Source) -> dict[str, int]:
     """The numbers that count."""
-    limits.PICKLE_BYTES.check(source.size, f"params.json has {source.size} bytes.")
+    limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
     try:
         content = load_json(source.read(0, source.size))
     except ValueError as error:

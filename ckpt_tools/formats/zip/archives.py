@@ -26,7 +26,7 @@ def decode(source: Source) -> Decoded:
 
         raise describe_cut(source) from None
     what = f"{source.path} holds more records than a file of its size may have."
-    limits.budget(source.size).make(_COST * len(directory.records), what)
+    limits.budget(source.size).take(limits.NODES, _COST * len(directory.records), what)
     refuse_two_readings(directory.records)
     names = {record.name for record in directory.records}
     folder = single_folder(directory.records)

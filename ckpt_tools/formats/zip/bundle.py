@@ -127,12 +127,12 @@ class _Bundle:
 
     def _keep(self, record: Record) -> None:
         """A member that is not a checkpoint: a value; one that is too large to be one is left out."""
-        if record.size > self.budget.room(limits.TEXT_BYTES) // 2:
+        if record.size > self.budget.room(limits.MEMORY) // 2:
             self._warn(
                 "left-out", f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
             )
             return
-        self.budget.take(limits.TEXT_BYTES, record.size, f"The member {record.name!r} is too long.")
+        self.budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
         as_dict(self.decoded.root).items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
 
     def _warn(self, code: str, found: str) -> None:

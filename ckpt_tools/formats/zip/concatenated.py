@@ -47,7 +47,7 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
     first = _torch_reads_the_first(source, spans[0][1])
     parts, keys = [], Keys()
     for start, size in spans:
-        limits.budget(source.size).make(_COST, f"{source.path} holds more archives than a file of its size may have.")
+        limits.budget(source.size).take(limits.NODES, _COST, f"{source.path} holds too many archives.")
         part = archives.decode(Window(source, start, size))
         part.root = keys.renew(part.root)
         parts.append(part)

@@ -118,7 +118,7 @@ def _read_directory(source: Source) -> Directory:
     _check_names(records)
     inflated = sum(record.size for record in records if record.deflated)
     what = f"The file's deflated records come to {inflated} bytes, and the file has {source.size}."
-    limits.budget(source.size).take(limits.INFLATED, inflated, what)
+    limits.budget(source.size).take(limits.MEMORY, inflated // limits.STREAMED, what)
     return Directory(_in_file_order(records, start), start, trailing, folders)
 
 

@@ -93,7 +93,7 @@ def is_digest_file(path: Path) -> bool:
 def read(path: Path) -> list[Digest]:
     """The digests in a file."""
     try:
-        limits.PICKLE_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
+        limits.HEADER.check(path.stat().st_size, f"{path} is too large for a digest file.")
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise NotACheckpointError(f"{path} cannot be read.", why=f"{error}.") from None

@@ -172,7 +172,7 @@ def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads:
     """Every view once; tied tensors are hashed and counted once."""
     views: dict[tuple[int, str], _View] = {}
     # Tensors may overlap and be expanded: together they may be hashed and counted for so many bytes, and no more.
-    left = limits.WORK_BYTES.most(checkpoint.file_bytes)
+    left = limits.STREAMED * limits.MEMORY.most(checkpoint.file_bytes)
     for tensor in checkpoint.tensors:
         entry = tensor.node
         if type(entry) is not Entry or not entry.dtype.in_torch:

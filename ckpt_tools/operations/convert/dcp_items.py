@@ -67,7 +67,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
         found.states += len(numbers)
     names: dict[str, Path] = {}
     first: dict[tuple[int, str], str] = {}
-    for path, node in _leaves(root, found, limits.TENSORS.most(file_bytes)):
+    for path, node in _leaves(root, found, limits.NODES.most(file_bytes)):
         name = dotted(path)
         if name in names:
             raise ConvertError(
@@ -112,7 +112,7 @@ def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
                 raise ConvertError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
             if id(node) in seen and (most := most - len(node.items)) < 0:
                 what = "The checkpoint refers to its dicts too often: a distributed one holds what is in them each time."
-                raise limits.TENSORS.error(what, fix="Write a .pth, which keeps them as they are.")
+                raise limits.NODES.error(what, fix="Write a .pth, which keeps them as they are.")
             open_ids.add(id(node))
             seen.add(id(node))
             stack.append((where, _children(node, found), id(node)))

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, OutputError, UsageError
+from ckpt_tools.errors import CkptError, OutputError, UsageError, exhausted
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
@@ -73,7 +72,7 @@ def _converted(source: Path, target: Path, asked: Mapping[str, Any]) -> Converte
     except CkptError as error:
         return error
     except (MemoryError, RecursionError) as error:
-        return limits.exhausted(error, f"{source} cannot be converted")
+        return exhausted(error, f"{source} cannot be converted")
 
 
 def _existing(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, strip_inner, strip_module, unwrap
+from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, MOST_DOTS, strip_inner, strip_module, unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable
 
@@ -125,7 +125,7 @@ def _modules(names: Sequence[str]) -> set[str]:
     """Every module path above a tensor, the root included."""
     found = {""}
     for name in names:
-        limits.NAME_PARTS.check(name.count("."), f"A tensor's name has {name.count('.')} dots.")
+        limits.check_depth(name.count("."), f"A tensor's name has {name.count('.')} dots.", MOST_DOTS)
         path = _parent(name)
         while path and path not in found:
             found.add(path)

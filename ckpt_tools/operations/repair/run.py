@@ -102,7 +102,7 @@ def _alike(one: Entry, two: Entry) -> bool:
 def _digests(tensors: dict[Where, Entry], size: int) -> dict[Where, str]:
     """The digest of each; views that come again are read once, and no more is read than a file of this size may ask for."""
     known: dict[tuple[int, str], str] = {}
-    left, found = limits.WORK_BYTES.most(size), {}
+    left, found = limits.STREAMED * limits.MEMORY.most(size), {}
     for where, entry in tensors.items():
         key = view_of(entry)
         if key not in known:
@@ -330,7 +330,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
         zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size
-        limits.INFLATED.check(zeros, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
+        limits.MEMORY.check(zeros // limits.STREAMED, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
 
 
 def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:

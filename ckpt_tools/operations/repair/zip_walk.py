@@ -189,7 +189,8 @@ class _Walk:
             found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
         if found is None:
             size_in_file = min(claims[0].compressed, self.source.size - data) if claims else max(0, following - data)
-            found = Found(name, at, data, size_in_file, claims[0].size if claims else None, deflated, "")
+            size, crc = (claims[0].size, claims[0].crc) if claims else (None, 0)
+            found = Found(name, at, data, size_in_file, size, deflated, "", crc)
         else:
             self.end = found.data + found.compressed
         self.records.append(found)
@@ -253,7 +254,7 @@ class _Walk:
         """The CRC-32 of a record's bytes; None when they cannot be inflated."""
         self.read += found.compressed + (found.size or 0 if found.deflated else 0)
         what = "The zip's records overlap so often that proving them would take many times the file."
-        limits.WORK_BYTES.check(self.read, what, self.source.size)
+        limits.MEMORY.check(self.read // limits.STREAMED, what, self.source.size)
         value = 0
         try:
             for chunk in chunks(found.content(self.source)):
