@@ -159,7 +159,7 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, option in reversed(record.options.items()):
-            if option.kind != "code":
+            if not option.type.startswith("Progress"):
                 names = [f"--{name.rstrip('_').replace('_', '-')}", *([option.alias] if option.alias else []), name]
                 command = click.option(*names, **{**_as_click(option), **changed.get(name, {})})(command)
         return command
@@ -170,11 +170,11 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
 def _as_click(option: Option) -> dict[str, Any]:
     """What click calls an option of this kind."""
     said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": _completion(option)}
-    if option.kind == "flag":
+    if option.type == "bool":
         return {**said, "is_flag": True}
-    if option.kind == "texts":
+    if option.many:
         return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
-    if option.kind == "whole":
+    if option.type.startswith("int"):
         return {**said, "cls": Once, "type": int}
     bare = {"is_flag": False, "flag_value": option.bare} if option.bare else {}
     return {**said, **bare, "cls": Once, "type": _Choice(option) if option.choices else str}
