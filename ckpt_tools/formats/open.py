@@ -36,9 +36,9 @@ from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, source_of
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import getting_again
 from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.options import natural
 
 
 def _decode_zip(source: Source) -> Decoded:
@@ -253,13 +253,13 @@ def _decode(source: Source, member: str) -> Decoded:
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
     if may_be_packed(head):
-        from ckpt_tools.formats.packed import unpacking
+        from ckpt_tools.formats import packed
 
-        if unpacking.is_packed(source, head):
-            readers = unpacking.Readers(
+        if packed.is_packed(source, head):
+            readers = packed.Readers(
                 _decode_content, decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root)
             )
-            return unpacking.decode(source, head, member, readers)
+            return packed.decode(source, head, member, readers)
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     if head.startswith(b"GGUF"):
@@ -413,7 +413,7 @@ def may_be_packed(head: bytes) -> bool:
     """Whether a file that starts so may be compressed, or a tar; what reads those is imported only then."""
     if is_zip(head):
         return False
-    from ckpt_tools.formats.packed.compressed import kind_of
+    from ckpt_tools.formats.compressed import kind_of
 
     return kind_of(head) is not None or is_tar(head) or head[257:262] == b"ustar"
 

@@ -20,9 +20,10 @@ import contextlib
 import struct
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, is_tar, validate_tree
-from ckpt_tools.formats.packed.tars import OddHeaderError, entries
+from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine, Maker
@@ -32,7 +33,8 @@ from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_ten
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
 
-_MAX_MEMBERS = 64  # of which torch writes four
+_LOOKED_AT = 64  # members, of which torch writes four
+NEEDED = ("storages", "pickle")
 _NAMES = ("sys_info", "storages", "tensors", "pickle")
 _REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
 _SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
@@ -44,9 +46,9 @@ def sniff(head: bytes) -> bool:
 
 
 def is_torchs(source: Source) -> bool:
-    """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed`."""
+    """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed.py`."""
     with contextlib.suppress(OddHeaderError, DamagedFileError):
-        return any(header.is_file and header.name in _NAMES for header, _ in entries(source, _MAX_MEMBERS))
+        return any(is_file(info) and info.name in _NAMES for info in entries(source, _LOOKED_AT))
     return False
 
 
@@ -85,18 +87,18 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     members: dict[str, FilePart] = {}
     others, odd = [], ""
     try:
-        for header, part in entries(source, _MAX_MEMBERS):
+        for header in entries(source, limits.RECORDS.value):
             if header.name not in _NAMES:
                 others.append(header.name)
-            elif header.name in members or not header.is_file:
+            elif header.name in members or not is_file(header):
                 odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
             else:
-                members[header.name] = part
+                members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
         odd = str(error)
     if odd and {*members, *others} & set(_NAMES):
         raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
-    missing = [name for name in ("storages", "pickle") if name not in members]
+    missing = [name for name in NEEDED if name not in members]
     if missing:
         shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
         raise UnsupportedContainerError(

@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import folders, safetensors, sharded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint, begins_as_checkpoint, collector_paused, tensors_by_name
-from ckpt_tools.formats.packed.members import Folder
+from ckpt_tools.formats.packed import Folder
 from ckpt_tools.formats.parts.rank_files import CONTAINER as RANK_FILES
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io import attributes

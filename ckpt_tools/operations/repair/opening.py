@@ -388,7 +388,7 @@ def refuse_packed(source: Source) -> None:
     head = source.read(0, min(HEAD, source.size)) if not isinstance(source, Files) else b""
     if not may_be_packed(head):
         return
-    from ckpt_tools.formats.packed.unpacking import unpack_command
+    from ckpt_tools.formats.packed import unpack_command
 
     if command := unpack_command(source, head):
         raise UnsupportedContainerError(
