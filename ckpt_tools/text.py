@@ -22,15 +22,18 @@ def did_you_mean(text: str, candidates: Iterable[str]) -> str:
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 
-# What other libraries call it -> the arguments here, of which those that the function has are named.
+# What others call it -> the arguments here, of which those that the function or command has are named.
 _MEANT = {
     "strict": ("allow_missing", "allow_unexpected"), "ignore_mismatched_sizes": ("on_mismatch",),
-    "device": ("map_location",), "device_map": ("map_location",), "location": ("map_location",),
-    "torch_dtype": ("dtype",), "precision": ("dtype",), "half": ("dtype",),
-    "force": ("overwrite",), "exist_ok": ("overwrite",), "max_shard_size": ("shard_size",),
-    "prefix": ("strip_prefix", "add_prefix"), "strip": ("strip_module", "strip_prefix"), "key": ("select",),
-    "exclude": ("drop",), "include": ("keep",), "remove": ("drop",), "adapter": ("lora",),
-    "quantize": ("dtype",), "dtype_only": ("dtype",), "drop_metadata": ("set_metadata",), "reverse": ("plan",),
+    "device": ("map_location",), "device_map": ("map_location",), "location": ("map_location",), "cpu": ("map_location='cpu'",),
+    "torch_dtype": ("dtype",), "precision": ("dtype",), "type": ("dtype",), "half": ("dtype='fp16'",),
+    "fp16": ("dtype='fp16'",), "float16": ("dtype='fp16'",), "bf16": ("dtype='bf16'",), "bfloat16": ("dtype='bf16'",),
+    "fp32": ("dtype='fp32'",), "quantize": ("dtype='q8_0'",), "dtype_only": ("dtype='GLOB=TYPE'",),
+    "force": ("overwrite",), "exist_ok": ("overwrite",), "max_shard_size": ("shard_size",), "to": ("format",),
+    "output_dir": ("to_dir",), "out_dir": ("to_dir",), "prefix": ("strip_prefix", "add_prefix"),
+    "strip": ("strip_module", "strip_prefix"), "key": ("select",), "exclude": ("drop",), "include": ("keep",),
+    "remove": ("drop",), "adapter": ("lora",), "base": ("lora",), "drop_metadata": ("set_metadata='KEY='",),
+    "reverse": ("plan='PLAN:reverse'",),
 }  # fmt: skip
 _SAID = {
     "weights_only": "Nothing that a file says is ever executed: leave it out.",
@@ -40,14 +43,19 @@ _SAID = {
 }
 
 
+def meant(name: str, known: Collection[str]) -> str:
+    """`Here it is `overwrite`.`, or nothing: which of the known names somebody means who gives another."""
+    names = (name,) if name in known else _MEANT.get(name, ())
+    found = [f"`{other}`" for other in names if other.partition("=")[0] in known]
+    return f"Here it is {' and '.join(found)}." if found else ""
+
+
 def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise TypeError for a keyword that the function does not have, with the one that is meant."""
     for name in given:
-        if name in known:
-            continue
-        meant = [f"`{other}`" for other in _MEANT.get(name, ()) if other in known]
-        hint = f"Here it is {' and '.join(meant)}." if meant else _SAID.get(name) or did_you_mean(name, known)
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}".rstrip(" "))
+        if name not in known:
+            hint = meant(name, known) or _SAID.get(name) or did_you_mean(name, known)
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}".rstrip(" "))
 
 
 def did_you_mean_file(name: str, others: Iterable[str]) -> str:

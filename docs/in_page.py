@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from ckpt_tools.operations.convert.conversion import CONTAINERS, open_input, pla
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
-from ckpt_tools.render.converted import show_converted
+from ckpt_tools.render.converted import print_converted
+from ckpt_tools.render.text import show
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.findings import stem_and_extension
@@ -91,7 +93,7 @@ def _convert(name: str, to: str, objects: Literal["plain"] | None) -> dict[str, 
         report.seconds = time.perf_counter() - started
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            show_converted(report)
+            show(partial(print_converted, report))
         command = ["ckpt", "convert", name, target, "--unwrap", *(["--select", select] if select else [])]
         command += ["--objects", objects] if objects else []
         return {"name": target, "parts": parts, "command": shlex.join(command), "text": out.getvalue()}

@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "write what is read": (lambda: load_code.save(WANTED, SINGLE.open("rb")), OutputError, "not open for writing"),
     "write closed": (lambda: load_code.save(WANTED, closed()), OutputError, "It is closed"),
     "a folder": (lambda: ckpt_tools.convert(SINGLE, io.BytesIO(), format="dcp"), UsageError, "a folder is to be written"),
-    "in place": (lambda: ckpt_tools.edit_in_place(io.BytesIO(BYTES), strip_module=True), CkptError, "in place"),  # type: ignore[arg-type]
+    "in place": (lambda: ckpt_tools.edit_in_place(io.BytesIO(BYTES), strip_module=True), UsageError, "It takes a path"),  # type: ignore[arg-type]
     "a plan": (lambda: ckpt_tools.match(SINGLE, like=SINGLE, output=io.BytesIO()), UsageError, "takes a path"),  # type: ignore[arg-type]
 }
 

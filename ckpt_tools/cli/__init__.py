@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, TextIO
@@ -36,6 +36,7 @@ COMMANDS = (
 _VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
 _ELSEWHERE = {"verify": "sign"}  # commands whose module is another one's
+_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py")
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
@@ -59,37 +60,19 @@ _LIMIT = click.Option(
 )  # fmt: skip
 
 
-def _name_variables(command: click.Command, name: str) -> None:
-    """Each option takes its value from a variable too, where it is not given: --ignore of check from CKPT_CHECK_IGNORE."""
-    for option in command.params:
-        if isinstance(option, click.Option) and option.expose_value:
-            spelled = next(text for text in option.opts if text.startswith("--"))
-            variable = f"CKPT_{name}{spelled[1:]}".replace("-", "_").upper()
-            option.envvar = [variable, *([option.envvar] if isinstance(option.envvar, str) else [])]
-
-
 def _variable_of(ctx: click.Context, option: click.Parameter) -> str | None:
     """The variable that an option has its value from."""
     if ctx.get_parameter_source(option.name or "") is not click.core.ParameterSource.ENVIRONMENT:
         return None
-    named = option.envvar or ()
-    return next((name for name in ([named] if isinstance(named, str) else named) if os.environ.get(name)), None)
+    names = (option.envvar, f"{ctx.auto_envvar_prefix}_{option.name}".upper())
+    return next(name for name in names if isinstance(name, str) and os.environ.get(name))
 
 
 def _tell_variables(ctx: click.Context) -> None:
     """Say what was not typed and counted all the same."""
     for option in ctx.command.params if not ctx.params.get("quiet") else ():
         if (variable := _variable_of(ctx, option)) is not None:
-            from ckpt_tools.text import printable
-
-            with _telling():
-                click.echo(printable(f"{option.opts[0]} is set by {variable}={os.environ[variable]}"), err=True)
-
-
-def _wants_json(args: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, told before it is parsed: what cannot be parsed is an error in JSON too."""
-    given = list(takewhile(lambda arg: arg != "--", args))
-    return "--json" in given or "--format=json" in given or ("--format", "json") in pairwise(given)
+            _tell(f"{option.opts[0]} is set by {variable}={os.environ[variable]}")
 
 
 class _Group(click.Group):
@@ -107,8 +90,8 @@ class _Group(click.Group):
         command = getattr(import_module(f"ckpt_tools.cli.{_ELSEWHERE.get(name, name)}"), name)
         assert isinstance(command, click.Command)
         if _LIMIT not in command.params and cmd_name not in _READ_NO_FILE:
-            _name_variables(command, cmd_name)
             command.params.append(_LIMIT)
+            command.context_settings = {"auto_envvar_prefix": f"CKPT_{name.upper()}"}  # --ignore of check: CKPT_CHECK_IGNORE
         return command
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -118,27 +101,20 @@ class _Group(click.Group):
         return super().main(*args, **extra)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        self.as_json = _wants_json(args[1] if len(args) > 1 else extra["args"])
-        try:
+        given = list(takewhile(lambda arg: arg != "--", args[1] if len(args) > 1 else extra["args"]))
+        # Told before it is parsed: what cannot be parsed is an error in JSON too.
+        self.as_json = "--json" in given or "--format=json" in given or ("--format", "json") in pairwise(given)
+        with self.failing():  # --help and --version print while the options are read
             return super().make_context(*args, **extra)
-        except KeyboardInterrupt:  # while the options are read; click by itself would exit with 1
-            self.tell_interrupted()
-            raise click.exceptions.Exit(130) from None
-        except click.ClickException as error:
-            self.print_failure(_usage_document, error)
-            raise
-        except BrokenPipeError:
-            raise
-        except OSError as error:  # --help and --version print while the options are read
-            _tell_unprinted(error)
-            raise click.exceptions.Exit(3) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in COMMANDS:
-            if args[0] == "-" or _is_there(args[0]):
+            from ckpt_tools.io.output import is_address, is_there
+
+            if args[0] == "-" or is_there(args[0]) or is_address(args[0]):
                 args = ["inspect", *args]
             elif not ctx.resilient_parsing:
-                from ckpt_tools.cli.other_words import about_command
+                from ckpt_tools.cli.help import about_command
 
                 ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], COMMANDS)}".rstrip())
         return super().resolve_command(ctx, args)
@@ -149,75 +125,81 @@ class _Group(click.Group):
         return super().shell_complete(ctx, incomplete) or [CompletionItem(incomplete, type="file")]
 
     def invoke(self, ctx: click.Context) -> Any:
+        with self.failing(), out_of_memory(), _terminable(), limits.raised():
+            try:
+                with torch_told():
+                    return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # what cannot be printed is told now, not at the exit
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """What goes wrong as a message, an exit code, and a document where JSON was asked for."""
         try:
-            with out_of_memory(), _terminable(), limits.raised():
-                try:
-                    with torch_told():
-                        return super().invoke(ctx)
-                finally:
-                    sys.stdout.flush()  # what cannot be printed is told now, not at the exit
+            yield
+            return
         except (CkptError, MemoryError, RecursionError) as problem:
             from ckpt_tools.render.text import print_error
 
             error = problem if isinstance(problem, CkptError) else exhausted(problem, "The command cannot be finished")
-            self.print_failure(_error_document, error)
-            if not _is_told_elsewhere(error):
+            self.print_failure(error)
+            if not _rank() or error.rank in (None, _rank()):  # each process says its own, the first one every error
                 with _telling():
                     print_error(error)
-            ctx.exit(error.exit_code)
-        except click.NoSuchOption as unknown:
-            from ckpt_tools.cli.other_words import correct
-
-            wrong = correct(unknown)
-            self.print_failure(_usage_document, wrong)
-            raise wrong from None
-        except click.ClickException as error:  # options of a command; click prints it
-            if isinstance(error, click.BadParameter) and error.ctx is not None and error.param is not None:
-                variable = _variable_of(error.ctx, error.param)
-                error.param_hint = variable if variable is not None else error.param_hint
-            self.print_failure(_usage_document, error)
-            raise
+            code = error.exit_code
+        except click.ClickException as wrong:  # click prints it
+            usage = _usage(wrong)
+            ctx = getattr(usage, "ctx", None)
+            fix = f"{ctx.command_path} --help lists the options." if ctx is not None else ""
+            self.print_failure("UsageError", usage.format_message(), exit_code=usage.exit_code, fix=fix)
+            raise usage from None
         except KeyboardInterrupt:
-            self.tell_interrupted()
-            ctx.exit(130)
-        except _Terminated as stopped:
-            self.print_failure(_terminated_document, stopped)
+            code = 130
+            self.print_failure("Interrupted", "Interrupted.", exit_code=code)
+            _tell("Interrupted.")
+        except _Terminated:
+            self.print_failure("Terminated", "Terminated.", exit_code=143)
             raise
-        except BrokenPipeError:
-            # The reader of our output (head, less) has gone.
+        except BrokenPipeError:  # the reader of our output (head, less) has gone: as of a program that SIGPIPE ends
             _silence(sys.stdout)
-            ctx.exit(141)  # as of a program that SIGPIPE ends
-        except OSError as error:  # of files that we read or write it would be a CkptError
-            _tell_unprinted(error)
-            ctx.exit(3)
+            code = 141
+        except OSError as unprinted:  # of files that we read or write it would be a CkptError
+            _silence(sys.stdout)
+            what = "The report cannot be printed" if unprinted.filename is None else str(unprinted.filename)
+            _tell(f"Error: {what}: {unprinted.strerror or unprinted}.")
+            code = 3
+        raise click.exceptions.Exit(code)
 
-    def print_failure(self, document: Callable[[Any], dict[str, Any]], error: object) -> None:
+    def print_failure(self, error: CkptError | str, what: str = "", **more: Any) -> None:
         """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do."""
         ctx = click.get_current_context(silent=True)
         command = ctx.meta.get(_COMMAND) if ctx is not None else None
-        set_so = command is not None and (command.params.get("as_json") or command.params.get("form") == "json")
-        if not (self.as_json or set_so) or _rank() > 0:
+        set_so = command is not None and (command.params.get("json") or command.params.get("format") == "json")
+        if not (self.as_json or set_so) or _rank():
             return
-        from ckpt_tools.render.json import print_document
+        from ckpt_tools.render.json import error_document, failure_document, print_document
 
         try:
-            print_document(document(error))
+            print_document(failure_document(error, what, **more) if isinstance(error, str) else error_document(None, error))
         except OSError:
             _silence(sys.stdout)
 
-    def tell_interrupted(self) -> None:
-        """Ctrl-C, in words and in JSON."""
-        self.print_failure(_interrupted_document, None)
-        with _telling():
-            click.echo("Interrupted.", err=True)
+
+def _usage(error: click.ClickException) -> click.ClickException:
+    """With the option that is meant, or the variable that is wrong."""
+    if isinstance(error, click.NoSuchOption):
+        from ckpt_tools.cli.help import about_option
+
+        return about_option(error)
+    if isinstance(error, click.BadParameter) and error.ctx is not None and error.param is not None:
+        error.param_hint = _variable_of(error.ctx, error.param) or error.param_hint
+    return error
 
 
-def _tell_unprinted(error: OSError) -> None:
-    """Say that standard output takes nothing."""
-    _silence(sys.stdout)
-    what = "The report cannot be printed" if error.filename is None else str(error.filename)
-    with _telling():
-        click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+def _rank() -> int:
+    """Which process of torchrun's this one is; 0 for one that works alone."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
 def _open_streams() -> None:
@@ -227,51 +209,6 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.open(os.devnull, flag), "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
-def _is_there(text: str) -> bool:
-    """Whether something is called so that `inspect` can be asked about: a file, a folder, an address."""
-    from ckpt_tools.io.output import is_address, is_there
-
-    return is_there(text) or is_address(text)
-
-
-def _error_document(error: CkptError) -> dict[str, Any]:
-    from ckpt_tools.render.json import error_document
-
-    return error_document(None, error)
-
-
-def _usage_document(error: click.ClickException) -> dict[str, Any]:
-    from ckpt_tools.render.json import failure_document
-
-    ctx = getattr(error, "ctx", None)
-    fix = f"{ctx.command_path} --help lists the options." if ctx is not None else ""
-    return failure_document("UsageError", error.format_message(), exit_code=error.exit_code, fix=fix)
-
-
-def _rank() -> int:
-    """Which process of torchrun's this one is; 0 for one that works alone."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
-
-
-def _is_told_elsewhere(error: CkptError) -> bool:
-    """Whether the error is another process's, which says so itself; the first process says every error."""
-    return _rank() > 0 and error.rank not in (None, _rank())
-
-
-def _terminated_document(stopped: SystemExit) -> dict[str, Any]:
-    from ckpt_tools.render.json import failure_document
-
-    assert isinstance(stopped.code, int)
-    return failure_document("Terminated", "Terminated.", exit_code=stopped.code)
-
-
-def _interrupted_document(_: object) -> dict[str, Any]:
-    from ckpt_tools.render.json import failure_document
-
-    return failure_document("Interrupted", "Interrupted.", exit_code=130)
-
-
 @contextlib.contextmanager
 def _telling() -> Iterator[None]:
     """A message on standard error; where that cannot be written either, the exit code has to do."""
@@ -279,6 +216,13 @@ def _telling() -> Iterator[None]:
         yield
     except OSError:
         _silence(sys.stderr)
+
+
+def _tell(message: str) -> None:
+    from ckpt_tools.text import printable
+
+    with _telling():
+        click.echo(printable(message), err=True)
 
 
 def _silence(stream: TextIO) -> None:
@@ -318,16 +262,24 @@ def _note_verbose(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
 
 
 def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
-    verbose = ctx.meta[_VERBOSE]
-    if verbose and not asked:
+    """With --verbose what it runs on, no package imported, and the variables that are set."""
+    if ctx.meta[_VERBOSE] and not asked:
         raise click.UsageError("--verbose here is for --version.")
-    if asked:
-        click.echo(f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)")
-        if verbose:
-            from ckpt_tools.cli.version import print_surroundings
+    if not asked:
+        return
+    click.echo(f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)")
+    if ctx.meta[_VERBOSE]:
+        from importlib import metadata
+        from platform import platform, python_version
 
-            print_surroundings()
-        ctx.exit()
+        from ckpt_tools.text import printable
+
+        known = {package.metadata["Name"]: package.version for package in metadata.distributions()}
+        packages = [f"{name} {known[name]}" if name in known else f"no {name}" for name in _PACKAGES]
+        variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CKPT_") and value]
+        lines = [f"Python {python_version()}, {sys.executable}", platform(), ", ".join(packages), *map(printable, variables)]
+        click.echo("\n".join(lines))
+    ctx.exit()
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUT, OUTPUT, given, options_of, out_option, quiet_option, show_progress
-from ckpt_tools.errors import UsageError
+from ckpt_tools.cli.options import OUT, OUTPUT, given, options_of, out_option, print_report, report_options
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.operations.average import Averaged
 from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.render.converted import object_rows
@@ -23,9 +22,8 @@ from ckpt_tools.text import printable
 @click.argument("paths", nargs=-1, required=True, type=OUTPUT, metavar="IN IN... OUT")
 @out_option
 @options_of(AverageOptions)
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def average(paths: tuple[str, ...], out: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+@report_options
+def average(paths: tuple[str, ...], output: str | None, quiet: bool, json: bool, **options: Any) -> None:
     """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
 
     \b
@@ -39,28 +37,11 @@ def average(paths: tuple[str, ...], out: str | None, quiet: bool, as_json: bool,
     """
     from ckpt_tools.operations.average import average as average_checkpoints
 
-    *sources, target = paths if out is None else (*paths, out)
+    *sources, target = paths if output is None else (*paths, output)
     target = OUT.convert(target, None, None)
-    asked = given(options)
-    if "weights" in asked:
-        asked["weights"] = _numbers(asked["weights"])
     with show_progress(quiet=quiet) as progress:
-        report = average_checkpoints(sources, target, progress=progress, **asked)
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.text import show
-
-        show(partial(print_averaged, report))
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--weights {text!r} is not a list of numbers.", fix="For example: --weights 0.5,0.3,0.2") from None
+        report = average_checkpoints(sources, target, progress=progress, **given(options))
+    print_report(report, print_averaged, json=json, quiet=quiet)
 
 
 def print_averaged(report: Averaged, out: Page) -> None:

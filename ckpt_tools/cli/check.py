@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.options import OUT_PATH, Expanded, Once, expand, print_others, quiet_option, show_progress
-from ckpt_tools.cli.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.options import (
+    OUT_PATH,
+    PIPED,
+    Expanded,
+    expand,
+    form_options,
+    jobs_option,
+    once,
+    print_others,
+    quiet_option,
+)
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted
-from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, form_options, print_at_once, print_whole
+from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, print_at_once, print_whole
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
@@ -32,31 +42,31 @@ _SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
 @click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
-@click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="FILE", help="Write the digests to FILE.")
-@click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
+@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="Write the digests to FILE.")
+@once("--against", metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option(
     "--ignore", multiple=True, metavar="CODE", envvar="CKPT_IGNORE", help="Leave out findings with this code. Repeatable."
 )
-@click.option(
-    "--fail-on", cls=Once, type=click.Choice([*_SEVERITIES]),
+@once(
+    "--fail-on", type=click.Choice([*_SEVERITIES]),
     help="The least finding that makes the exit code 1 [warning].",
 )  # fmt: skip
-@click.option(
-    "--device", cls=Once, metavar="DEVICE",
+@once(
+    "--device", metavar="DEVICE",
     help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
 )  # fmt: skip
 @click.option(
     "--latest-good", is_flag=True,
     help="Print one path: of the newest checkpoint that is whole, finite and loads; by epoch, step, then time.",
 )  # fmt: skip
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
+@jobs_option
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
 @quiet_option
 @form_options
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    fail_on: str | None, device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, form: str,
-    as_json: bool,
+    fail_on: str | None, device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, format: str,
+    json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -73,13 +83,13 @@ def check(
     """
     from ckpt_tools.operations.check.run import Wanted, load_digests
 
-    form, paths = "json" if as_json else form, with_pipes_read(paths)
+    form = "json" if json else format
     jobs = 1 if any(isinstance(path, Handed) for path in paths) else jobs  # a pipe is read here
     if latest_good:
         others = {"--digest": digest, "--output": output, "--against": against, f"--format {form}": form not in PAGES}
         refuse_beside("--latest-good", others)
         wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
-        show_latest_good(paths, wanted, quiet=quiet, as_json=form == "json")
+        show_latest_good(paths, wanted, quiet=quiet, json=form == "json")
         return
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
@@ -93,7 +103,7 @@ def check(
         save_digests(checking.reports[0], output, overwrite=overwrite)
     checking.print_rest(digests=digest and output is None)
     if form == "json" or (form == "text" and not quiet):
-        print_others(expanded.others, as_json=form == "json")
+        print_others(expanded.others, json=form == "json")
     sys.exit(checking.code)
 
 
@@ -165,17 +175,17 @@ def refuse_beside(option: str, others: Mapping[str, object]) -> None:
         raise click.UsageError(f"{option} does not go with {' and '.join(given)}.")
 
 
-def show_latest_good(paths: tuple[Path, ...], wanted: Wanted, *, quiet: bool, as_json: bool) -> None:
+def show_latest_good(paths: tuple[Path, ...], wanted: Wanted, *, quiet: bool, json: bool) -> None:
     """Print the path of the last good checkpoint, and nothing else; what is newer and not good goes to standard error."""
     from ckpt_tools.operations.check.latest import find_latest_good
 
-    with show_progress(quiet=quiet or as_json) as progress:
+    with show_progress(quiet=quiet or json) as progress:
         found = find_latest_good(paths, wanted, progress)
     if not quiet:
         _tell_newer(found)
     if found.report is None:
         raise _none_good(paths, found)
-    if as_json:
+    if json:
         from ckpt_tools.render.json import print_document
 
         print_document(found.report.to_json())

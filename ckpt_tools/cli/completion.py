@@ -6,49 +6,42 @@ could hold a command. Whatever goes wrong, nothing is offered; a shell is not th
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
-
 _MOST = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_FILES = ("source", "path", "left", "paths", "sources")  # the parameters that hold the file to read
 
 
-def complete_places(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_places(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
     """Dotted paths of dicts and lists that hold tensors, state dicts first."""
     return _offered(ctx, incomplete, names=False)
 
 
-def complete_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
     """Names of tensors, then the paths of what holds them."""
     return _offered(ctx, incomplete, names=True)
 
 
-def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem  # click itself imports it only where a shell asks
-
-    try:
+def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[str]:
+    with contextlib.suppress(Exception):  # a damaged file, a missing one, no memory: a shell wants silence
         found = (text for text in _found(ctx, names=names) if text.startswith(incomplete) and _PLAIN.fullmatch(text))
-        return [CompletionItem(text) for text in islice(dict.fromkeys(found), _MOST)]
-    except Exception:  # a damaged file, a missing one, no memory: a shell wants silence
-        return []
+        return list(islice(dict.fromkeys(found), _MOST))
+    return []
 
 
 def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:
     from ckpt_tools.formats.open import open_checkpoint
 
-    path = _file(ctx)
-    if path is None:
-        return
+    arguments = [ctx.params.get(param.name or "") for param in ctx.command.params if isinstance(param, click.Argument)]
+    given = [one for value in arguments for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
+    # Click leaves arguments in `args` when an option at the end lacks its value.
+    path = next(path for path in map(Path, [*given, *ctx.args]) if path.exists())
     with open_checkpoint(path) as checkpoint:
         if names:
             for state_dict in checkpoint.state_dicts:
@@ -56,20 +49,8 @@ def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:
         for state_dict in checkpoint.state_dicts:
             yield ".".join(map(str, state_dict.where))
         for tensor in checkpoint.tensors:
-            for length in range(1, len(tensor.where)):
+            for length in range(1, len(tensor.where) + names):
                 yield ".".join(map(str, tensor.where[:length]))
-            if names:
-                yield ".".join(map(str, tensor.where))
-
-
-def _file(ctx: click.Context) -> Path | None:
-    """The first argument so far that is there. Click leaves arguments in `args` when an option at the end lacks its value."""
-    given = [value for name in _FILES for value in _several(ctx.params.get(name))]
-    return next((path for path in map(Path, [*given, *ctx.args]) if path.exists()), None)
-
-
-def _several(value: object) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 @click.command(short_help="Print what makes a shell complete commands, options and names in files.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,21 +17,24 @@ from ckpt_tools.cli.options import (
     LOCATION,
     OUT,
     OUTPUT,
-    Once,
-    end_process,
     given,
+    once,
     one_out,
     options_of,
     out_option,
     print_failure,
-    quiet_option,
-    show_progress,
-    work_shared,
+    print_report,
+    report_options,
 )
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
+from ckpt_tools.render.converted import print_converted, print_several
+
+if TYPE_CHECKING:
+    from ckpt_tools.io.ranks import Ranks
 
 
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
@@ -39,15 +44,14 @@ from ckpt_tools.operations.convert.run import convert_with
 @options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
 @out_option
 @click.option("--in-place", is_flag=True, help="Replace IN itself; give no OUT.")
-@click.option(
-    "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+@once(
+    "--to-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
 )  # fmt: skip
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+@report_options
 def convert(
-    source: Path, target: str | None, more: tuple[str, ...], out: str | None, in_place: bool, to_dir: Path | None,
-    quiet: bool, as_json: bool, **options: Any,
+    source: Path, target: str | None, more: tuple[str, ...], output: str | None, in_place: bool, to_dir: Path | None,
+    quiet: bool, json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
@@ -87,31 +91,32 @@ def convert(
     if to_dir is not None:
         if in_place:
             raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
-        if out is not None:
+        if output is not None:
             raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
-        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, quiet=quiet, as_json=as_json))
+        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, quiet=quiet, json=json))
     if more:
         named = ", ".join((str(source), str(target), *map(str, more[:2]), *(["..."] if more[2:] else [])))
         raise click.UsageError(
             f"{2 + len(more)} paths were given ({named}), and IN and OUT are two; many IN need --to-dir DIR. "
             "The value of an option is one word: --shard-size 5GB, --rename 'OLD=NEW'."
         )
-    target = one_out(target, out)
+    target = one_out(target, output)
     if in_place:
         with show_progress(quiet=quiet) as progress:
             report = _edit_in_place(source, target, asked | {"progress": progress})
-        _report(report, quiet=quiet, as_json=as_json)
+        print_report(report, print_converted, json=json, quiet=quiet)
         return
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
-    preload = None if as_json or quiet else "ckpt_tools.render.converted"
     folder = "shard_size" in asked or asked.get("format") == "dcp"
-    with work_shared(folder=folder) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
+    with work_shared(folder=folder) as ranks, show_progress(quiet=quiet) as progress:
         report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
     if ranks is None or not ranks.rank:  # the first process reports for all
-        _report(report, quiet=quiet, as_json=as_json)
+        print_report(report, print_converted, json=json, quiet=quiet)
     if ranks is not None and ranks.world > 1:
-        end_process()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # now: threads of gloo that still run abort an interpreter that winds down
 
 
 def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
@@ -121,17 +126,6 @@ def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
     if (in_place or asked.get("slim")) and source is click.core.ParameterSource.ENVIRONMENT:
         asked.pop("objects", None)
     return asked
-
-
-def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.converted import show_converted
-
-        show_converted(report)
 
 
 def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Converted:
@@ -149,7 +143,7 @@ def inputs(given: Iterable[str | Path | None]) -> list[Path]:
     return [LOCATION.convert(value, None, None) for value in given if value is not None]
 
 
-def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, quiet: bool, as_json: bool) -> int:
+def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, quiet: bool, json: bool) -> int:
     """Convert each into the folder, and report; the exit code."""
     from ckpt_tools.operations.convert.several import convert_several, targets
 
@@ -158,14 +152,25 @@ def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any]
     for source, result in zip(sources, convert_several(sources, made, asked), strict=True):
         results.append(result)
         if isinstance(result, CkptError):
-            print_failure(source, result, as_json=as_json)
-        elif as_json:
+            print_failure(source, result, json=json)
+        elif json:
             from ckpt_tools.render.json import print_document
 
             print_document(result.to_json())
-    if not as_json and not quiet:
-        from ckpt_tools.render.converted import print_several
+    if not json and not quiet:
         from ckpt_tools.render.text import show
 
         show(partial(print_several, sources, made, results))
     return max((result.exit_code for result in results if isinstance(result, CkptError)), default=0)
+
+
+@contextlib.contextmanager
+def work_shared(*, folder: bool) -> Iterator[Ranks | None]:
+    """The processes that torchrun started for a command whose output is a folder; None where one works alone."""
+    if not folder or os.environ.get("WORLD_SIZE", "1") == "1":
+        yield None
+        return
+    from ckpt_tools.io.ranks import launched
+
+    with launched() as ranks:
+        yield ranks

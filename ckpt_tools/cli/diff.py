@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import click
 
-from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, filter_option, print_report, report_options, select_option
+from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.render.difference import DiffSort, print_difference
 
 
 @click.command(short_help="Show what differs between two checkpoints.")
@@ -18,27 +18,17 @@ from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 @click.argument("right", metavar="B", type=LOCATION)
 @click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")
 @click.option("--contents/--no-contents", default=True, help="Compare the tensors' bytes, or names, shapes and dtypes only.")
-@click.option(
-    "--select",
-    cls=Once,
-    metavar="WHERE",
-    shell_complete=complete_places,
-    help="Compare one state dict or subtree; A_PATH=B_PATH for two.",
-)
-@click.option(
-    "--filter", "pattern", cls=Once, metavar="GLOB", shell_complete=complete_names,
-    help="Compare only tensors whose name or path matches, on either side.",
-)  # fmt: skip
+@select_option(help="Compare one state dict or subtree; A_PATH=B_PATH for two.")
+@filter_option(help="Compare only tensors whose name or path matches, on either side.")
 @click.option(
     "--sort", type=click.Choice(["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]), default="file",
     show_default=True, help="Order of the tensors that differ; what is furthest apart first. Most need --values.",
 )  # fmt: skip
-@click.option("--all", "show_all", is_flag=True, help="Show every line; nothing cut.")
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+@click.option("--all", is_flag=True, help="Show every line; nothing cut.")
+@report_options
 def diff(
-    left: Path, right: Path, values: bool, contents: bool, select: str | None, pattern: str | None, sort: str,
-    show_all: bool, quiet: bool, as_json: bool,
+    left: Path, right: Path, values: bool, contents: bool, select: str | None, filter: str | None, sort: str,
+    all: bool, quiet: bool, json: bool,
 ) -> None:  # fmt: skip
     """Show what differs between two checkpoints, whatever their containers.
 
@@ -60,14 +50,6 @@ def diff(
     if sort not in ("file", "name", "size") and not values:
         raise UsageError(f"--sort {sort} needs --values.")
     with show_progress(quiet=quiet) as progress:
-        report = compare(left, right, values=values, contents=contents, select=select, filter=pattern, progress=progress)
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.difference import DiffSort, print_difference
-        from ckpt_tools.render.text import show
-
-        show(partial(print_difference, report, show_all=show_all, sort=cast("DiffSort", sort)))
+        report = compare(left, right, values=values, contents=contents, select=select, filter=filter, progress=progress)
+    print_report(report, print_difference, json=json, quiet=quiet, show_all=all, sort=cast("DiffSort", sort))
     sys.exit(0 if report else 1)

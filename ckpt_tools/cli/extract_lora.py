@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUT, OUTPUT, given, one_out, options_of, out_option, quiet_option, show_progress
+from ckpt_tools.cli.options import OUT, OUTPUT, given, one_out, options_of, out_option, print_report, report_options
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.operations.extract_lora import Extracted
 from ckpt_tools.operations.options import ExtractOptions
 from ckpt_tools.render.plain import Page
@@ -22,10 +22,9 @@ from ckpt_tools.text import printable, shape_text
 @click.argument("target", type=OUT, metavar="[OUT]", required=False)
 @out_option
 @options_of(ExtractOptions)
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+@report_options
 def extract_lora(
-    base: str, tuned: str, target: str | None, out: str | None, quiet: bool, as_json: bool, **options: Any
+    base: str, tuned: str, target: str | None, output: str | None, quiet: bool, json: bool, **options: Any
 ) -> None:
     """Write the change from BASE to TUNED as a LoRA adapter, and say how much of it the adapter leaves.
 
@@ -40,18 +39,11 @@ def extract_lora(
     """
     from ckpt_tools.operations.extract_lora import extract_lora as extract
 
-    if (target := one_out(target, out)) is None:
+    if (target := one_out(target, output)) is None:
         raise click.UsageError("Missing argument 'OUT'.")
     with show_progress(quiet=quiet) as progress:
         report = extract([base, tuned], target, progress=progress, **given(options))
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.text import show
-
-        show(partial(print_extracted, report))
+    print_report(report, print_extracted, json=json, quiet=quiet)
 
 
 def print_extracted(report: Extracted, out: Page) -> None:

@@ -1,18 +1,18 @@
-"""`ckpt help`, of commands and of topics; and the help of a command with many options: short, with those that are used most, or
-whole, in parts.
-"""
+"""`ckpt help`; the help of a command with many options; what somebody means who types another word."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
-from ckpt_tools.text import did_you_mean
+from ckpt_tools.text import did_you_mean, did_you_mean_file, meant
 from ckpt_tools.tree.options import Options
 
 WHOLE = "ckpt.help-all"  # in the meta of a context whose help is to have every option
-_REST = "Other"
+_ALL = "Show all options."
 
 
 class LongHelp(click.Command):
@@ -22,41 +22,32 @@ class LongHelp(click.Command):
         super().__init__(*args, **kwargs)
         self.record = record
         self.params.append(
-            click.Option(
-                ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
-            )
+            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=_ALL)
         )
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """What it does and its examples; what else there is to say stands in the whole help."""
-        text, self.help = self.help, self._text(ctx)
-        try:
-            super().format_help_text(ctx, formatter)
-        finally:
-            self.help = text
-
-    def _text(self, ctx: click.Context) -> str:
         text = self.help or ""
-        return text if _is_whole(ctx) else "\n\n".join(text.split("\n\n")[:2])
+        self.help = text if WHOLE in ctx.meta else "\n\n".join(text.split("\n\n")[:2])
+        super().format_help_text(ctx, formatter)
+        self.help = text
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options, those of one heading together."""
         parts: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
-            row, option = param.get_help_record(ctx), self.record.options.get(param.name or "")
-            if row is None or isinstance(param, click.Argument):
+            name = param.name or ""
+            option = self.record.options.get(name) or self.record.options.get(f"{name}_")
+            if isinstance(param, click.Argument) or (row := param.get_help_record(ctx)) is None:
                 continue
-            if _is_whole(ctx):
-                parts.setdefault(option.heading if option is not None else _REST, []).append(row)
-            elif (option is not None and option.common) or "--help-all" in param.opts:
+            if WHOLE in ctx.meta:
+                (rest if option is None else parts.setdefault(option.heading, [])).append(row)
+            elif "--help-all" in param.opts or (option is not None and option.common):
                 parts.setdefault("Used most", []).append(row)
-        for heading in [*(heading for heading in parts if heading != _REST), *([_REST] if _REST in parts else [])]:
+        for heading, rows in [*parts.items(), *([("Other", rest)] if rest else [])]:
             with formatter.section(heading):
-                formatter.write_dl(parts[heading])
-
-
-def _is_whole(ctx: click.Context) -> bool:
-    return WHOLE in ctx.meta
+                formatter.write_dl(rows)
 
 
 def _show_all(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
@@ -71,9 +62,9 @@ def _complete_commands(ctx: click.Context, _param: click.Parameter, incomplete: 
 
 
 def _group(ctx: click.Context) -> click.Group:
-    assert ctx.parent is not None
-    assert isinstance(ctx.parent.command, click.Group)
-    return ctx.parent.command
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    return group
 
 
 @click.command(short_help="Show the help of a command, or of a topic.")
@@ -86,20 +77,60 @@ def help(ctx: click.Context, name: str | None) -> None:
     ckpt help convert
     ckpt help exit-codes
     """
-    group, top = _group(ctx), ctx.parent
-    assert top is not None
+    group, top = _group(ctx), ctx.find_root()
     if name is None:
         click.echo(top.get_help(), color=ctx.color)
-        return
-    if name in TOPICS:
+    elif name in TOPICS:
         click.echo(TOPICS[name], nl=False)
-        return
-    command = group.get_command(top, name)
-    if command is None:
+    elif (command := group.get_command(top, name)) is not None:
+        with click.Context(command, top, name) as asked:
+            click.echo(command.get_help(asked), color=ctx.color)
+    else:
         hint = did_you_mean(name, (*group.list_commands(top), *TOPICS)) or f"Topics are {', '.join(TOPICS)}."
         raise click.UsageError(f"No such command or topic {name!r}. {hint}", ctx)
-    with click.Context(command, top, name) as asked:
-        click.echo(command.get_help(asked), color=ctx.color)
+
+
+# What other programs call it.
+_OTHER_COMMANDS = {
+    "merge": "ckpt convert BASE OUT --lora ADAPTER, or ckpt convert FOLDER OUT",
+    "merge-lora": "ckpt convert BASE OUT --lora ADAPTER",
+    "strip": "ckpt convert IN OUT --unwrap",
+    "rename": "ckpt convert IN OUT --rename '^old=new'",
+    "prune": "ckpt convert IN OUT --drop 'GLOB', or --slim",
+    "quantize": "ckpt convert IN OUT.gguf --dtype q8_0, or --dtype fp8_e4m3",
+    "dequantize": "ckpt convert IN OUT --dequantize",
+    "split": "ckpt convert IN FOLDER --shard-size 5GB",
+    "shard": "ckpt convert IN FOLDER --shard-size 5GB",
+    "extract": "ckpt convert IN OUT --select WHERE",
+    "list": "ckpt inspect PATH", "ls": "ckpt inspect PATH", "info": "ckpt inspect PATH",
+    "print": "ckpt inspect PATH", "keys": "ckpt inspect --all PATH",
+    "validate": "ckpt check PATH", "test": "ckpt check PATH",
+    "compare": "ckpt diff A B", "fix": "ckpt repair IN OUT", "recover": "ckpt repair IN OUT",
+    "version": "ckpt --version",
+}  # fmt: skip
+
+
+def about_command(word: str, commands: Iterable[str]) -> str:
+    """What somebody means who gives a word that is neither a command nor a file."""
+    if word in _OTHER_COMMANDS:
+        return f"Here it is {_OTHER_COMMANDS[word]}."
+    try:
+        others = sorted(os.listdir(os.path.dirname(word) or "."))
+    except OSError:
+        others = []
+    return did_you_mean(word, commands) or did_you_mean_file(word, others)
+
+
+def about_option(error: click.NoSuchOption) -> click.NoSuchOption:
+    """The error with the option of this command that is meant: by its meaning, else by its letters."""
+    from ckpt_tools.render.wording import as_options
+
+    known = [param.name or "" for param in error.ctx.command.params] if error.ctx is not None else []
+    hint = as_options(meant(error.option_name.lstrip("-").replace("-", "_"), known))
+    if not hint and error.possibilities:
+        hint = f"Did you mean {', '.join(map(repr, error.possibilities))}?"
+    hint = hint or "docs/renamed.md says what is gone."
+    return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}", ctx=error.ctx)
 
 
 TOPICS = {

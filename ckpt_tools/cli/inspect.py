@@ -13,9 +13,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from ckpt_tools.cli.completion import complete_names
-from ckpt_tools.cli.options import expand, print_failure, print_others, waiting
-from ckpt_tools.cli.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, print_others
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.operations.inspect import Description
@@ -28,12 +27,10 @@ from ckpt_tools.text import printable
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
-@click.option("--all", "show_all", is_flag=True, help="Show every tensor, value and object; nothing folded or cut.")
+@click.option("--all", is_flag=True, help="Show every tensor, value and object; nothing folded or cut.")
 @click.option("--tree/--flat", "tree", default=None, help="Show the tensors as a tree, or one a line.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
-@click.option(
-    "--filter", "pattern", metavar="GLOB", shell_complete=complete_names, help="Only tensors whose name or path matches."
-)
+@filter_option(help="Only tensors whose name or path matches.")
 @click.option(
     "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
 )
@@ -41,10 +38,10 @@ from ckpt_tools.text import printable
     "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4, from 200 files on."
 )
 @click.option("--no-pager", is_flag=True, help="Print what is longer than the screen as it is, not through $PAGER.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
+@click.option("--json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def inspect(
-    paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str,
-    jobs: int | None, no_pager: bool, as_json: bool,
+    paths: tuple[Path, ...], all: bool, tree: bool | None, depth: int | None, filter: str | None, sort: str,
+    jobs: int | None, no_pager: bool, json: bool,
 ) -> None:  # fmt: skip
     """Show what checkpoints hold. Of a folder with several checkpoints, a line each (with --all, a page each).
 
@@ -56,31 +53,30 @@ def inspect(
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
-    paths = with_pipes_read(paths)
     expanded = expand(paths)
-    asked_for_tensors = show_all or tree is not None or depth or pattern is not None or sort != "file"
+    asked_for_tensors = all or tree is not None or depth or filter is not None or sort != "file"
     separate = not set(expanded.checkpoints).issuperset(paths)  # a folder that is one checkpoint, or a file, stands for itself
-    if as_json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
-        view = (show_all, bool(tree), tree is False, depth, pattern, sort)
-        code = _pages(expanded.checkpoints, jobs, view, as_json=as_json, paged=not no_pager)
+    if json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
+        view = (all, bool(tree), tree is False, depth, filter, sort)
+        code = _pages(expanded.checkpoints, jobs, view, json=json, paged=not no_pager)
     else:
         code = _overview(paths, expanded.checkpoints, jobs, paged=not no_pager)
-    print_others(expanded.others, as_json=as_json)
+    print_others(expanded.others, json=json)
     sys.exit(code)
 
 
 _MANY = 200  # files from which on several processes are faster than one
 
 
-def _pages(files: list[Path], jobs: int | None, view: tuple[Any, ...], *, as_json: bool, paged: bool) -> int:
+def _pages(files: list[Path], jobs: int | None, view: tuple[Any, ...], *, json: bool, paged: bool) -> int:
     """A page or a JSON line for each file, a single page through the pager; the exit code."""
     code = 0
-    described = _each(_json_line if as_json else _described, files, jobs)
+    described = _each(_json_line if json else _described, files, jobs)
     for number, (path, result) in enumerate(zip(files, described, strict=True)):
         if isinstance(result, CkptError):
             code = result.exit_code
-            print_failure(path, result, as_json=as_json, safety=_safety(path, result))
-        elif as_json:
+            print_failure(path, result, json=json, safety=_safety(path, result))
+        elif json:
             click.echo(result)
         else:
             _show(result, number, view, paged=paged and len(files) == 1)
@@ -95,7 +91,7 @@ def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None, *, p
     for path, row in zip(files, rows, strict=True):
         if isinstance(row, CkptError):
             code = row.exit_code
-            print_failure(path, row, as_json=False, safety=_safety(path, row))
+            print_failure(path, row, json=False, safety=_safety(path, row))
     return code
 
 
@@ -110,7 +106,7 @@ def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> I
 
 
 def _waited(work: Callable[[Path], Any], path: Path) -> Any:
-    with waiting():
+    with show_progress():
         return work(path)
 
 

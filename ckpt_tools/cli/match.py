@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, given, options_of, quiet_option, waiting
+from ckpt_tools.cli.options import LOCATION, given, options_of, print_report, report_options
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.matching.questions import Question
 from ckpt_tools.operations.options import MatchOptions
+from ckpt_tools.render.matched import print_matched
 from ckpt_tools.text import printable
 
 
@@ -28,10 +29,9 @@ from ckpt_tools.text import printable
     output={"type": LOCATION},
 )
 @click.option("--ask", is_flag=True, help="Ask about what is ambiguous, on a terminal; prints the answers as --pair.")
-@click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def match(source: Path, ask: bool, show_all: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+@click.option("--all", is_flag=True, help="Show every tensor; nothing folded or cut.")
+@report_options
+def match(source: Path, ask: bool, all: bool, quiet: bool, json: bool, **options: Any) -> None:
     """Show which tensor of IN is which tensor of TARGET, and why; what is left over, and what is ambiguous.
 
     \b
@@ -49,17 +49,9 @@ def match(source: Path, ask: bool, show_all: bool, quiet: bool, as_json: bool, *
     from ckpt_tools.operations.match import match as match_checkpoint
 
     asked = _asked(source, options) if ask else given(options)
-    with waiting(quiet=quiet):
+    with show_progress(quiet=quiet):
         report = match_checkpoint(source, **asked)
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.matched import print_matched
-        from ckpt_tools.render.text import show
-
-        show(partial(print_matched, report, show_all=show_all, plan=options["output"]))
+    print_report(report, print_matched, json=json, quiet=quiet, show_all=all, plan=options["output"])
     sys.exit(0 if report else 1)
 
 

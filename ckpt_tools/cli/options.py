@@ -1,34 +1,33 @@
-"""What several commands share: paths, options that may be given once, progress."""
+"""What commands share: paths, addresses and pipes, options that may be given once, those of a record, and the report."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
+from keyword import iskeyword
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.errors import CkptError, NotACheckpointError, UsageError
+from ckpt_tools.cli.completion import complete_names, complete_places
+from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError, UsageError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
-    from ckpt_tools.io.ranks import Ranks
-    from ckpt_tools.io.writer import Progress
     from ckpt_tools.operations.safety import Safety
 
     _OneOf = click.Choice[str]
 else:
     _OneOf = click.Choice  # no generic before click 8.2
-
-_PROGRESS_AFTER = 1.0  # seconds
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -59,10 +58,10 @@ def expand(paths: tuple[Path, ...]) -> Expanded:
     return expanded
 
 
-def print_others(others: dict[Path, list[Path]], *, as_json: bool) -> None:
+def print_others(others: dict[Path, list[Path]], *, json: bool) -> None:
     """The files of folders that are not checkpoints: how many and which; all of them as a JSON line."""
     for folder, paths in others.items():
-        if as_json:
+        if json:
             from ckpt_tools.render.json import folder_document, print_document
 
             print_document(folder_document(folder, paths))
@@ -74,9 +73,9 @@ def print_others(others: dict[Path, list[Path]], *, as_json: bool) -> None:
             sys.stdout.write("\n" + printable(f"{folder}: {count}: {names}") + "\n")
 
 
-def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety | None = None) -> None:
+def print_failure(path: Path, error: CkptError, *, json: bool, safety: Safety | None = None) -> None:
     """One file of several cannot be read: say so, and as a JSON line too; and what it would run nevertheless."""
-    if as_json:
+    if json:
         from ckpt_tools.render.json import error_document, print_document
 
         known = {"safety": safety.to_json()} if safety is not None else {}
@@ -88,18 +87,38 @@ def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety
         print_finding(finding, console(stderr=True))
 
 
-class Location(click.Path):
-    """The type of an argument: a path, or an address (s3://..., https://...), which stays as it is given."""
+def print_report(report: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **view: Any) -> None:
+    """The report of a command as JSON or as a page, or not at all."""
+    if json:
+        from ckpt_tools.render.json import print_document
 
-    def __init__(self, path_type: type[Path] | type[str]) -> None:
+        print_document(report.to_json())
+    elif not quiet:
+        from ckpt_tools.render.text import show
+
+        show(partial(render, report, **view))
+
+
+# --- paths
+
+_PIPE_NAMES = re.compile(r"/dev/(?:stdin|fd/[0-9]+)|/proc/self/fd/[0-9]+")
+_STDIN = ("-", "/dev/stdin")
+
+
+class Location(click.Path):
+    """A path, an address (s3://..., https://...), which stays as it is given, or a pipe (`-`, or `<(...)` of a shell)."""
+
+    def __init__(self, path_type: type[Path] | type[str] = Path, *, minus: str = "") -> None:
         super().__init__(path_type=path_type, readable=False)  # why one of several cannot be read is said of that one
+        self.minus = minus
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, or the address in a path's place."""
         if value == "":
             raise click.UsageError("A path is empty: it may come from a variable that is not set.", ctx)
-        if value == "-":
-            raise click.UsageError("Standard input is read by inspect, check and scan: save it as a file first.", ctx)
+        if value == "-" and self.minus:
+            raise click.UsageError(self.minus, ctx)
+        if not self.minus and ctx is not None and not ctx.resilient_parsing and (value == "-" or _is_pipe(value)):
+            return _piped(value, ctx)
         if not is_address(value):
             return super().convert(value, param, ctx)
         from ckpt_tools.io.address import Address
@@ -107,20 +126,66 @@ class Location(click.Path):
         return Address(os.fspath(value))
 
 
-class Output(Location):
-    """The type of OUT: a path or an address. `-` would be a file of that name, and is refused."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path or the address."""
-        if value == "-":
-            raise click.UsageError("OUT is a file, written whole or not at all, and never standard output: name a file.", ctx)
-        return super().convert(value, param, ctx)
+_FILES_ONLY = "Standard input is read by inspect, check and scan: save it as a file first."
+_NO_STREAM = "OUT is a file, written whole or not at all, and never standard output: name a file."
+PIPED = Location()
+LOCATION = Location(minus=_FILES_ONLY)
+OUTPUT = Location(str, minus=_FILES_ONLY)  # as it was typed: `out/` is a folder's name, which a Path forgets
+OUT, OUT_PATH = Location(str, minus=_NO_STREAM), Location(minus=_NO_STREAM)
 
 
-LOCATION = Location(path_type=Path)
-OUT = Output(path_type=str)
-OUT_PATH = Output(path_type=Path)
-OUTPUT = Location(path_type=str)  # as it was typed: `out/` is a folder's name, which a Path forgets
+def _is_pipe(path: Any) -> bool:
+    try:
+        return isinstance(path, str) and _PIPE_NAMES.fullmatch(path) is not None and stat.S_ISFIFO(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _piped(name: str, ctx: click.Context) -> Handed:
+    """A pipe, read into a temporary file without a name, which goes with the command."""
+    made = Handed("<stdin>" if name in _STDIN else f"<{name}>")
+    if name in _STDIN and ctx.meta.setdefault("ckpt.stdin", made) is not made:
+        raise click.UsageError("Standard input is given twice; it can be read once.")
+    if name == "-":
+        made.file = _standard_input(ctx)
+        return made
+    try:
+        with open(name, "rb", buffering=0) as pipe:
+            made.file = _spooled(pipe, ctx)
+    except OSError as error:
+        raise NotACheckpointError(f"{made} cannot be read.", why=f"{error.strerror or error}.") from None
+    return made
+
+
+def _standard_input(ctx: click.Context) -> Any:
+    stream = sys.stdin.buffer if sys.stdin is not None else None
+    if stream is None or stream.isatty():
+        raise click.UsageError("Standard input is a terminal: pipe a checkpoint into the command.")
+    with contextlib.suppress(OSError, ValueError):  # in a test it is no file
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):  # `- < model.pth`: it can be read where it is
+            return stream
+    return _spooled(stream, ctx)
+
+
+def _spooled(stream: IO[bytes], ctx: click.Context) -> IO[bytes]:
+    import shutil
+    import tempfile
+
+    file = tempfile.TemporaryFile()  # noqa: SIM115  closed when the command ends
+    ctx.find_root().call_on_close(file.close)  # where what follows is wrong, the command has no context
+    try:
+        shutil.copyfileobj(stream, file, 1 << 20)
+        file.flush()
+    except OSError as error:
+        raise OutputError(
+            "What comes from standard input cannot be kept in a temporary file.", why=f"{error.strerror or error}.",
+            fix="Write it to a file first, or set TMPDIR to a folder with room.",
+        ) from None  # fmt: skip
+    file.seek(0)
+    return file
+
+
+# --- options
 
 
 class Once(click.Option):
@@ -141,7 +206,29 @@ class Once(click.Option):
         return given[0] if given else None
 
 
-out_option = click.option("--output", "-o", "out", cls=Once, type=OUT, metavar="OUT", help="Write to OUT, named as an option.")
+once = partial(click.option, cls=Once)
+select_option = partial(once, "--select", metavar="WHERE", shell_complete=complete_places)
+filter_option = partial(once, "--filter", metavar="GLOB", shell_complete=complete_names)
+out_option = once("--output", "-o", type=OUT, metavar="OUT", help="Write to OUT, named as an option.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors: the exit code tells.")
+json_option = click.option("--json", is_flag=True, help="The report as JSON; see docs/json.md.")
+_JOBS = "Number of processes; by default up to 4"
+jobs_option = click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help=f"{_JOBS}.")
+
+
+def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--quiet and --json."""
+    return quiet_option(json_option(command))
+
+
+def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format and --json, of commands whose report has other forms too."""
+    form = click.option(
+        "--format", type=click.Choice(["text", "json", "sarif", "github", "junit"]), default="text", show_default=True,
+        help="Form of the report: sarif (SARIF 2.1.0) for code hosts, github for its Actions, junit (XML) for CI servers.",
+    )  # fmt: skip
+    json = click.option("--json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md.")
+    return form(json(command))
 
 
 def one_out(target: str | None, out: str | None) -> str | None:
@@ -151,16 +238,13 @@ def one_out(target: str | None, out: str | None) -> str | None:
     return out if target is None else target
 
 
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors: the exit code tells.")
-
-
 def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[..., Any]:
     """The options of a record, in its order, on a command; `changed` says by name what this command has otherwise."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, option in reversed(record.options.items()):
-            if option.kind != "code":
-                names = [f"--{name.rstrip('_').replace('_', '-')}", *([option.alias] if option.alias else []), name]
+            if not option.type.startswith("Progress"):
+                names = [f"--{name.rstrip('_').replace('_', '-')}", *([option.alias] if option.alias else [])]
                 command = click.option(*names, **{**_as_click(option), **changed.get(name, {})})(command)
         return command
 
@@ -169,15 +253,15 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
 
 def _as_click(option: Option) -> dict[str, Any]:
     """What click calls an option of this kind."""
-    said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": _completion(option)}
-    if option.kind == "flag":
+    complete = {"names": complete_names, "places": complete_places}.get(option.completes)
+    said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": complete}
+    if option.type == "bool":
         return {**said, "is_flag": True}
-    if option.kind == "texts":
+    if option.many:
         return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
-    if option.kind == "whole":
-        return {**said, "cls": Once, "type": int}
     bare = {"is_flag": False, "flag_value": option.bare} if option.bare else {}
-    return {**said, **bare, "cls": Once, "type": _Choice(option) if option.choices else str}
+    kind = _Choice(option) if option.choices else int if option.type.startswith("int") else str
+    return {**said, **bare, "cls": Once, "type": kind}
 
 
 class _Choice(_OneOf):
@@ -194,129 +278,7 @@ class _Choice(_OneOf):
             return super().convert(value, param, ctx)
 
 
-def _completion(option: Option) -> Callable[..., Any] | None:
-    if not option.completes:
-        return None
-    from ckpt_tools.cli.completion import complete_names, complete_places
-
-    return complete_names if option.completes == "names" else complete_places
-
-
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what click hands over, what was on the command line."""
-    return {name: value for name, value in options.items() if value not in (None, (), False)}
-
-
-@contextlib.contextmanager
-def work_shared(*, folder: bool) -> Iterator[Ranks | None]:
-    """The processes that torchrun started for a command whose output is a folder; None where one works alone."""
-    if not folder or os.environ.get("WORLD_SIZE", "1") == "1":
-        yield None
-        return
-    from ckpt_tools.io.ranks import launched
-
-    with launched() as ranks:
-        yield ranks
-
-
-def end_process() -> NoReturn:
-    """End a process of a job whose work is done, now: threads of gloo that still run abort an interpreter that winds down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-@contextlib.contextmanager
-def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterator[Progress]:
-    """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for."""
-    with waiting(quiet=quiet) as word, contextlib.ExitStack() as stack:
-        update: Progress | None = None
-        started: float | None = None
-        before = 0
-
-        def progress(done: int, size: int) -> None:
-            nonlocal update, started, before
-            if word is not None:
-                word.stop()
-            if done < before:  # the next work of several: a bar and a time of its own
-                stack.close()
-                update, started = None, None
-            before = done
-            if preload is not None and preload not in sys.modules:
-                import_module(preload)
-            now = time.monotonic()
-            started = now if started is None else started  # the work's own time: imports do not count
-            if update is None and not quiet and done < size and now - started > _PROGRESS_AFTER and sys.stderr.isatty():
-                update = stack.enter_context(_bar(size, started))
-            if update is not None:
-                update(done, size)
-
-        yield progress
-
-
-@contextlib.contextmanager
-def _bar(size: int, started: float) -> Iterator[Progress]:
-    """A bar with bytes done and in all, speed, and time left, in binary units."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from ckpt_tools.render.text import console, size_text
-
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=size)
-
-        def update(done: int, _: int) -> None:
-            speed = done / max(time.monotonic() - started, 1e-3)
-            bar.update(task, completed=done, description=f"{size_text(done)} of {size_text(size)}  {size_text(int(speed))}/s")
-
-        yield update
-
-
-AFTER = 1.0  # seconds
-_WORD, _ERASE = "working ...", "\r\x1b[K"
-
-
-class Waiting:
-    """Shows the word after a second, until it is stopped."""
-
-    def __init__(self) -> None:
-        import threading
-
-        self._lock, self._over, self._shown = threading.Lock(), False, False
-        self._timer = threading.Timer(AFTER, self._show)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _show(self) -> None:
-        with self._lock:
-            if not self._over:
-                self._shown = True
-                _write(_WORD)
-
-    def stop(self) -> None:
-        """Take the word away, for good; twice does no harm."""
-        self._timer.cancel()
-        with self._lock:
-            self._over = True
-            if self._shown:
-                self._shown = False
-                _write(_ERASE)
-
-
-@contextlib.contextmanager
-def waiting(*, quiet: bool = False) -> Iterator[Waiting | None]:
-    """The word around work that is not counted; none in a pipe, or where quiet was asked for."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    shown = Waiting()
-    try:
-        yield shown
-    finally:
-        shown.stop()
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    """Of what click hands over, what was on the command line, as the library calls it: `from_`."""
+    asked = {name: value for name, value in options.items() if value not in (None, (), False)}
+    return {f"{name}_" if iskeyword(name) else name: value for name, value in asked.items()}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option, waiting
-from ckpt_tools.operations.proved import Proved
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options, select_option
+from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.render.proved import print_proved
 from ckpt_tools.values.pytorch import need_torch
 
 
@@ -25,23 +25,20 @@ from ckpt_tools.values.pytorch import need_torch
     "--model-args", multiple=True, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'. Once or twice too."""
 )
 @click.option(
-    "--input", "inputs", multiple=True, required=True, metavar="[NAME=]SHAPE[:N]",
+    "--input", multiple=True, required=True, metavar="[NAME=]SHAPE[:N]",
     help="1x3x224x224: normal numbers; 1x16:30522: integers below 30522; input_ids=1x16:30522: by name. Repeatable.",
 )  # fmt: skip
-@click.option("--select", cls=Once, metavar="WHERE", help="Which state dict of OLD, where it holds several.")
+@select_option(help="Which state dict of OLD, where it holds several.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the inputs [0].")
 @click.option("--runs", type=click.IntRange(1, 1000), default=2, metavar="N", help="How many sets of inputs [2].")
 @click.option(
     "--tolerance", type=click.FloatRange(0), metavar="X",
     help="Largest difference that is equal, by the largest output [1e-9; more where a model runs in float32 only].",
 )  # fmt: skip
-@click.option(
-    "--certificate", cls=Once, type=OUT_PATH, metavar="FILE.json", help="Write the report, with digests of both files."
-)
+@once("--certificate", type=OUT_PATH, metavar="FILE.json", help="Write the report, with digests of both files.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --certificate if it exists.")
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def prove(old: Path, new: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+@report_options
+def prove(old: Path, new: Path, quiet: bool, json: bool, **options: Any) -> None:
     """Run OLD and NEW in their models on the same inputs: do they compute the same? If not, which module parts first, and why?
 
     \b
@@ -60,20 +57,7 @@ def prove(old: Path, new: Path, quiet: bool, as_json: bool, **options: Any) -> N
     need_torch("Models are run with it.")
     from ckpt_tools.torch.proving.prove import prove as prove_models
 
-    with waiting(quiet=quiet):
-        report = prove_models(old, new, **options)
-    show_proved(report, quiet=quiet, as_json=as_json)
+    with show_progress(quiet=quiet):
+        report = prove_models(old, new, inputs=options.pop("input"), **options)
+    print_report(report, print_proved, json=json, quiet=quiet)
     sys.exit(0 if report else 1)
-
-
-def show_proved(report: Proved, *, quiet: bool, as_json: bool) -> None:
-    """The report, as a page or as JSON."""
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.proved import print_proved
-        from ckpt_tools.render.text import show
-
-        show(partial(print_proved, report))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT, Once, one_out, out_option, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, OUT, once, one_out, out_option, print_report, report_options
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
@@ -22,17 +22,16 @@ from ckpt_tools.tree.findings import mending
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @out_option
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
-@click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
+@once("--like", metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
-@click.option("--seed", cls=Once, type=click.IntRange(0), metavar="N", help="Seed of the initial values; 0 by default.")
+@once("--seed", type=click.IntRange(0), metavar="N", help="Seed of the initial values; 0 by default.")
 @click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", "-n", is_flag=True, help="Report what would be saved, write nothing.")
-@quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+@report_options
 def repair(
-    source: Path, target: str | None, out: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...],
-    seed: int | None, tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
+    source: Path, target: str | None, output: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...],
+    seed: int | None, tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
 
@@ -50,7 +49,7 @@ def repair(
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
     from ckpt_tools.operations.repair.run import write_index
 
-    target = one_out(target, out)
+    target = one_out(target, output)
     if target is None:
         if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
             raise click.UsageError("Without OUT, repair writes the index that a folder lacks; its options are for an OUT.")
@@ -63,14 +62,7 @@ def repair(
                 source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
                 overwrite=overwrite, dry_run=dry_run, progress=progress,
             )  # fmt: skip
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        print_document(report.to_json())
-    elif not quiet:
-        from ckpt_tools.render.text import show
-
-        show(partial(print_repaired, report))
+    print_report(report, print_repaired, json=json, quiet=quiet)
     sys.exit(report.exit_code)
 
 

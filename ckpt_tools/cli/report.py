@@ -8,25 +8,16 @@ from pathlib import Path, PurePath
 
 import click
 
-from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, quiet_option, select_option
+from ckpt_tools.cli.progress import show_progress
 
 
 @click.command(short_help="Write an HTML page about a checkpoint.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @click.argument("other", metavar="[OTHER]", required=False, type=LOCATION)
-@click.option(
-    "--output",
-    "-o",
-    cls=Once,
-    type=OUT_PATH,
-    metavar="FILE",
-    help="The page to write; PATH's name with .html, here, by default.",
-)
+@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="The page to write; PATH's name with .html, here, by default.")
 @click.option("--values", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
-@click.option(
-    "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="What is compared with OTHER, as in ckpt diff."
-)
+@select_option(help="What is compared with OTHER, as in ckpt diff.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 def report(

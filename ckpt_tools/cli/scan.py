@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from ckpt_tools.cli.options import quiet_option, show_progress
-from ckpt_tools.cli.stdin import PIPED, with_pipes_read
+from ckpt_tools.cli.options import PIPED, form_options, jobs_option, quiet_option
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.scan import Scanned, counts
-from ckpt_tools.render.findings import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
+from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import counted
 from ckpt_tools.text import printable
@@ -24,11 +24,11 @@ from ckpt_tools.text import printable
 
 @click.command(short_help="Show for every file below PATH whether it is safe to load.")
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
-@click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
+@click.option("--all", is_flag=True, help="List files that hold nothing to run, too.")
 @quiet_option
 @form_options
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
-def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_json: bool, jobs: int | None) -> None:
+@jobs_option
+def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: bool, jobs: int | None) -> None:
     """Is it safe to load? Show for every file below PATH what loading it would run, without running it.
 
     \b
@@ -45,9 +45,9 @@ def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_jso
     from ckpt_tools.operations.scan import files_of, scan_files
     from ckpt_tools.render.findings import of_scanned
 
-    files = list(files_of(with_pipes_read(paths)))
+    files = list(files_of(paths))
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
-    form = "json" if as_json else form
+    form = "json" if json else format
     reports = []
     unmoved = quiet or (sys.stdout.isatty() and form not in WHOLE)  # where the lines themselves show how far it is
     with show_progress(quiet=unmoved) as progress:
@@ -55,7 +55,7 @@ def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_jso
             reports.append(report)
             if form in AT_ONCE:
                 print_at_once(form, report, of_scanned)
-            elif form == "text" and not quiet and (show_all or len(files) == 1 or report.verdict != "nothing"):
+            elif form == "text" and not quiet and (all or len(files) == 1 or report.verdict != "nothing"):
                 from ckpt_tools.render.text import show
 
                 show(partial(print_scanned, report))
@@ -65,7 +65,7 @@ def scan(paths: tuple[Path, ...], show_all: bool, quiet: bool, form: str, as_jso
         from ckpt_tools.render.text import show
 
         show(partial(print_counts, reports))
-    sys.exit(0 if all(reports) else 1)
+    sys.exit(0 if min(reports, key=bool, default=True) else 1)
 
 
 def _counted(reports: Iterator[Scanned], files: Sequence[str | os.PathLike[str]], progress: Progress) -> Iterator[Scanned]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, show_progress
+from ckpt_tools.cli.completion import complete_names
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, json_option, once, select_option
+from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.operations.show import Shown
 from ckpt_tools.render.plain import PIPE_WIDTH
 from ckpt_tools.text import printable, shape_text
@@ -19,14 +20,12 @@ from ckpt_tools.text import printable, shape_text
 @click.command(short_help="Show the values of one tensor.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @click.argument("name", metavar="NAME[INDEX]", shell_complete=complete_names)
-@click.option(
-    "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="Which subtree has it, where several do."
-)
-@click.option("--all", "whole", is_flag=True, help="Every value, up to a million; else the ends of a large tensor.")
-@click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="FILE", help="Write a .npy in the place of showing them.")
+@select_option(help="Which subtree has it, where several do.")
+@click.option("--all", is_flag=True, help="Every value, up to a million; else the ends of a large tensor.")
+@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="Write a .npy in the place of showing them.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def show(path: Path, name: str, select: str | None, whole: bool, output: Path | None, overwrite: bool, as_json: bool) -> None:
+@json_option
+def show(path: Path, name: str, select: str | None, all: bool, output: Path | None, overwrite: bool, json: bool) -> None:
     """Show the values of one tensor, or of a box of it, exactly: in the fewest digits that tell them apart in their dtype.
 
     \b
@@ -43,8 +42,8 @@ def show(path: Path, name: str, select: str | None, whole: bool, output: Path | 
     from ckpt_tools.operations.show import show as show_values
 
     with show_progress() as progress:
-        report = show_values(path, name, select=select, whole=whole, output=output, overwrite=overwrite, progress=progress)
-    if as_json:
+        report = show_values(path, name, select=select, whole=all, output=output, overwrite=overwrite, progress=progress)
+    if json:
         from ckpt_tools.render.json import print_document
 
         print_document(report.to_json())

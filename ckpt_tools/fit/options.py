@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.tree import arguments
-from ckpt_tools.tree.arguments import Renames
-from ckpt_tools.tree.options import Options, anything, choice, flag, record, texts, value, whole
+from ckpt_tools.tree.options import Arguments, Options, Renames, Schemes, Sizes, flag, option, record, several
 
 if TYPE_CHECKING:
     from ckpt_tools.matching import Stages
@@ -23,13 +21,11 @@ class LikeOptions(Options):
     """What a checkpoint is compared with or fitted to."""
 
     heading = "Target model"
-    like: Any = anything(
+    like: Any = option(
         "Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
         metavar="TARGET", common=True, in_code="An `nn.Module` or a state dict too.",
     )  # fmt: skip
-    like_args: str | Mapping[str, Any] | None = value(
-        """Its arguments: '{"num_classes": 200}'.""", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
-    )
+    like_args: Arguments | None = option("""Its arguments: '{"num_classes": 200}'.""", metavar="JSON", in_code="Or a mapping.")
 
 
 @record
@@ -37,23 +33,23 @@ class PartnerOptions(Options):
     """How tensors find their partners."""
 
     heading = "Target model"
-    match: Stages | None = choice(
+    match: Stages | None = option(
         "How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by shape, "
         "order and names of layers; also by what numbers they hold, for two copies of one network; or zipped in order.",
-        ["exact+wrappers", "names", "structure", "values", "position"],
+        choices=["exact+wrappers", "names", "structure", "values", "position"],
     )
-    from_: Any = anything(
+    from_: Any = option(
         "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "
         "shapes leave open.", metavar="CALLABLE", in_code="An `nn.Module` too.",
     )  # fmt: skip
-    input: str | Sequence[str] = texts(
+    input: str | Sequence[str] = several(
         "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
     allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
-    pair: Renames = texts(
+    pair: Renames = several(
         "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
-        read=arguments.read_rules, metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
+        metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
     )  # fmt: skip
 
     def check(self) -> None:
@@ -82,13 +78,13 @@ class PlanOptions(Options):
     """A plan that names the partners."""
 
     heading = "Target model"
-    plan: str | os.PathLike[str] | None = value(
+    plan: str | os.PathLike[str] | None = option(
         "Match plan (TOML), which says what becomes of every tensor: one that ckpt match wrote, your own, or a shipped one by "
         "name (llama-meta-to-hf ...: docs/plans.md). PLAN:reverse goes from its new names to its old ones.",
-        arguments.read_path, metavar="PLAN",
+        metavar="PLAN",
     )  # fmt: skip
-    plan_value: str | Sequence[str] | Mapping[str, int] | None = texts(
-        "A size that the plan calls by name: heads=32. Else config.json beside IN says it.", read=arguments.read_named_numbers,
+    plan_value: Sizes | None = several(
+        "A size that the plan calls by name: heads=32. Else config.json beside IN says it.",
         default=None, metavar="NAME=N", in_code="Or a mapping.",
     )  # fmt: skip
 
@@ -98,21 +94,21 @@ class LeftOverOptions(Options):
     """What becomes of tensors that the target wants otherwise."""
 
     heading = "Target model"
-    reinit: str | Sequence[str] | Mapping[str, str] | None = texts(
+    reinit: Schemes | None = several(
         "Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
         "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
         "default (PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Of several globs "
         "the last that matches counts.",
-        read=arguments.read_schemes, default=None, metavar="[GLOB=]SCHEME",
+        default=None, metavar="[GLOB=]SCHEME",
         in_code="`SCHEME`, `GLOB=SCHEME` texts, or a mapping from globs.",
     )  # fmt: skip
-    on_mismatch: OnMismatch = choice(
+    on_mismatch: OnMismatch = option(
         "A tensor of another shape: refused, initialised anew (as PyTorch does, unless --reinit says how), kept where both "
         "have rows and columns, or left out.",
-        ["error", "reinit", "overlap", "skip"], default="error",
+        choices=["error", "reinit", "overlap", "skip"], default="error",
     )  # fmt: skip
     adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
-    seed: int = whole("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
+    seed: int = option("For initial values: one seed, the same bytes [0].", default=0, metavar="N")
 
 
 @record

@@ -34,7 +34,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType

@@ -29,8 +29,8 @@ from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_he
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.tree import exchange, visit

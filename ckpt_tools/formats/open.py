@@ -38,9 +38,9 @@ from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, source_of
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import getting_again
 from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.options import natural
 
 HEAD = 4096
 _LISTED_COST = 16  # of a tensor that is listed, beside the length of its path

@@ -40,7 +40,8 @@ from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.pickling.calls import EXTENSION, Call, Pickle, list_pickles
+from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
+from ckpt_tools.pickling.machine import EXTENSION
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 

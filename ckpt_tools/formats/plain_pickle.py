@@ -26,8 +26,8 @@ from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import ByteString, Dict, List, Node

@@ -27,9 +27,8 @@ from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8

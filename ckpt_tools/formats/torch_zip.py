@@ -23,8 +23,7 @@ from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, vali
 from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.state import Maker
+from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
 from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
 from ckpt_tools.tree.findings import mending

@@ -39,7 +39,6 @@ from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import brief, dotted, listed, notebook
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
@@ -87,7 +86,6 @@ class Averaged:
 
 
 @as_keywords(AverageOptions)
-@natural
 def average(sources: Sequence[File], target: File, options: AverageOptions) -> Averaged:
     """Write the mean of several checkpoints of one model: the whole new file, or nothing.
 

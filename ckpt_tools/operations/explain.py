@@ -19,7 +19,7 @@ from importlib.resources import files
 from typing import Any
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import natural
 
 MOST = 1 << 17  # characters of a message that are read; the last ones, where the error stands
 _COLOUR, _RANK = re.compile(r"\x1b\[[\d;]*m"), re.compile(r"^\[\w*\d\]: ?", re.MULTILINE)

@@ -28,7 +28,6 @@ from ckpt_tools.io.output_folder import check_folder, replacing_folder
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.options import ExtractOptions
 from ckpt_tools.text import brief, listed, notebook
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
@@ -94,7 +93,6 @@ class Extracted:
 
 
 @as_keywords(ExtractOptions)
-@natural
 def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions) -> Extracted:
     """Write what changed from a base to a tuned model as a LoRA adapter, a folder that PEFT reads.
 

@@ -30,11 +30,11 @@ from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import brief, dotted, notebook
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import is_module, settings
 from ckpt_tools.tree.names import wrappers_in
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object, Storage, Where
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.visit import reachable, walk
 
 if TYPE_CHECKING:

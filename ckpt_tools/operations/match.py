@@ -17,7 +17,6 @@ from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import brief, notebook
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import as_dict
 from ckpt_tools.tree.options import as_keywords
 
@@ -52,7 +51,6 @@ class Matched:
 
 
 @as_keywords(MatchOptions)
-@natural
 def match(path: File, options: MatchOptions) -> Matched:
     """Find for every tensor of a checkpoint its partner in a target.
 

@@ -17,8 +17,7 @@ from ckpt_tools.operations.convert.options import (
     Selection,
     WriteOptions,
 )
-from ckpt_tools.tree.arguments import Renames, read_path, read_weights
-from ckpt_tools.tree.options import as_in, choice, dtype_choice, flag, record, texts, value, whole
+from ckpt_tools.tree.options import Renames, as_in, flag, option, record, several
 from ckpt_tools.tree.output_names import Format
 
 Integers: TypeAlias = Literal["first", "max"]
@@ -30,7 +29,7 @@ class MatchOptions(TargetOptions):
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
     select: str | None = as_in(Selection, "select", "Which state dict of IN, where it holds several.")
-    output: str | os.PathLike[str] | None = value("Write a plan (TOML) for convert.", read_path, metavar="PLAN", alias="-o")
+    output: str | os.PathLike[str] | None = option("Write a plan (TOML) for convert.", metavar="PLAN", alias="-o")
     overwrite: bool = flag("Replace PLAN if it exists.")
 
     def check(self) -> None:
@@ -47,8 +46,8 @@ class LoadOptions(PartnerOptions, LeftOverOptions):
     """All that `load_into` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")
-    allow_missing: str | Sequence[str] = texts("Names of the model that need nothing.", metavar="GLOB")
-    allow_unexpected: str | Sequence[str] = texts("Names of the file that need no place.", metavar="GLOB")
+    allow_missing: str | Sequence[str] = several("Names of the model that need nothing.", metavar="GLOB")
+    allow_unexpected: str | Sequence[str] = several("Names of the file that need no place.", metavar="GLOB")
     assign: bool = flag("Put new tensors with the file's dtypes in place of the parameters.")
     select: str | None = as_in(Selection, "select", "Which state dict of the file, where it holds several.")
     hooks: bool = flag(
@@ -74,11 +73,13 @@ class LoadOptions(PartnerOptions, LeftOverOptions):
 class AverageOptions(ObjectOptions, DryRunOption):
     """All that `average` takes."""
 
-    weights: Sequence[float] | None = value(
-        "The weight of each IN, divided by their sum; else all equal.", read_weights, metavar="W,W,...", in_code="Numbers."
+    weights: Sequence[float] | None = option(
+        "The weight of each IN, divided by their sum; else all equal.", metavar="W,W,...", in_code="Numbers."
     )
     unwrap: bool = as_in(NameOptions, "unwrap", "Compare names without their wrappers, and write them so.")
-    integers: Integers | None = choice("Which value is taken where integers differ; else they are refused.", ["first", "max"])
+    integers: Integers | None = option(
+        "Which value is taken where integers differ; else they are refused.", choices=["first", "max"]
+    )
     select: str | None = as_in(Selection, "select", "One state dict or subtree, in every IN, becomes the whole output.")
     format: Format | None = as_in(OutputOptions, "format", "Container of OUT; else by its name.")
     overwrite: bool = as_in(OutputOptions, "overwrite")
@@ -89,9 +90,9 @@ class AverageOptions(ObjectOptions, DryRunOption):
 class ExtractOptions(DryRunOption):
     """All that `extract_lora` takes."""
 
-    rank: int | None = whole("The rank of the factors; a weight with a smaller side has that for its rank.", metavar="R")
-    only: str | Sequence[str] = texts("Only tensors whose name matches; what else differs is left.", metavar="GLOB")
-    dtype: Literal["fp32", "bf16", "fp16"] = dtype_choice("Of the factors [fp32].", ["fp32", "bf16", "fp16"], default="fp32")
+    rank: int | None = option("The rank of the factors; a weight with a smaller side has that for its rank.", metavar="R")
+    only: str | Sequence[str] = several("Only tensors whose name matches; what else differs is left.", metavar="GLOB")
+    dtype: Literal["fp32", "bf16", "fp16"] = option("Of the factors [fp32].", choices=["fp32", "bf16", "fp16"], default="fp32")
     select: str | None = as_in(Selection, "select", "The state dict or subtree, in both, that is compared.")
     overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
     progress: Progress | None = as_in(WriteOptions, "progress", "Called with (modules done, modules in all).")

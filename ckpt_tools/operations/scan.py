@@ -18,7 +18,7 @@ from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import LINE, Safety, Verdict, examine
 from ckpt_tools.text import brief, notebook, printable
-from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import natural
 
 # Worst first. The first two make the exit code 1.
 VERDICTS: tuple[Verdict, ...] = ("dangerous", "unexamined", "needs-code", "plain", "nothing")

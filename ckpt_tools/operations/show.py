@@ -17,8 +17,8 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
 from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.options import natural
 from ckpt_tools.values import windows
 from ckpt_tools.values.numeric import has_numbers
 from ckpt_tools.values.pytorch import need_torch

@@ -29,7 +29,7 @@ from ckpt_tools.operations.inspect import describe
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.scan import Scanned, files_of, scan_files
 from ckpt_tools.text import brief, dotted, listed, notebook
-from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
 if TYPE_CHECKING:

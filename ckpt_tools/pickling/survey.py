@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from ckpt_tools.pickling.state import python3_name
+from ckpt_tools.pickling.machine import python3_name
 from ckpt_tools.tree.nodes import CONTAINERS, PLAIN, ByteString, Entry, Global, Node, Storage
 from ckpt_tools.tree.visit import ROWS, contents, parts
 

@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
-from ckpt_tools.pickling.state import ORDERED_DICT
+from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.survey import (
     ENCODERS,
     FEW,

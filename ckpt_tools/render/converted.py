@@ -10,7 +10,7 @@ from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
 from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import Row, name_table, rows_of, show_rows
+from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of
 from ckpt_tools.render.text import by_reason, counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _SPEED_FROM = 100 << 20
 
 
-def show_converted(report: Converted) -> None:
-    """The page of `ckpt convert`."""
-    verb = "would write" if report.dry_run else "wrote"
-    show_rows(f"{verb} {report.target}", _rows(report))
+def print_converted(report: Converted, out: Page) -> None:
+    """What was written, and how it differs from IN."""
+    print_title(f"{'would write' if report.dry_run else 'wrote'} {report.target}", out)
+    print_rows(_rows(report), out)
 
 
 def print_several(

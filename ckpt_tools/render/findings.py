@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
 
-import click
-
 from ckpt_tools._version import __version__
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.safety import sentence
@@ -169,19 +167,6 @@ PAGES = ("text", "json")
 AT_ONCE = ("json", "github")  # a line or some for each file, printed when it is known
 WHOLE = ("sarif", "junit")  # one document of all files
 _Report = TypeVar("_Report", "Checked", "Scanned")
-
-
-def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format and --json, which are the parameters `form` and `as_json`."""
-    help_text = "Form of the report: sarif (SARIF 2.1.0) for code hosts, github for its Actions, junit (XML) for CI servers."
-    form = click.option(
-        "--format", "form", type=click.Choice(["text", "json", "sarif", "github", "junit"]), default="text", show_default=True,
-        help=help_text,
-    )  # fmt: skip
-    as_json = click.option(
-        "--json", "as_json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md."
-    )
-    return form(as_json(command))
 
 
 def print_at_once(form: str, report: _Report, logged: Callable[[_Report], Logged]) -> None:

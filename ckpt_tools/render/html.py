@@ -38,7 +38,7 @@ from ckpt_tools.render.text import (
 )
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import brief, listed, notebook, printable, shape_text
-from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
@@ -63,11 +62,11 @@ def _setting(row: Setting) -> str:
     return f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}"
 
 
-def print_not_signed(found: NotSigned) -> None:
+def print_not_signed(found: NotSigned, out: Page) -> None:
     """What a signature will not cover."""
     rows = [("values", found.values), ("metadata", found.metadata), ("files", found.files)]
     lines = [f"not signed  {label}: {listed(names, _SHOWN)}" for label, names in rows if names]
-    _print([*lines, *(f"not signed  {line}" for line in _not_plain(found.not_plain))])
+    _print([*lines, *(f"not signed  {line}" for line in _not_plain(found.not_plain))], out)
 
 
 def _not_plain(found: Sequence[Scanned]) -> list[str]:
@@ -76,14 +75,13 @@ def _not_plain(found: Sequence[Scanned]) -> list[str]:
     return [report.line for report in found[:_SHOWN_TENSORS]] + more
 
 
-def print_signed(report: Signed) -> None:
+def print_signed(report: Signed, out: Page) -> None:
     """What was signed, by which key."""
-    _print(
-        [f"wrote {report.signature}", f"signs  {counted(report.tensors, 'tensor')} of {report.path}", f"key    {report.keyid}"]
-    )
+    signs = f"{counted(report.tensors, 'tensor')} of {report.path}"
+    _print([f"wrote {report.signature}", f"signs  {signs}", f"key    {report.keyid}"], out)
 
 
-def print_verified(report: Verified) -> None:
+def print_verified(report: Verified, out: Page) -> None:
     """The verdict, and every tensor that is not the one that was signed."""
     compared = report.compared
     lines = [
@@ -98,7 +96,7 @@ def print_verified(report: Verified) -> None:
         if wheres:
             lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
     lines += [f"may run    {line}" for line in _not_plain(report.not_plain)]
-    _print([*lines, "not signed what lies beside the tensors: settings, epochs, objects"])
+    _print([*lines, "not signed what lies beside the tensors: settings, epochs, objects"], out)
 
 
 def _verified(report: Verified) -> str:
@@ -109,5 +107,6 @@ def _verified(report: Verified) -> str:
     return "not verified: its tensors are those that were signed, but it may run code"
 
 
-def _print(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+def _print(lines: list[str], out: Page) -> None:
+    for line in lines:
+        out.print(printable(line), soft_wrap=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tools.render.plain import Page, Plain, laid_out
-from ckpt_tools.render.text import may_be_terminal, print_parts, show
+from ckpt_tools.render.text import print_parts
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
@@ -28,8 +26,10 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
 def print_rows(rows: Sequence[Row], out: Page) -> None:
     """Two columns, a dim label and what there is to say."""
     rows = [(label, _safe(text)) for label, text in rows]
-    if isinstance(out, Plain) and (text := laid_out(rows)) is not None:
-        out.print(text)
+    if isinstance(out, Plain):
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, text in rows:
+            out.print(f"{label:{width}}  {text}".replace("\n", "\n" + " " * (width + 2)), soft_wrap=True)
         return
     from rich.table import Table
 
@@ -49,21 +49,6 @@ def _safe(text: str) -> str:
 def print_title(title: str, out: Page) -> None:
     """The first line of a page."""
     print_parts(out, (printable(title), "bold"))
-
-
-def show_rows(title: str, rows: Sequence[Row]) -> None:
-    """A page of a title and rows to standard output, without rich in a pipe."""
-    if may_be_terminal():
-        show(partial(_print_page, title, rows))
-        return
-    width = max((len(label) for label, _ in rows), default=0)
-    lines = [f"{printable(title)}\n", *(f"{label:{width}}  {_safe(text)}".rstrip() + "\n" for label, text in rows)]
-    sys.stdout.write("".join(lines))
-
-
-def _print_page(title: str, rows: Sequence[Row], out: Page) -> None:
-    print_title(title, out)
-    print_rows(rows, out)
 
 
 # --- tables

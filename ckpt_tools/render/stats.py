@@ -39,7 +39,7 @@ class _Row:
     note: str = ""
 
 
-def print_stats(report: Stats, view: StatsView, out: Page) -> None:
+def print_stats(report: Stats, out: Page, view: StatsView) -> None:
     """One line a tensor or module, then all together, then what is not finite."""
     print_title(report.path, out)
     out.print()

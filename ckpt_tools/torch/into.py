@@ -38,7 +38,6 @@ from ckpt_tools.torch.loading import choose, load_state_dict, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
 from ckpt_tools.tree import names
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, as_dict
@@ -375,7 +374,6 @@ def _check_left_over(report: LoadReport, allow_missing: Sequence[str], allow_une
 
 
 @as_keywords(LoadOptions)
-@natural
 def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadReport:
     """Load a checkpoint into a model. Executes nothing in the file.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_tools.tree import names
-from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import natural
 
 _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 

@@ -17,9 +17,9 @@ from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DTYPES, DType, cast_target
 from ckpt_tools.tree.nodes import Dict, Pair, Where, as_dict
+from ckpt_tools.tree.options import natural
 
 
 @natural

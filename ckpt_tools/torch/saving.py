@@ -24,9 +24,9 @@ from ckpt_tools.torch.gathering import has_parts, leaves, write_gathered
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Storage
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import Format, output_format
 
 

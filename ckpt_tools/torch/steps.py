@@ -15,8 +15,7 @@ from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
-from ckpt_tools.tree.arguments import Location, Renames, natural
-from ckpt_tools.tree.options import as_keywords_of_method
+from ckpt_tools.tree.options import Location, Renames, as_keywords, natural
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Steps:
         """With `module.` before every name."""
         return self._step("add_module", add_module=True)
 
-    @as_keywords_of_method(FitOptions)
+    @as_keywords(FitOptions)
     def fit(self, options: FitOptions) -> Self:
         """Fitted to a target.
 
@@ -144,7 +143,7 @@ class Steps:
         globs = [only] if isinstance(only, str) else only
         return self._step("cast", dtype=dict.fromkeys(globs, dtype) if globs else dtype)
 
-    @as_keywords_of_method(SaveOptions)
+    @as_keywords(SaveOptions)
     def save(self, target: File, options: SaveOptions) -> Converted:
         """Carry the steps out and write `target`: the whole new file, or nothing. The same as `convert`.
 

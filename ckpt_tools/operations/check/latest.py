@@ -18,9 +18,9 @@ from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many
 from ckpt_tools.operations.in_folders import find_checkpoints
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.options import natural
 
 # What transformers' Trainer writes beside the weights.
 _TRAINER_STATE = "trainer_state.json"

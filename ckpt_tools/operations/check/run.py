@@ -46,9 +46,9 @@ from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.operations.safety import Safety, of_checkpoint, of_unreadable
 from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
 from ckpt_tools.text import did_you_mean, dotted, listed
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Object, Storage, Where
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import one_thread, row_major

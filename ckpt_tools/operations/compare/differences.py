@@ -28,9 +28,9 @@ from ckpt_tools.operations.compare.report import (
 from ckpt_tools.operations.compare.sides import Array, Plain, Side, as_texts, check_effort, open_side
 from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.text import did_you_mean, dotted
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
+from ckpt_tools.tree.options import natural
 from ckpt_tools.values.measures import Gap
 from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch

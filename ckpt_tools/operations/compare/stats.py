@@ -14,9 +14,9 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.text import brief, dotted, notebook
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.options import natural
 from ckpt_tools.values.measures import Moments, histogram
 from ckpt_tools.values.numeric import ELEMENTS, has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.values.pytorch import need_torch

@@ -16,7 +16,6 @@ from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.text import printable
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format
 
@@ -26,7 +25,6 @@ _FORMATS: dict[str, Format] = {
 
 
 @as_keywords(InPlaceOptions)
-@natural
 def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Converted:
     """Convert a checkpoint into its own file: at every moment the old file is there or the new one.
 

@@ -13,9 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.writer import Progress
-from ckpt_tools.tree import arguments
-from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
-from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, record, text, texts, value
+from ckpt_tools.tree.options import Adapters, Dtypes, Location, Metadata, Options, Renames, flag, option, record, several
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
@@ -29,10 +27,10 @@ class NameOptions(Options):
     strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.", common=True)
     add_module: bool = flag("Put 'module.' before every name.")
     unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.", common=True)
-    strip_prefix: str | None = text("Remove a leading literal prefix, once.", metavar="P")
-    add_prefix: str | None = text("Put a literal prefix before every name.", metavar="P")
-    rename: Renames = texts(
-        r"re.sub on names, in order; \1 works.", read=arguments.read_rules, metavar="REGEX=REPLACEMENT",
+    strip_prefix: str | None = option("Remove a leading literal prefix, once.", metavar="P")
+    add_prefix: str | None = option("Put a literal prefix before every name.", metavar="P")
+    rename: Renames = several(
+        r"re.sub on names, in order; \1 works.", metavar="REGEX=REPLACEMENT",
         in_code="`REGEX=REPLACEMENT`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
 
@@ -50,13 +48,13 @@ class Selection(Options):
     """Less than the whole."""
 
     heading = "What to keep"
-    keep: str | Sequence[str] = texts(
+    keep: str | Sequence[str] = several(
         "Keep only tensors whose name matches.", metavar="GLOB", completes="names", moves=True, common=True
     )
-    drop: str | Sequence[str] = texts(
+    drop: str | Sequence[str] = several(
         "Drop what matches, by name or dotted path.", metavar="GLOB", completes="names", moves=True, common=True
     )
-    select: str | None = text(
+    select: str | None = option(
         "One state dict or subtree (model, ema, netG) becomes the whole output.",
         metavar="WHERE",
         completes="places",
@@ -70,9 +68,9 @@ class MergeOptions(Options):
     """Adapters."""
 
     heading = "Values and devices"
-    lora: Adapters = texts(
+    lora: Adapters = several(
         "Merge a LoRA adapter: its folder, or the file of its tensors; =WEIGHT scales what it changes.",
-        read=arguments.read_adapters, metavar="ADAPTER[=WEIGHT]", moves=True,
+        metavar="ADAPTER[=WEIGHT]", moves=True,
         in_code="A path, a pair of path and weight, several, or a mapping from path to weight.",
     )  # fmt: skip
 
@@ -82,8 +80,8 @@ class DeviceOptions(Options):
     """Other device tags."""
 
     heading = "Values and devices"
-    map_location: Location | None = value(
-        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", arguments.read_location, metavar="SPEC", common=True,
+    map_location: Location | None = option(
+        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", metavar="SPEC", common=True,
         in_code="Or a mapping from device tag to device.",
     )  # fmt: skip
 
@@ -93,9 +91,9 @@ class QuantisedOptions(Options):
     """Quantised weights made plain."""
 
     heading = "Values and devices"
-    dequantize: Literal["bf16", "fp16", "fp32"] | None = dtype_choice(
+    dequantize: Literal["bf16", "fp16", "fp32"] | None = option(
         "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
-        ["bf16", "fp16", "fp32"], bare="bf16", moves=True,
+        choices=["bf16", "fp16", "fp32"], bare="bf16", moves=True,
     )  # fmt: skip
 
 
@@ -115,10 +113,10 @@ class CastOptions(Options):
     """Other dtypes."""
 
     heading = "Values and devices"
-    dtype: Dtypes | None = texts(
+    dtype: Dtypes | None = several(
         "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches. q8_0: of a "
         "GGUF, matrices become Q8_0.",
-        read=arguments.read_dtypes, default=None, metavar="[GLOB=]TYPE", moves=True, common=True,
+        default=None, metavar="[GLOB=]TYPE", moves=True, common=True,
         in_code="Or a torch.dtype, or a mapping from globs; the last glob that matches counts.",
     )  # fmt: skip
 
@@ -149,9 +147,9 @@ class ObjectOptions(Options):
     """What is not plain data."""
 
     heading = "Objects"
-    objects: ObjectsPolicy | None = choice(
+    objects: ObjectsPolicy | None = option(
         "What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
-        ["keep", "plain", "drop"],
+        choices=["keep", "plain", "drop"],
     )
     allow_dangerous: bool = flag("Keep the objects of a file that ckpt scan calls dangerous: OUT is as dangerous as IN.")
 
@@ -173,9 +171,8 @@ class MetadataOptions(Options):
     """The text in a safetensors header."""
 
     heading = "Output"
-    set_metadata: Metadata = texts(
+    set_metadata: Metadata = several(
         "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index; KEY= leaves KEY out.",
-        read=arguments.read_texts_by_key,
         metavar="KEY=VALUE", in_code="`KEY=VALUE`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
 
@@ -202,13 +199,13 @@ class OutputOptions(Options):
     """What is written, and where nothing is."""
 
     heading = "Output"
-    format: Format | None = choice(
+    format: Format | None = option(
         "Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
-        FORMATS,
+        choices=FORMATS,
         common=True,
     )
-    shard_size: str | int | None = value(
-        "OUT is a folder of shards of at most 5GB, 500MiB ... each.", arguments.read_size, metavar="SIZE",
+    shard_size: str | int | None = option(
+        "OUT is a folder of shards of at most 5GB, 500MiB ... each.", metavar="SIZE",
         in_code="Or a number of bytes.",
     )  # fmt: skip
     partial: bool = flag("Of ranks' files and shards: write what is whole, leave out and list the rest.")
@@ -229,7 +226,7 @@ class WriteOptions(Options):
 
     heading = "Output"
     no_verify: bool = flag("Check no CRC-32 where the bytes leave it behind.", moves=True)
-    progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
+    progress: Progress | None = option("Called with (bytes written, bytes in total).")
 
 
 @record

@@ -14,7 +14,6 @@ from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, is_address, output_target, replacing
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format, check_format, check_one_file, names_file, output_format
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 
 @as_keywords(ConvertOptions)
-@natural
 def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 

@@ -50,9 +50,9 @@ from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
+from ckpt_tools.tree.options import Schemes, natural
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
@@ -192,7 +192,7 @@ def repair(
     keep_damaged: bool = False,
     tie_equal: bool = False,
     like: str | os.PathLike[str] | None = None,
-    reinit: str | Sequence[str] = (),
+    reinit: Schemes = (),
     seed: int = 0,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -247,7 +247,7 @@ def _write(pieces: list[Piece], expected: Expected, output: Output, report: Repa
         verify(output.path, expected, report.target)
 
 
-def _to_fill(like: str | os.PathLike[str] | None, reinit: str | Sequence[str], seed: int) -> MissingTensors | None:
+def _to_fill(like: str | os.PathLike[str] | None, reinit: Schemes, seed: int) -> MissingTensors | None:
     if not isinstance(like, str | os.PathLike | None):
         raise UsageError(f"`like` is a {type(like).__name__}.", why="It takes a checkpoint's path, or package.module:callable.")
     if bool(like) != bool(reinit):

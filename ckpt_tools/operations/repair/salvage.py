@@ -21,7 +21,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
 from ckpt_tools.operations.repair.zip_walk import Found, Walked, ambiguous, by_name, follows, pickles_of, without_contradicted
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import listed
 from ckpt_tools.tree.exchange import DROP, Drop, replace

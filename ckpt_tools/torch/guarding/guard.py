@@ -22,9 +22,9 @@ from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.fates import Fate, Fates
 from ckpt_tools.torch.guarding.stored import Library, Stored
 from ckpt_tools.torch.proving.relations import permuted
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.options import natural
 
 # --- the fate of every tensor of a model
 

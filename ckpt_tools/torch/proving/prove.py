@@ -29,8 +29,8 @@ from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, 
 from ckpt_tools.torch.proving.precision import Precision, cast, computing_in
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
-from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.graphs import parse
+from ckpt_tools.tree.options import Arguments, natural
 from ckpt_tools.tree.output_names import check_document_name
 
 # --- which tensors of the new model are proved
@@ -344,7 +344,8 @@ _ROUNDING = 1e-4  # what is less may be float32 in the code of one of the models
 @natural
 def prove(
     old: str | os.PathLike[str], new: str | os.PathLike[str], *, model: Any, inputs: str | Sequence[str],
-    model_args: Any = None, select: str | None = None, seed: int = 0, runs: int = 2, tolerance: float | None = None,
+    model_args: Arguments | Sequence[Arguments | None] | None = None,
+    select: str | None = None, seed: int = 0, runs: int = 2, tolerance: float | None = None,
     certificate: str | os.PathLike[str] | None = None, overwrite: bool = False,
 ) -> Proved:  # fmt: skip
     """Whether two checkpoints in their models compute the same; and the first module where they part, with the usual reason.
