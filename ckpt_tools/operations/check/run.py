@@ -29,9 +29,8 @@ from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded, is_zip
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import HEAD, Checkpoint, collector_paused, open_checkpoint, open_source
 from ckpt_tools.formats.parts.named import partition, without_advice
-from ckpt_tools.formats.zip.directory import Record, has_end
-from ckpt_tools.formats.zip.headers import ALIGNMENT, DESCRIPTOR_64
-from ckpt_tools.formats.zip.truncated import said_of_cut
+from ckpt_tools.formats.zip_cut import said_of_cut
+from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record, has_end
 from ckpt_tools.io.content import Content, Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.io.output import Source, is_address, replacing

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.errors import CkptError, DamagedFileError
-from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
+from ckpt_tools.formats.zip_directory import LOCAL, SIGNATURE_LOCAL, LocalHeader
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
