@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
 from ckpt_tools.fit import plans
 from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.initialisers import Blank, Scheme, check_finite, content, numbers, resolve, threads_for
+from ckpt_tools.fit.initialisers import Blank, Scheme, content, draw, resolve
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
-from ckpt_tools.io.content import CHUNK, Computed, Content, Literal, Range, read
+from ckpt_tools.io.content import Computed, Content, Literal, Range, read
 from ckpt_tools.matching.extras import Extra, extras
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.text import listed, shape_text
@@ -23,6 +23,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.tree.parametrized import is_part, part_of
+from ckpt_tools.values.low_rank import as_bytes
 from ckpt_tools.values.numeric import part, row_major, torch_dtype
 from ckpt_tools.values.pytorch import need_torch
 
@@ -68,7 +69,7 @@ def _text(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """A few rows at a time: initial values, and over them what is kept."""
+    """Initial values, and over them what is kept."""
 
     entry: Entry
     blank: Blank
@@ -77,45 +78,23 @@ class _Overlap:
     kept: tuple[int, ...]
 
     def chunks(self) -> Iterator[memoryview]:
-        import torch
-
-        rows, *below = self.blank.shape
-        width = math.prod(below)
-        dtype = torch_dtype(self.blank.dtype)
         source = row_major(self.entry)
         if not isinstance(source, Range | Literal):  # row by row: what must be worked out is worked out once
             source = Literal(read(source))
-        step = max(1, CHUNK // max(1, width * dtype.itemsize)) if self.scheme.kind != "orthogonal" else rows
-        for start in range(0, rows if width else 0, step):
-            count = min(step, rows - start)
-            block = torch.empty((count, *below), dtype=dtype, device="cpu")
-            if self.kept != self.blank.shape:
-                with threads_for(self.scheme):
-                    values = numbers(self.scheme, self.blank, self.seed, start * width, count * width)
-                block.copy_(values.reshape(block.shape))
-                check_finite(block, self.blank.name)
-            inside = tuple(slice(size) for size in self.kept[1:])
-            for at, old in enumerate(self._rows(source, start, count, dtype)):
-                block[at][inside] = old[inside]
-            yield _bytes(block)
+        values = draw(self.scheme if self.kept != self.blank.shape else Scheme("zeros"), self.blank, self.seed)
+        inside = tuple(slice(size) for size in self.kept[1:])
+        for row, old in enumerate(self._rows(source, values.dtype)):
+            values[row][inside] = old[inside]
+        yield as_bytes(values)
 
-    def _rows(self, source: Content, start: int, count: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The rows of the source that come to `start` and after."""
+    def _rows(self, source: Content, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         import torch
 
         below = self.entry.shape[1:]
         size = math.prod(below) * dtype.itemsize
-        for row in range(start, min(start + count, self.kept[0])) if size else ():
+        for row in range(self.kept[0] if size else 0):
             data = bytearray(read(part(source, row * size, size)))
             yield torch.frombuffer(data, dtype=dtype).reshape(below)
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    import torch
-
-    out = bytearray(values.nbytes)
-    torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
-    return memoryview(out)
 
 
 # --- rules
@@ -197,7 +176,7 @@ def _changed(entry: Entry, shape: tuple[int, ...], change: Callable[[torch.Tenso
         data = bytearray(read(row_major(entry)))
         values = torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
         wide = values if dtype is torch.float64 else values.float()
-        yield _bytes(change(wide).to(dtype))
+        yield as_bytes(change(wide).to(dtype))
 
     return Computed(math.prod(shape) * dtype.itemsize, work, entry.storage.content)
 

@@ -1,5 +1,5 @@
 """The computation graphs of both sides of a matching: those of models that the user named are seen while they run
-once, those of programs are read in their files.
+once, those of exported programs are read in their files.
 
 Nothing runs that the user did not name: the model of IN is run where `from_` names it, the target's where its graph can be
 compared with one.
@@ -15,7 +15,7 @@ from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.targets import Target, read_target
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.formats.programs import graph_in
+from ckpt_tools.formats.program_graph import graph_in
 from ckpt_tools.matching import match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.records import Param

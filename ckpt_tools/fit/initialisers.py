@@ -1,13 +1,13 @@
 """Initial values for tensors that a checkpoint does not have: which scheme, with which numbers, as contents that stream.
 
-The formulas are `torch.nn.init`'s, the numbers come from `draws`: one seed gives the same bytes on every machine.
+`torch.nn.init` draws each tensor with a seed of its own, made of the user's and the tensor's name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,6 @@ from ckpt_tools.io.content import Computed
 from ckpt_tools.matching.records import Param
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.values import random_bits
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _PLAIN = (
 _WITH_NUMBER = {"normal": "STD", "trunc_normal": "STD", "uniform": "A"}
 _BY_FAN = ("xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal")
 SCHEMES = (*_PLAIN, *(f"{name}:{number}" for name, number in _WITH_NUMBER.items()))
-_CUT = 2.0  # trunc_normal stays within -2 and 2, whatever STD is: torch.nn.init.trunc_normal_
+_CONSTANT = ("zeros", "ones", "constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
         resolved = _of_no_weight(blank) or replace(resolved, for_weights=False, zero_row=blank.padding)
     if resolved.kind == "target":
         return resolved
-    if resolved.kind not in ("zeros", "ones", "constant") and blank.dtype.family != "float":
+    if resolved.kind not in _CONSTANT and blank.dtype.family != "float":
         raise ConvertError(
             f"{blank.name!r} is {blank.dtype.name}; {resolved} gives numbers with fractions.",
             fix=f"Give it a scheme of its own: `reinit='{blank.name}=zeros'`.",
@@ -160,7 +159,8 @@ def _check_bound(scheme: Scheme, blank: Blank) -> None:
 
     from ckpt_tools.values.numeric import torch_dtype
 
-    if blank.dtype.family == "float" and _bound(scheme, blank.shape) > torch.finfo(torch_dtype(blank.dtype)).max:
+    largest = scheme.number * {"normal": 9, "uniform": 1, "constant": 1}.get(scheme.kind, 0)
+    if blank.dtype.family == "float" and largest > torch.finfo(torch_dtype(blank.dtype)).max:
         raise ConvertError(f"{blank.name!r}: {scheme} gives values that {blank.dtype.name} cannot hold.")
 
 
@@ -229,7 +229,7 @@ def _default(blank: Blank) -> Scheme:
         found = _BY_LAYER.get(blank.layer, {}).get(blank.own)
         if found is _U:
             weight = blank.weight or blank.shape
-            return Scheme("uniform", _inverse_root(weight[1] if blank.layer == "Bilinear" else _fans(weight)[0]))
+            return Scheme("uniform", _inverse_root(weight[1] if blank.layer == "Bilinear" else math.prod(weight[1:])))
     else:
         found = _by_name(blank)
     if found is not None and blank.padding is not None:
@@ -257,107 +257,60 @@ def _inverse_root(fan: float) -> float:
     return 1.0 / math.sqrt(fan) if fan else 0.0
 
 
-def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    """fan_in and fan_out, as `torch.nn.init` counts them."""
-    field_size = math.prod(shape[2:])
-    return shape[1] * field_size, shape[0] * field_size
-
-
 # --- with which numbers
 
 
-def _simple(scheme: Scheme, shape: tuple[int, ...]) -> Scheme:
-    """Schemes by fan as uniform or normal with their number (gain 1 for Xavier, sqrt(2) and fan_in for Kaiming, as torch)."""
-    if scheme.kind not in _BY_FAN:
-        return scheme
-    fan_in, fan_out = _fans(shape)
-    fan = (fan_in + fan_out) / 2 if scheme.kind.startswith("xavier") else fan_in / 2
-    variance = 1.0 / fan if fan else 0.0
-    if scheme.kind.endswith("uniform"):
-        return Scheme("uniform", math.sqrt(3.0 * variance))
-    return Scheme("normal", math.sqrt(variance))
-
-
-def _bound(scheme: Scheme, shape: tuple[int, ...]) -> float:
-    """No value can be larger than this."""
-    simple = _simple(scheme, shape)
-    return {
-        "normal": random_bits.LARGEST_NORMAL * simple.number, "uniform": simple.number, "trunc_normal": _CUT,
-        "orthogonal": 1.0, "zeros": 0.0, "ones": 1.0, "constant": simple.number,
-    }[simple.kind]  # fmt: skip
-
-
-def numbers(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> torch.Tensor:
-    """Elements `start` to `start + count` of an initialised tensor, row-major, as float64; `scheme` is resolved."""
-    values = _values(scheme, blank, seed, start, count)
-    if scheme.zero_row is not None:
-        width = math.prod(blank.shape[1:])
-        row = scheme.zero_row * width - start
-        values[max(0, row) : max(0, row + width)] = 0.0
-    return values
-
-
-def _values(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> torch.Tensor:
+def draw(scheme: Scheme, blank: Blank, seed: int) -> torch.Tensor:
+    """A tensor with its initial values; `scheme` is resolved."""
     import torch
 
-    simple = _simple(scheme, blank.shape)
-    if simple.kind == "uniform":
-        return random_bits.uniform(seed, blank.name, start, count).mul_(2.0).sub_(1.0).mul_(simple.number)
-    if simple.kind == "normal":
-        return random_bits.normal(seed, blank.name, start, count).mul_(simple.number)
-    if simple.kind == "trunc_normal":
-        return _truncated(simple.number, random_bits.uniform(seed, blank.name, start, count))
-    if simple.kind == "orthogonal":
-        matrix = random_bits.orthogonal(seed, blank.name, blank.shape[0], math.prod(blank.shape[1:]))
-        return matrix.reshape(-1)[start : start + count]
-    value = {"zeros": 0.0, "ones": 1.0, "constant": simple.number}[simple.kind]
-    return torch.full((count,), value, dtype=torch.float64, device="cpu")
+    from ckpt_tools.values.numeric import one_thread, torch_dtype
+
+    dtype = torch_dtype(blank.dtype)
+    # In float32 every 2**24th value of trunc_normal_ is one of the ends.
+    wide = torch.float64 if dtype is torch.float64 or scheme.kind == "trunc_normal" else torch.float32
+    values = torch.zeros(blank.shape, dtype=wide, device="cpu")
+    if values.numel():
+        with one_thread():
+            _fill(values, scheme, torch.Generator(device="cpu").manual_seed(_seed_of(seed, blank.name)))
+    if scheme.zero_row is not None:
+        values[scheme.zero_row] = 0.0
+    made = values.to(dtype)
+    check_finite(made, blank.name)
+    return made
 
 
-def _truncated(std: float, u: torch.Tensor) -> torch.Tensor:
-    """Normal numbers of this standard deviation, cut at -2 and 2, by the inverse of their distribution."""
-    if not std:
-        return u.zero_()
-    # math.erfc may differ in the last digit from one C library to another: 2**-40 is far finer than any float32 result needs.
-    below = round(math.erfc(_CUT / std / math.sqrt(2.0)) / 2 * 2**40) / 2**40
-    return random_bits.quantile(u.mul_(1.0 - 2.0 * below).add_(below)).mul_(std).clamp_(-_CUT, _CUT)
+def _seed_of(seed: int, name: str) -> int:
+    """A seed for each tensor, so that its values do not depend on which others are initialised."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).digest()[:7])
 
 
-def threads_for(scheme: Scheme) -> AbstractContextManager[None]:
-    """One thread while values are drawn block by block; all of them for a scheme that works on a whole matrix."""
-    from ckpt_tools.values.numeric import one_thread
+def _fill(values: torch.Tensor, scheme: Scheme, generator: torch.Generator) -> None:
+    from torch.nn import init
 
-    return nullcontext() if scheme.kind == "orthogonal" else one_thread()
+    if scheme.kind == "normal":
+        values.normal_(generator=generator).mul_(scheme.number)
+    elif scheme.kind == "uniform":
+        values.uniform_(-1.0, 1.0, generator=generator).mul_(scheme.number)
+    elif scheme.kind == "trunc_normal":
+        if scheme.number:
+            init.trunc_normal_(values, std=scheme.number, generator=generator)
+    elif scheme.kind in _CONSTANT:
+        values.fill_({"zeros": 0.0, "ones": 1.0, "constant": scheme.number}[scheme.kind])
+    else:
+        getattr(init, f"{scheme.kind}_")(values, generator=generator)
 
 
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
-    """The bytes of an initialised tensor; worked out in chunks while they are written. `scheme` is resolved."""
+    """The bytes of an initialised tensor, worked out while they are written; `scheme` is resolved."""
     need_torch("Initial values are drawn with it.")
-    count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.values.numeric import torch_dtype
+        from ckpt_tools.values.low_rank import as_bytes
 
-        step = count if scheme.kind == "orthogonal" else random_bits.BLOCK
-        for start in range(0, count, step or 1):
-            with threads_for(scheme):
-                values = numbers(scheme, blank, seed, start, min(step, count - start))
-                data = as_bytes(values, torch_dtype(blank.dtype), blank.name)
-            yield data
+        yield as_bytes(draw(scheme, blank, seed))
 
-    return Computed(count * blank.dtype.itemsize, work)
-
-
-def as_bytes(values: torch.Tensor, dtype: torch.dtype, name: str) -> memoryview:
-    """Numbers as bytes of a dtype; ConvertError when one of them is no longer finite."""
-    import torch
-
-    out = bytearray(values.numel() * dtype.itemsize)
-    if out:
-        typed = torch.frombuffer(out, dtype=dtype)
-        typed.copy_(values.reshape(-1))
-        check_finite(typed, name)
-    return memoryview(out)
+    return Computed(math.prod(blank.shape) * blank.dtype.itemsize, work)
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:

@@ -109,7 +109,7 @@ class LeftOverOptions(Options):
         choices=["error", "reinit", "overlap", "skip"], default="error",
     )  # fmt: skip
     adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
-    seed: int = option("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
+    seed: int = option("For initial values: one seed, the same bytes [0].", default=0, metavar="N")
 
 
 @record

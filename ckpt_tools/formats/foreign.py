@@ -6,7 +6,7 @@ import re
 import shlex
 
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
-from ckpt_tools.formats.packed.compressed import KINDS
+from ckpt_tools.formats.compressed import KINDS
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
 

@@ -19,21 +19,29 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, exhausted
+from ckpt_tools.formats import program_harm as harm
+from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
+from ckpt_tools.formats.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
-from ckpt_tools.formats.packed import texts
-from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
-from ckpt_tools.formats.packed.tars import pay
-from ckpt_tools.formats.programs import harm
+from ckpt_tools.formats.tars import Headers
 from ckpt_tools.formats.torch_zip import record_content, record_head
-from ckpt_tools.formats.zip import concatenated
-from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
-from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
-from ckpt_tools.formats.zip.inner import single_folder
+from ckpt_tools.formats.zip_directory import (
+    LOCAL,
+    NUMPY,
+    SIGNATURE_LOCAL,
+    LocalHeader,
+    Record,
+    has_end,
+    read_directory,
+    signatures,
+)
+from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Reader, Spooled, Window
-from ckpt_tools.pickling.calls import EXTENSION, Call, Pickle, list_pickles
+from ckpt_tools.io.sources import Spooled, Window
+from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
+from ckpt_tools.pickling.machine import EXTENSION
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
@@ -251,7 +259,7 @@ class _Walk:
         except LimitError:  # no damage: what stands behind local headers would be as much
             raise
         except CkptError as error:
-            spans = concatenated.split(source)
+            spans = zip_archives.split(source)
             for start, size in spans:
                 self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth + 1)
             if not spans:
@@ -325,7 +333,7 @@ class _Walk:
 
     def tar(self, source: Source, where: str, depth: int, ends: list[int]) -> None:
         """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends."""
-        with tarfile.open(fileobj=_Headers(source), mode="r:") as archive:
+        with tarfile.open(fileobj=Headers(source), mode="r:") as archive:
             for info in archive:
                 ends.append(info.offset_data + info.size)
                 if info.issparse() or ((info.islnk() or info.issym()) and info.name in _OF_TORCH_TAR):
@@ -366,19 +374,6 @@ def _is_lzma(head: bytes) -> bool:
     size, length = int.from_bytes(head[1:5], "little"), int.from_bytes(head[5:13], "little")
     bits = f"{size:b}".rstrip("0")
     return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
-
-
-class _Headers(Reader):
-    """What Python's tarfile reads of a tar: headers, and what headers say. All of it is counted."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self.budget = limits.budget(source.size)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        pay(self.budget, len(data))
-        return data
 
 
 def _has_bytes(info: tarfile.TarInfo) -> bool:

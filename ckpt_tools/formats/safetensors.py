@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
@@ -329,3 +330,6 @@ def _safetensors_shape(entry: Entry) -> list[int]:
     if shape and entry.dtype.packed > 1:
         shape[-1] *= entry.dtype.packed
     return shape
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

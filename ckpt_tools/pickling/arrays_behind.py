@@ -8,10 +8,9 @@ Source: joblib/numpy_pickle.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from ckpt_tools.pickling.reader import OPCODES, Machine
+from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
@@ -33,62 +32,49 @@ _MOST = 1 << 50
 class ArrayMachine(Machine):
     """A reading that passes over arrays of joblib's, as joblib does."""
 
-    def __init__(self, *args: Any, arrays: bool = True, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, arrays: bool = True) -> None:
+        super().__init__(*args)
         self.arrays, self.has_arrays = arrays, False
-        # The pickles around this one: an array of objects is a pickle with a memo of its own, in which joblib passes over none.
-        self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node], int]] = []
 
-    def pass_array(self, target: Node) -> None:
-        """Put the array in the place of a wrapper that has just been given its state, or go on in the pickle that it is."""
-        name = _class_of(target) if self.arrays and not self.outer and type(target) is Object else ""
+    def array(self, target: Object, frame: int) -> Node:
+        """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
+        name = _class_of(target)
         if name in _BESIDE:
             self.has_arrays = True
-            raise self.error("names an array of joblib's in another file, which joblib loads whatever is in it")
-        if name != WRAPPER or type(target) is not Object:
-            return
+            raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
+        if name != WRAPPER:
+            return target
         self.has_arrays = True
-        self._leave_frame()
+        if frame > self.position:
+            raise Malformed("is followed by an array of joblib's in the middle of a frame")
         given = _given(target)
-        length = _array_bytes(given, self)
-        self.stack.pop()
-        if length is None:
-            self.outer.append((self.stack, self.marks, self.memo, self.far_memo, self.protocol))
-            self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
-            return
-        self.position += _padding(given, self)
-        data = self.data[self.position : self.position + length]
-        self.places[id(data)] = (self.position, data)
-        self.position += length
+        size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
+        if size is None or count is None:
+            raise Malformed("is followed by an array of joblib's whose length cannot be told")
+        if size < 0:  # in it joblib passes over none
+            protocol, self.arrays = self.protocol, False
+            made = self.run()
+            self.protocol, self.arrays = protocol, True
+            return cast("Node", made)
+        self._pass_padding(given.get("numpy_array_alignment_bytes"))
+        start, self.position = self.position, self.position + count * size
+        if self.position > self.end:
+            raise Malformed("is followed by an array that is cut off")
+        data = self.data[start : self.position]
+        self.places[id(data)] = (start, data)
         cls = given.get("subclass", _NDARRAY)
-        self.make(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
-        made = self.stack[-1]
+        made = self.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
         if type(made) is Object:
             made.steps.append(Build((_VERSION, given["shape"], given["dtype"], given.get("order") == "F", data)))
+        return made
 
-    def end_pickle(self) -> None:
-        """Go on in the pickle around this one."""
-        if not self.outer:
-            OPCODES[b"."[0]](self)
-        made = self.stack.pop()
-        self._leave_frame()
-        self.stack, self.marks, self.memo, self.far_memo, self.protocol = self.outer.pop()
-        self.stack.append(made)
-
-    def _leave_frame(self) -> None:
-        """joblib has read the whole frame at once: what does not belong to the pickle comes from behind that."""
-        if self.frame > self.position:
-            raise self.error("is followed by an array of joblib's in the middle of a frame")
-        self.limit = self.end
-
-
-def _build(machine: ArrayMachine) -> None:
-    OPCODES[b"b"[0]](machine)
-    machine.pass_array(machine.stack[-1])
-
-
-_OWN: dict[int, Callable[[Any], None]] = {b"b"[0]: _build, b"."[0]: ArrayMachine.end_pickle}
-ArrayMachine.opcodes = [_OWN.get(code, handler) for code, handler in enumerate(OPCODES)]
+    def _pass_padding(self, alignment: Node) -> None:
+        """Go on behind the bytes before an array: where the wrapper has an alignment, one that tells how many more."""
+        if alignment is None:
+            return
+        if type(alignment) is not int and type(alignment) is not bool:
+            raise Malformed("is followed by an array of joblib's whose alignment is not a number")
+        self.position += 1 + self.data[self.position]
 
 
 def _class_of(node: Object) -> str:
@@ -97,32 +83,6 @@ def _class_of(node: Object) -> str:
     if type(made_of) is Global and made_of in _BY_COPYREG and type(node.args) is tuple and node.args:
         made_of = node.args[0]
     return made_of.name.rpartition(".")[2] if type(made_of) is Global else ""
-
-
-def _array_bytes(given: Mapping[str, Node], machine: Machine) -> int | None:
-    """How many bytes of the stream an array takes; None where it is a pickle of its own, as arrays of objects are."""
-    size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
-    if size is None or count is None:
-        raise machine.error("is followed by an array of joblib's whose length cannot be told")
-    if size < 0:
-        return None
-    length = count * size
-    behind = machine.position + _padding(given, machine) + length
-    if behind > machine.end:
-        raise machine.short("is followed by an array that is cut off", behind)
-    return length
-
-
-def _padding(given: Mapping[str, Node], machine: Machine) -> int:
-    """How many bytes stand before an array: where the wrapper has an alignment, one that tells how many more."""
-    alignment = given.get("numpy_array_alignment_bytes")
-    if alignment is None:
-        return 0
-    if type(alignment) is not int and type(alignment) is not bool:
-        raise machine.error("is followed by an array of joblib's whose alignment is not a number")
-    if machine.position >= machine.end:
-        raise machine.short("is followed by an array that is cut off", machine.position + 1)
-    return 1 + machine.data[machine.position]
 
 
 def _given(node: Object) -> dict[str, Node]:

@@ -8,17 +8,15 @@ Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
+from ckpt_tools.pickling.machine import EXTENSION, Machine, Maker, Malformed, pairs_of
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
-from ckpt_tools.pickling.reader import OPCODES, Machine
-from ckpt_tools.pickling.state import Maker, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.verdict import Rating
@@ -26,7 +24,6 @@ from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, 
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
 _WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
 
@@ -50,7 +47,6 @@ _MAKERS = {
 _STARTS = frozenset(
     bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
 )
-EXTENSION = "<extension"  # what the name begins with of one that has a number
 _SHORTEST = 8  # bytes of a pickle that makes a call
 _MOST_DEEP = 3  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
@@ -106,47 +102,124 @@ class Pickle:
 class Lister(ArrayMachine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
 
+    strict = False
+
     def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
-        self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
-        super().__init__(data, _MAKERS, partial(_stand_in, self.pids), offset, fast=False, arrays=arrays)
-        self.opcodes = _LENIENT
+        super().__init__(data, _MAKERS, self._stand_in, offset, arrays=arrays)
+        self.pids: dict[Node, Pid] = {}  # of storages, by their keys
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
         self.classes: set[Global] = set()  # of which instances were made
 
-    def make(self, function: Node, args: tuple[Node, ...]) -> None:
+    # --- what opcodes do
+
+    def name(self, module: Node, name: Node) -> Node:
+        """A global; of a computed name an object that stands for it."""
+        if type(name) is str and type(module) is str:
+            return super().name(module, name)
+        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):
+            raise Malformed("names a global by something that is not text")
+        self.rate("unknown", _COMPUTED, (module, name))
+        return Object("none", _COMPUTED, (module, name))
+
+    def persistent(self, pid: Node) -> Node:
+        """What the program that loads the pickle keeps under an id."""
+        if not _is_known(pid):
+            self.rate("unknown", _PERSISTENT, (pid,))
+        return super().persistent(pid)
+
+    def call(self, function: Node, args: Node) -> Node:
         """Rate a call, then stand in for its result."""
-        self.check_callable(function)
-        self.makes = True
+        given = _unpacked(args)
+        self._check_callable(function)
         if type(function) is not Global or function not in QUIET:
-            self.rate(verdict.of_call(function, self._by_class(function, args)), function, args)
+            self.rate(verdict.of_call(function, self._by_class(function, given)), function, given)
             if function == LOAD_FROM_BYTES:
-                self._load_from_bytes(args)
-        super().make(function, args)
-        if type(function) is Global and function in MAKERS and function not in _MAKERS:  # a tensor, of which this makes nothing
-            self.give_back()
+                self._load_from_bytes(given)
+        return super().call(function, given)
+
+    def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
+        """Rate an instance."""
+        given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
+        self._check_callable(cls)
+        if type(cls) is Global:
+            self.classes.add(cls)
+        self.left -= 1
+        self.rate(verdict.of_instance(cls), cls, given)
+        if given:
+            self.nested += _pickles_in(cls, given)
+        return Object("new", cls, given)
+
+    def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
+        """Python 2 calls the class, whatever it is given."""
+        return self.call(cls, args)
+
+    def build(self, target: Node, state: Node) -> Node:
+        """Rate a state that is set."""
+        self.left -= 1
+        self._change(target, state)
+        if type(target) is Dict:
+            target.attributes = target.attributes or Dict()
+            target.attributes.items.append((None, state))
+        elif type(target) is Object:
+            target.steps.append(Build(state))
+            self.nested += _pickles_in(verdict.made_of(target), state)
+        return target
+
+    def append(self, target: Node, items: list[Node]) -> None:
+        """Rate items that are appended."""
+        self._change(target)
+        if type(target) is Object:
+            target.append(items)
+
+    add = append
+
+    def set(self, target: Node, items: list[Node]) -> None:
+        """Rate items that are set."""
+        self._change(target)
+        if type(target) is Object:
+            target.set(pairs_of(items))
+
+    def outside(self, op: int, stack: list[Node], at: int) -> int:
+        """A global that a program has given a number, by `copyreg.add_extension`, or bytes that it hands over."""
+        width = {0x82: 1, 0x83: 2, 0x84: 4}.get(op, 0)
+        if width:
+            number = int.from_bytes(self.data[at : at + width], "little")
+            stack.append(self.name("copyreg", f"{EXTENSION} {number}>"))
+        elif op == 0x97:
+            self.left -= 1
+            stack.append(b"")
+        return at + width
 
     def settle(self) -> None:
         """Python goes on with a pickle that changes a list after a call has read it, and so does this."""
         if self.two_ways:
             raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
 
-    def go_beyond(self, what: str, needed: int) -> None:
-        """Go on behind a frame, and remember it."""
-        if needed > self.end or needed < self.position:
-            raise self.short(what, needed)
-        self.limit, self.two_ways = self.end, True
+    # --- what they are rated
 
-    def line(self) -> bytes:
-        """The next line. Of one that does not end Python's own unpickler drops the last byte, and goes on."""
-        if self.data.find(b"\n", self.position, self.limit) >= 0 or self.position >= self.end:
-            return super().line()
-        if self.limit < self.end:
-            self.go_beyond("needs a line that does not end", self.end)
-            return self.line()
-        line, self.position, self.cut = self.data[self.position : self.end - 1], self.end, True
-        return line
+    def _stand_in(self, pid: Node) -> Node:
+        """Something in the place of a storage, or the class of a model, which torch gives as it is."""
+        kind = pid[0] if type(pid) is tuple and pid else None
+        if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
+            return pid[1]
+        if type(kind) in (Global, Object):
+            return kind
+        if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
+            self.pids[pid[_KEY]] = pid
+        return Object("none", _STORAGE, ())
+
+    def _check_callable(self, function: Node) -> None:
+        """Go no further where what is called is data: Python only says so."""
+        if type(function) is not Global and type(function) is not Object:
+            raise Malformed("calls a value, which cannot be called")
+        self.makes = True
+
+    def _change(self, target: Node, state: Node = None) -> None:
+        """A state or items are set."""
+        if type(target) in (Object, Global):
+            self.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 
     def _by_class(self, function: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
         """The arguments; of `getattr(class, name)` with an instance for what is certainly a class: one has been made of it."""
@@ -184,18 +257,6 @@ class Lister(ArrayMachine):
         return list(self.calls.values())
 
 
-def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
-    """Something in the place of a storage, or the class of a model, which torch gives as it is."""
-    kind = pid[0] if type(pid) is tuple and pid else None
-    if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
-        return pid[1]
-    if type(kind) in (Global, Object):
-        return kind
-    if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
-        pids[pid[_KEY]] = pid
-    return Object("none", _STORAGE, ())
-
-
 def _is_known(pid: Node) -> bool:
     """Whether torch knows what a persistent id stands for: the key of a storage, a storage, a class."""
     if type(pid) is tuple and pid:
@@ -203,71 +264,9 @@ def _is_known(pid: Node) -> bool:
     return type(pid) in PLAIN
 
 
-# --- the opcodes at which Python goes on and our own machine does not
-
-
-_LENIENT = list(OPCODES)
-
-
-def _proto(machine: Lister) -> None:
-    """Any protocol: a later Python may know it."""
-    machine.protocol = machine.take(1)[0]
-
-
-def _extension(width: int) -> Callable[[Lister], None]:
-    """A global that the program which loads the pickle has given a number, by `copyreg.add_extension`."""
-
-    def push(machine: Lister) -> None:
-        machine.name_global("copyreg", f"{EXTENSION} {int.from_bytes(machine.take(width), 'little')}>")
-
-    return push
-
-
-def _buffer(machine: Lister) -> None:
-    """Bytes that the program hands over beside the pickle."""
-    machine.spend()
-    machine.stack.append(b"")
-
-
-def _nothing(machine: Lister) -> None:
-    """What changes nothing."""
-
-
-def _frame(machine: Lister) -> None:
-    """Of a frame that is too long Python's own unpickler takes what there is."""
-    length = int.from_bytes(machine.take(8), "little")
-    machine.two_ways |= machine.position < machine.frame
-    machine.frame = machine.position + length
-    machine.limit = min(machine.frame, machine.end)
-
-
-def _stack_global(machine: Lister) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    if type(name) is str and type(module) is str:
-        machine.name_global(module, name)
-    else:
-        if not machine.arrays and (_is_no_text(module) or _is_no_text(name)):
-            raise machine.error("names a global by something that is not text")
-        machine.rate("unknown", _COMPUTED, (module, name))
-        machine.stack.append(Object("none", _COMPUTED, (module, name)))
-
-
-def _persistent(machine: Lister) -> None:
-    """What the program that loads the pickle keeps under an id."""
-    pid = machine.stack[-1]
-    if not _is_known(pid):
-        machine.rate("unknown", _PERSISTENT, (pid,))
-    OPCODES[b"Q"[0]](machine)
-
-
 def _is_no_text(node: Node) -> bool:
     """Whether Python would go no further with this as a name: it is not what a call has made, and no text."""
     return type(node) is not str and (type(node) is not Object or (node.call == "new" and node.function != _STR))
-
-
-def _reduce(machine: Lister) -> None:
-    args = _unpacked(machine.stack.pop())
-    machine.make(machine.stack.pop(), args)
 
 
 def _unpacked(args: Node) -> tuple[Node, ...]:
@@ -275,70 +274,19 @@ def _unpacked(args: Node) -> tuple[Node, ...]:
     return args if type(args) is tuple else tuple(args.items) if type(args) is List else (args,)
 
 
-def _new(machine: Lister, kwargs: Node = None) -> None:
-    given = _unpacked(machine.stack.pop())
-    if kwargs is not None:
-        given = (*given, kwargs)
-    cls = machine.stack.pop()
-    machine.check_callable(cls)
-    machine.makes = True
-    if type(cls) is Global:
-        machine.classes.add(cls)
-    machine.spend()
-    machine.rate(verdict.of_instance(cls), cls, given)
-    if given:
-        machine.nested += _pickles_in(machine, cls, given)
-    machine.stack.append(Object("new", cls, given))
-
-
-def _newobj_ex(machine: Lister) -> None:
-    _new(machine, machine.stack.pop())
-
-
-def _inst(machine: Lister) -> None:
-    module = machine.text_line()
-    machine.name_global(module, machine.text_line())
-    function = machine.stack.pop()
-    machine.make(function, tuple(machine.pop_mark()))
-
-
-def _obj(machine: Lister) -> None:
-    items = machine.pop_mark()
-    machine.make(items.pop(0), tuple(items))
-
-
-def _build(machine: Lister) -> None:
-    state, target = machine.stack.pop(), machine.stack[-1]
-    machine.spend()
-    _change(machine, target, state)
-    if type(target) is Dict:
-        target.attributes = target.attributes or Dict()
-        target.attributes.items.append((None, state))
-    if type(target) is Object:
-        target.steps.append(Build(state))
-        machine.nested += _pickles_in(machine, verdict.made_of(target), state)
-        machine.pass_array(target)
-
-
-def _change(machine: Lister, target: Node, state: Node = None) -> None:
-    """A state or items are set."""
-    machine.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
-
-
-def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
+def _pickles_in(cls: Node, given: Node) -> list[bytes]:
     """Bytes that look like pickles in what an instance is given, whose class may load them."""
     if type(cls) is not Global or verdict.of_instance(cls) == "data":
         return []
     parts: list[Node] = [given]
     for _ in range(_MOST_DEEP):
-        parts = [part for whole in parts for part in _values(machine, whole) if type(part) in _MAY_HOLD_BYTES]
+        parts = [part for whole in parts for part in _values(whole) if type(part) in _MAY_HOLD_BYTES]
         if not parts:
             return []
-        machine.spend(len(parts) // 16)
     return [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
 
 
-def _values(machine: Lister, node: Node) -> list[Node]:
+def _values(node: Node) -> list[Node]:
     """The parts of a container, or what is none."""
     if type(node) is Dict:
         values = [value for _, value in node.items]
@@ -354,69 +302,6 @@ def _bytes(node: Node) -> bytes:
     if type(node) is ByteString:
         return node.data
     return node if type(node) is bytes else b""
-
-
-def _stop(machine: Lister) -> None:
-    if not machine.outer:
-        machine.two_ways |= machine.position < machine.frame < machine.position + _MOST_FRAME
-        raise Stop(machine.stack.pop())
-    machine.end_pickle()
-
-
-def _append(machine: Lister) -> None:
-    item = machine.stack.pop()
-    _extend(machine, [item])
-
-
-def _appends(machine: Lister) -> None:
-    _extend(machine, machine.pop_mark())
-
-
-def _extend(machine: Lister, items: list[Node]) -> None:
-    machine.spend()
-    target = machine.stack[-1]
-    if type(target) is List:
-        target.items.extend(items)
-    elif type(target) is Object:
-        _change(machine, target)
-        target.append(items)
-    elif type(target) is Global:
-        _change(machine, target)
-
-
-def _setitem(machine: Lister) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _set(machine, [key, value])
-
-
-def _setitems(machine: Lister) -> None:
-    _set(machine, machine.pop_mark())
-
-
-def _set(machine: Lister, items: list[Node]) -> None:
-    machine.spend(1 + len(items) // 4)
-    target = machine.stack[-1]
-    if type(target) is Dict:
-        target.items.extend(zip(items[::2], items[1::2], strict=False))
-    elif type(target) is Object:
-        _change(machine, target)
-        target.set(list(zip(items[::2], items[1::2], strict=False)))
-    elif type(target) is Global:
-        _change(machine, target)
-
-
-def _additems(machine: Lister) -> None:
-    _extend(machine, machine.pop_mark())
-
-
-for _code, _handler in (
-    (b"\x80", _proto), (b"\x82", _extension(1)), (b"\x83", _extension(2)), (b"\x84", _extension(4)), (b"\x97", _buffer),
-    (b"\x98", _nothing), (b"Q", _persistent),
-    (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
-    (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems),
-    (b"\x90", _additems), (b".", _stop),
-):  # fmt: skip
-    _LENIENT[_code[0]] = _handler  # type: ignore[assignment]  # only a Lister has this table
 
 
 # --- the pickles of a part

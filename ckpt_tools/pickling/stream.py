@@ -11,7 +11,7 @@ from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.tree.nodes import Global, Node
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal
-from ckpt_tools.pickling.state import ORDERED_DICT, Maker
+from ckpt_tools.pickling.fused import ORDERED_DICT
+from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, UINT8, DType, newer_dtype

@@ -1,7 +1,6 @@
 """The difference of two matrices as a product of two small ones: the best of their rank, and how much it leaves.
 
-Small differences are decomposed whole. Of large ones the singular vectors are found from a few random directions and three
-power iterations (Halko, Martinsson and Tropp, SIAM Review 53, 2011, algorithm 4.4): no more than some rows are in memory.
+Small differences are decomposed whole; of large ones `torch.svd_lowrank` finds the first singular vectors.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _WHOLE = 1 << 20  # elements of a difference that is decomposed whole
-_MORE = 10  # directions beyond the rank
-_ITERATIONS = 3
+_ITERATIONS = 7  # with twice as many directions as the rank: the error is at most 1.002 of the least
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +47,17 @@ def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: boo
     """The factors of `tuned - base`, which have one shape; the rank is at most the smaller side."""
     import torch
 
+    small = base.rows * base.columns <= _WHOLE
     with one_thread():
-        if base.rows * base.columns <= _WHOLE:
-            whole = torch.cat([block for _, block in _differences(base, tuned)])
+        whole = torch.cat([block if small else block.float() for _, block in _differences(base, tuned)])
+        if small:
             left, values, right = torch.linalg.svd(whole, full_matrices=False)
         else:
-            left, values, right = _found(base, tuned, rank)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                left, values, turned_right = torch.svd_lowrank(whole, min(2 * rank, *whole.shape), _ITERATIONS)
+            right = turned_right.T
+        del whole
         root = values[:rank].sqrt()
         first, last = (left[:, :rank] * root).to(torch_dtype(dtype)), (root[:, None] * right[:rank]).to(torch_dtype(dtype))
         if not (first.isfinite().all() and last.isfinite().all()):
@@ -74,38 +77,6 @@ def _measured(base: Matrix, tuned: Matrix, left: torch.Tensor, right: torch.Tens
         block -= left[start : start + len(block)] @ right
         error += float(block.square().sum())
     return size**0.5, error**0.5
-
-
-def _found(base: Matrix, tuned: Matrix, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first singular vectors and values, from the space that the difference turns random directions into."""
-    import torch
-
-    from ckpt_tools.values.random_bits import uniform
-
-    count = min(rank + _MORE, base.rows, base.columns)
-    right = uniform(0, "directions", 0, base.columns * count).sub_(0.5).reshape(base.columns, count)
-    left = _times(base, tuned, right)
-    for _ in range(_ITERATIONS):
-        left = torch.linalg.qr(left)[0]
-        left = _times(base, tuned, torch.linalg.qr(_turned_times(base, tuned, left))[0])
-    left = torch.linalg.qr(left)[0]
-    inner, values, rows = torch.linalg.svd(_turned_times(base, tuned, left).T, full_matrices=False)
-    return left @ inner, values, rows
-
-
-def _times(base: Matrix, tuned: Matrix, right: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.cat([block @ right for _, block in _differences(base, tuned)])
-
-
-def _turned_times(base: Matrix, tuned: Matrix, left: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    total = torch.zeros(base.columns, left.shape[1], dtype=torch.float64)
-    for start, block in _differences(base, tuned):
-        total += block.T @ left[start : start + len(block)]
-    return total
 
 
 def _differences(base: Matrix, tuned: Matrix) -> Iterator[tuple[int, torch.Tensor]]:

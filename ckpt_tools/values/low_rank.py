@@ -272,5 +272,6 @@ def as_bytes(values: torch.Tensor) -> memoryview:
     import torch
 
     out = bytearray(values.nbytes)
-    torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
+    if out:
+        torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
     return memoryview(out)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_tools
-from ckpt_tools.pickling.state import python3_name
+from ckpt_tools.pickling.machine import python3_name
 from tests.fuzz.opcode_programs import make_case
 
 _SECONDS, _MEMORY = 10, 3 << 30  # of one case, in which the hash of nested tuples may take for ever; of all

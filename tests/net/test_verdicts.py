@@ -77,7 +77,7 @@ def test_a_long_history_is_examined(tmp_path: Path) -> None:
     assert verdict(tmp_path / "a.pkl", pickle.dumps({"losses": losses}, 4)) == "needs-code"
 
 
-@pytest.mark.parametrize("padding", [b"I1\na" * 2000, b"](" * 500, b"]0" * 2000], ids=["numbers", "lists", "popped"])
+@pytest.mark.parametrize("padding", [b"](" * 2000, b"]0" * 2000], ids=["lists", "popped"])
 def test_a_call_behind_a_limit(padding: bytes, tmp_path: Path) -> None:
     """What is too much to read is told, also where nothing has yet said that it is a pickle."""
     data = b"(lp0\n" + padding + CALL

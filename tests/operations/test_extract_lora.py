@@ -93,6 +93,18 @@ def test_the_error_is_the_best_of_the_rank(tmp_path: Path) -> None:
     assert report.error == pytest.approx((left / size) ** 0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.99, 0.8], ids=["none", "slow", "quick"])
+def test_the_error_of_a_large_change(tmp_path: Path, decay: float) -> None:
+    """It is found from twice as many directions as the rank, and is at most 1.002 of the least."""
+    torch.manual_seed(1)
+    sizes = decay ** torch.arange(1000)
+    left, right = (torch.linalg.qr(torch.randn(rows, 1000))[0] for rows in (1100, 1000))
+    tuned = {"a.weight": (torch.randn(1100, 1000) if decay == 1.0 else (left * sizes) @ right.T)}
+    report = ckpt_tools.extract_lora(saved(tmp_path, {"a.weight": torch.zeros(1100, 1000)}, tuned), tmp_path / "out", rank=8)
+    values = torch.linalg.svdvals(tuned["a.weight"].double())
+    assert report.error <= 1.002 * float(values[8:].norm() / values.norm())
+
+
 def test_biases(tmp_path: Path) -> None:
     """Changed biases of linear layers are `lora_bias`, where every layer that is changed has one."""
     base, tuned = weights(), weights()

@@ -1,7 +1,6 @@
 """`--from`: the model that the checkpoint was made by runs beside the target, and nothing else does."""
 
 import json
-import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -257,80 +256,3 @@ def test_odd_sizes_in_a_graph_are_not_believed(exported: dict[str, Path], tmp_pa
 
     report = match(changed(exported["old"], tmp_path / "odd.pt2", change), like=exported["new"], match="structure")
     assert all(TRUTH[row.old.partition(".")[0]] == row.new.partition(".")[0] for row in report.matching.matched)
-
-
-# --- TorchScript
-
-
-def test_a_torchscript_program_says_what_it_computes(tmp_path: Path) -> None:
-    """The code of a traced program is read, not run: the same pairs as when its model runs."""
-    path = tmp_path / "old.pt"
-    torch.jit.trace(attention.Old().eval(), torch.randn(2, 5, 8), check_trace=False).save(str(path))
-    report = match(path, like=attention.New(), match="structure", input="2x5x8")
-    assert report.graphs is not None
-    assert (report.graphs.read, pairs(report)) == ((str(path),), TRUTH)
-
-
-class Branching(nn.Module):
-    """Branches, a loop, unpacking: what scripting keeps of the code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.a(x).chunk(2, -1)
-        if left.sum() > 0:
-            left = left * 2
-        if x.dim() > 9:
-            raise ValueError("too many")
-        for _ in range(2):
-            right = right + left
-        return torch.cat([self.b(self.c(left).relu()), right], -1)
-
-
-class Straight(nn.Module):
-    """The same layers in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.r, self.q, self.p = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.p(x).split(4, -1)
-        left = torch.where(left.sum() > 0, left * 2, left)
-        return torch.cat([self.q(self.r(left).relu()), right + left + left], -1)
-
-
-def test_a_scripted_program_is_followed_through_its_branches(tmp_path: Path) -> None:
-    """Both ways of a branch that depends on numbers, the turns of a loop, what is unpacked."""
-    path = tmp_path / "scripted.pt"
-    torch.jit.script(Branching()).save(str(path))
-    report = match(path, like=Straight(), match="structure", input="2x8")
-    assert pairs(report) == {"a": "p", "b": "q", "c": "r"}
-
-
-CODE = [
-    "def forward(self, x):\n  x = " + "(" * 200 + ")" * 200, "def forward(self, x):\n" + "  x = [x, x]\n" * 80 + "  return x\n",
-    "def forward(self, x):\n  return (self).forward(x, )\n",
-    "def forward(self, x):\n  for i in range(999999999999999999999999999):\n    x = torch.relu(x)\n  return x\n",
-    "def forward(self, x):\n  return lambda: x\n", "def forward(self, x):\n  x." + ".".join(["a"] * 20000) + "\n  return x\n",
-    "def forward(self, x):\n  with x:\n    return x\n", "def forward(self, x):\n  not Python",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(CODE)))
-def test_code_that_cannot_be_followed_is_no_evidence(tmp_path: Path, number: int) -> None:
-    """Whatever stands in a program's code: the names decide alone, at once."""
-    path, out = tmp_path / "old.pt", tmp_path / "odd.pt"
-    torch.jit.trace(attention.Old().eval(), torch.randn(2, 5, 8)).save(str(path))
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
-        for row in old.infolist():
-            data = old.read(row)
-            if row.filename.endswith(".py") and b"class Old(Module)" in data:
-                head, _, _ = data.decode().partition("  def forward")
-                data = (head + textwrap.indent(CODE[number], "  ")).encode()
-            new.writestr(row.filename, data)
-    report = match(out, like=NEW, match="structure")
-    assert report.graphs is None
-    assert not report.matching.matched

@@ -286,6 +286,14 @@ def test_one_half_is_another_writers(tmp_path: Path) -> None:
         torch.save({name: torch.full((99,), float(ord(name))) for name in names}, tmp_path / "last.pth")
         parts.append((tmp_path / "last.pth").read_bytes())
     half = len(parts[0]) // 2
-    (tmp_path / "last.pth").write_bytes(parts[1][:half] + parts[0][half:])
-    report = repair(tmp_path / "last.pth", tmp_path / "out.pth")
-    assert "mixed-writers" in [code for code, _ in report.notes]
+    for data in (parts[1][:half] + parts[0][half:], without_directory(parts[1][:half] + parts[0][half:])):
+        (tmp_path / "last.pth").write_bytes(data)
+        report = repair(tmp_path / "last.pth", tmp_path / "out.pth", overwrite=True)
+        assert "mixed-writers" in [code for code, _ in report.notes]
+    (tmp_path / "last.pth").write_bytes(without_directory(parts[0]))
+    assert not repair(tmp_path / "last.pth", tmp_path / "out.pth", overwrite=True).notes
+
+
+def without_directory(data: bytes) -> bytes:
+    """A zip that was cut off behind its last record."""
+    return data[: data.index(b"PK\x01\x02")]

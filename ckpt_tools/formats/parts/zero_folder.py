@@ -18,6 +18,7 @@ model of the ranks of one slice, slices.py one of several slices.
 
 from __future__ import annotations
 
+import re
 import shlex
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +29,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.parts import zero_experts
 from ckpt_tools.formats.parts.merging import Merger, along
 from ckpt_tools.formats.parts.zero_names import SliceFiles, ZeroFiles
 from ckpt_tools.formats.parts.zero_slice import NamedState, Slice
 from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import joined
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -196,81 +197,29 @@ class Slices:
         return self.merger.replicated(name, entries) if self.rules is None else self.rules.join(self.merger, name, entries)
 
 
-_MOST = 256  # patterns with something else than characters in them
-_PLAIN = frozenset("_-/:,@ ")
-
-Token = tuple[str, bool]  # a character, "any" or "digit"; whether it may come any number of times
+# A text, single characters of any kind, digits; what is repeated may be so three times: more can take for ever.
+_MOST = 1000
+_PATTERN = re.compile(r"(?:(?:\w|[-/:,@ .]|\\d|\\\W)(?:[+*](?!(?:.*[+*]){3}))?)*", re.ASCII)
 
 
 class Patterns:
-    """Patterns of one list."""
+    """Patterns of one list: each fits from a name's beginning on."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        parsed = [_parsed(pattern) for pattern in patterns]
-        self.exact = {"".join(kind for kind, _ in tokens) for tokens, to_end in parsed if to_end and _is_text(tokens)}
-        self.others = [row for row in parsed if not (row[1] and _is_text(row[0]))]
-        if len(self.others) > _MOST:
-            raise PartError(f"universal_checkpoint_info has {len(self.others)} patterns of names in one list.")
+        if len(patterns) > _MOST or any(len(pattern) > _MOST for pattern in patterns):
+            raise PartError(f"universal_checkpoint_info has more than {_MOST} patterns, or longer ones, in one list.")
+        bodies = []
+        for pattern in patterns:
+            text = pattern.removeprefix("^")
+            to_end = text.endswith("$") and not text.endswith("\\$")
+            if not _PATTERN.fullmatch(text.removesuffix("$") if to_end else text):
+                raise PartError(f"universal_checkpoint_info tells names by the pattern {pattern[:100]!r}, which is not read.")
+            bodies.append(re.compile(text, re.ASCII))
+        self.bodies = bodies
 
     def fit(self, name: str) -> bool:
         """Whether one of them fits the name."""
-        return name in self.exact or any(_fits(tokens, to_end, name) for tokens, to_end in self.others)
-
-
-def _is_text(tokens: Sequence[Token]) -> bool:
-    return all(len(kind) == 1 and not repeated for kind, repeated in tokens)
-
-
-def _parsed(pattern: str) -> tuple[list[Token], bool]:
-    """The tokens of a pattern, and whether the name ends where it ends."""
-    text = pattern.removeprefix("^")
-    to_end = text.endswith("$") and not text.endswith("\\$")
-    text = text.removesuffix("$") if to_end else text
-    tokens, at = list[Token](), 0
-    while at < len(text):
-        kind, at = _kind(pattern, text, at)
-        tokens.append((kind, False))
-        if text[at : at + 1] in ("+", "*"):
-            tokens[-1:] = [(kind, True)] if text[at] == "*" else [(kind, False), (kind, True)]
-            at += 1
-    return tokens, to_end
-
-
-def _kind(pattern: str, text: str, at: int) -> tuple[str, int]:
-    """What a pattern says at a place, and where the next begins."""
-    character, after = text[at], text[at + 1 : at + 2]
-    if character == "." or character.isalnum() or character in _PLAIN:
-        return ("any" if character == "." else character), at + 1
-    if character == "\\" and after and (after == "d" or not after.isalnum()):
-        return ("digit" if after == "d" else after), at + 2
-    raise PartError(f"universal_checkpoint_info tells names by the pattern {pattern[:100]!r}, which is not read.")
-
-
-def _fits(tokens: Sequence[Token], to_end: bool, name: str) -> bool:
-    """All places in the pattern that the name so far may have led to, at once."""
-    places = _with_skipped({0}, tokens)
-    for character in name:
-        if not to_end and len(tokens) in places:
-            return True
-        places = _with_skipped({
-            at if tokens[at][1] else at + 1 for at in places if at < len(tokens) and _takes(tokens[at][0], character)
-        }, tokens)  # fmt: skip
-        if not places:
-            return False
-    return len(tokens) in places
-
-
-def _takes(kind: str, character: str) -> bool:
-    return kind == character or kind == "any" or (kind == "digit" and character.isdigit())
-
-
-def _with_skipped(places: set[int], tokens: Sequence[Token]) -> set[int]:
-    found = set(places)
-    for at in places:
-        while at < len(tokens) and tokens[at][1]:
-            at += 1
-            found.add(at)
-    return found
+        return any(body.match(name) for body in self.bodies)
 
 
 CONTAINER = "deepspeed"

@@ -29,9 +29,8 @@ from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded, is_zip
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import HEAD, Checkpoint, collector_paused, open_checkpoint, open_source
 from ckpt_tools.formats.parts.named import partition, without_advice
-from ckpt_tools.formats.zip.directory import Record, has_end
-from ckpt_tools.formats.zip.headers import ALIGNMENT, DESCRIPTOR_64
-from ckpt_tools.formats.zip.truncated import said_of_cut
+from ckpt_tools.formats.zip_cut import said_of_cut
+from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record, has_end
 from ckpt_tools.io.content import Content, Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.io.output import Source, is_address, replacing
@@ -175,7 +174,7 @@ def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
     records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
     unused = _unused(decoded, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
-        every = (node.key for node in reachable(checkpoint.root, dicts=False) if type(node) is Storage)
+        every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
         unused = _unused(decoded, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)

@@ -12,10 +12,10 @@ from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import PartError
+from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
@@ -177,7 +177,7 @@ def _tell_lost_text(decoded: Decoded, ties: Mapping[str, str], report: Converted
 
 def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:
     if edits.kind == "pth-legacy":
-        from ckpt_tools.formats.legacy import torch_legacy
+        from ckpt_tools.formats import torch_legacy
 
         return torch_legacy.lay_out(root)
-    return torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)

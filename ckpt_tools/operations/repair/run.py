@@ -19,7 +19,7 @@ from ckpt_tools.fit.fit import Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import params_of, read_target
-from ckpt_tools.formats import folders, safetensors
+from ckpt_tools.formats import folders, safetensors, zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -34,7 +34,6 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts import loose_shards
 from ckpt_tools.formats.parts.named import part_error, partition
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
@@ -326,7 +325,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.missing += [Missing([row.index], row.bytes, row.why) for row in salvaged.archives]
     report.tensors = count_tensors(root) + len(salvaged.archives)  # each holds one tensor at least
     report.saved = report.tensors - len(lost) - len(salvaged.archives)
-    sizes = {id(node): node.nbytes for node in reachable(root, dicts=False, bare=False) if type(node) is Storage}
+    sizes = {id(node): node.nbytes for node in reachable(root, bare=False) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values()) + sum(row.bytes for row in salvaged.archives)
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
@@ -366,7 +365,7 @@ def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tup
         flat = flatten.flatten(root, metadata=decoded.metadata)
         report.notes += flat.notes
         return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
-    pieces = torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    pieces = zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
     return pieces, list(entries(root))
 
 

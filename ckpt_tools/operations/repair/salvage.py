@@ -8,11 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
+from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import find_tensors
 from ckpt_tools.formats.torch_zip import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
@@ -20,7 +21,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
 from ckpt_tools.operations.repair.zip_walk import Found, Walked, ambiguous, by_name, follows, pickles_of, without_contradicted
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import listed
 from ckpt_tools.tree.exchange import DROP, Drop, replace
@@ -187,11 +188,31 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
             "mixed-writers",
             f"{text} Which of the two each is from cannot be told: {listed([found.name for found in others])}.",
         )
+    elif not walked.directory and (text := _of_several(walked.records, f"{locator.folder}/.data/serialization_id", source)):
+        yield "mixed-writers", text
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."
 
 
+def _of_several(records: Sequence[Found], name: str, source: Source) -> str:
+    """What torch's number of all records, a hash of their CRC-32s in order (`inline_container.cc`), says of others."""
+    rows = list(records[: 1 + next((index for index, found in enumerate(records) if found.name == name), 0)])
+    if rows[-1].size != _ID or not rows[-1].proof:
+        return ""
+    apart = any(not follows(found, before) for before, found in pairwise(rows))
+    if apart or not all(found.proof or found.crc for found in rows):
+        return "A record is damaged and the directory lost: whether all others are one writer's cannot be told."
+    number = 0
+    for found in rows[:-1]:
+        if found.size:
+            number ^= found.crc + 0x9E3779B9 + (number << 6) + (number >> 2) & _U64
+    if read(rows[-1].content(source))[_ID // 2 :] == b"%020d" % number:
+        return ""
+    return "Two processes wrote to the file: its last record is of others. Which of the two each is from cannot be told."
+
+
+_ID, _U64 = 40, (1 << 64) - 1  # two numbers of twenty digits; the first is a hash of the names
 _OWN = re.compile(r"data\.pkl|data/[^/]+|byteorder|version|\.data/.*|\.format_version|\.storage_alignment")
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.formats.zip.headers import (
+from ckpt_tools.formats.zip_directory import (
     ALIGNMENT,
     CENTRAL,
     DESCRIPTOR,
@@ -189,7 +189,8 @@ class _Walk:
             found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
         if found is None:
             size_in_file = min(claims[0].compressed, self.source.size - data) if claims else max(0, following - data)
-            found = Found(name, at, data, size_in_file, claims[0].size if claims else None, deflated, "")
+            size, crc = (claims[0].size, claims[0].crc) if claims else (None, 0)
+            found = Found(name, at, data, size_in_file, size, deflated, "", crc)
         else:
             self.end = found.data + found.compressed
         self.records.append(found)

@@ -21,7 +21,9 @@ _WEIGHTS = {"parameter": "parameter_name", "buffer": "buffer_name"}
 
 
 def graph_in(decoded: Decoded) -> Graph | None:
-    """What the only model of an archive computes; None where there are several."""
+    """What the only model of an exported program computes; None where there are several, and of anything else."""
+    if decoded.container != "torch-export":
+        return None
     start = f"{decoded.root_folder}/models/"
     names = [record for record in decoded.records or () if record.name.startswith(start) and record.name.endswith(".json")]
     if len(names) != 1:

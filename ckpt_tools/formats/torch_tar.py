@@ -20,20 +20,22 @@ import contextlib
 import struct
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, is_tar, validate_tree
-from ckpt_tools.formats.packed.tars import OddHeaderError, entries
+from ckpt_tools.formats.registry import Container
+from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
 
-_MAX_MEMBERS = 64  # of which torch writes four
+_LOOKED_AT = 64  # members, of which torch writes four
+NEEDED = ("storages", "pickle")
 _NAMES = ("sys_info", "storages", "tensors", "pickle")
 _REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
 _SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
@@ -45,9 +47,9 @@ def sniff(head: bytes) -> bool:
 
 
 def is_torchs(source: Source) -> bool:
-    """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed`."""
+    """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed.py`."""
     with contextlib.suppress(OddHeaderError, DamagedFileError):
-        return any(header.is_file and header.name in _NAMES for header, _ in entries(source, _MAX_MEMBERS))
+        return any(is_file(info) and info.name in _NAMES for info in entries(source, _LOOKED_AT))
     return False
 
 
@@ -86,18 +88,18 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     members: dict[str, FilePart] = {}
     others, odd = [], ""
     try:
-        for header, part in entries(source, _MAX_MEMBERS):
+        for header in entries(source, limits.RECORDS.value):
             if header.name not in _NAMES:
                 others.append(header.name)
-            elif header.name in members or not header.is_file:
+            elif header.name in members or not is_file(header):
                 odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
             else:
-                members[header.name] = part
+                members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
         odd = str(error)
     if odd and {*members, *others} & set(_NAMES):
         raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
-    missing = [name for name in ("storages", "pickle") if name not in members]
+    missing = [name for name in NEEDED if name not in members]
     if missing:
         shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
         raise UnsupportedContainerError(
@@ -252,3 +254,6 @@ def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
         if _key(key) in objects.tensors:
             raise TensorError("The tar has two tensors with one key.")
         objects.tensors[_key(key)] = objects.view(_key(storage_key), numbers[-1], shape, stride)
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal, Range
+from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.state import BYTES_PER_NODE, Maker
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
 from ckpt_tools.tree import exchange, visit
@@ -26,6 +25,7 @@ from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Storage
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 _MAX_BLOBS_IN_BLOBS = 8
+_BYTES_PER_NODE = 4  # of bytes that a pickle gives again and again
 _KEY = re.compile(r"[0-9]{1,40}")
 _NOWHERE = Literal(b"")
 
@@ -74,7 +74,7 @@ class Blobs:
         self.given += len(data)  # one string of bytes can be given again and again
         again = max(0, self.given - (self.part.end - self.part.start)) if self.part is not None else len(data)
         self.given -= again
-        self.machine.spend(again // BYTES_PER_NODE)
+        self.machine.left -= again // _BYTES_PER_NODE
         stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
         self.count += 1
         self.storage_bytes += stream.storage_bytes
@@ -315,7 +315,7 @@ def _count(data: bytes, expected: int, *, little: bool) -> int:
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
     complete = {id(storages.by_key[key][1]) for key in whole}
     below = {id(view): root for _, view, root, _ in storages.views.values()}
-    entries = [node for node in visit.reachable(root, dicts=False) if type(node) is Entry]
+    entries = [node for node in visit.reachable(root) if type(node) is Entry]
     used = [below.get(id(entry.storage), entry.storage) for entry in entries]
     good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
     return DamagedFileError(

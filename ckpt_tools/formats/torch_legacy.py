@@ -17,7 +17,8 @@ import struct
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
@@ -59,7 +60,7 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
 
 def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
-    if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
+    if any(type(node) is Object and node.function == NESTED for node in reachable(root)):
         raise ConvertError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
             fix="Write another container.",
@@ -87,3 +88,6 @@ def _bodies(storages: list[Storage]) -> list[Piece]:
 
 def _source_order(storage: Storage) -> int:
     return storage.content.offset if isinstance(storage.content, Range) else 0
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

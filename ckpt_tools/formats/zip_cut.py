@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.errors import CkptError, DamagedFileError
-from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
+from ckpt_tools.formats.zip_directory import LOCAL, SIGNATURE_LOCAL, LocalHeader
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.tree.visit import walk

@@ -16,10 +16,9 @@ from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, Unsupport
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
-_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
+_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16
 _MAGIC = 6  # bytes of the longest one
-_COST_OF_STEP = 128  # in bytes that are inflated: what one byte by itself costs
-_AFTER_RUN = 4096  # bytes that are read first of what stands behind a run: runs may be short
+_COST_OF_RUN = 1 << 14  # in bytes that are inflated
 _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
 Spend = Callable[[int], None]
 
@@ -114,53 +113,46 @@ Again = bytes | tuple[bytes, ...]
 
 def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spend: Spend) -> Generator[bytes, None, int | None]:
     """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first."""
-    opened, at, size = make(), start, _PACKED_BLOCK
+    opened, at = make(), start
     while at < source.size:
-        data = source.read(at, min(size, source.size - at))
+        data = source.read(at, min(_PACKED_BLOCK, source.size - at))
         at += len(data)
-        while piece := (yield from _next_block(opened, data, spend)):
+        while piece := (yield from _next_block(opened, data)):
             spend(len(piece))
             yield piece
             if opened.eof:
                 break
             data = getattr(opened, "unconsumed_tail", b"")
-        size = min(2 * size, _PACKED_BLOCK)
         if opened.eof:
             at = _next_run(source, at - len(opened.unused_data))
             if not again or not source.read(at, min(_MAGIC, source.size - at)).startswith(again):
                 return at
-            spend(4 * _AFTER_RUN)  # what another one costs
-            opened, size = make(), _AFTER_RUN
+            spend(_COST_OF_RUN)
+            opened = make()
     return None
 
 
-def _next_block(opened: Any, data: bytes, spend: Spend) -> Generator[bytes, None, bytes]:
+def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
     """The next block; where zlib finds an error, what comes before it is given first."""
     before = opened.copy() if hasattr(opened, "copy") else None
     try:
         return bytes(opened.decompress(data, _BLOCK))
     except zlib.error:
         if before is not None:
-            spend(_COST_OF_STEP * len(data))
-            yield _up_to_error(before, data, spend)
+            with contextlib.suppress(zlib.error):
+                for at in range(len(data)):
+                    yield before.decompress(data[at : at + 1])
         raise
 
 
-def _up_to_error(opened: Any, data: bytes, spend: Spend) -> bytes:
-    """What bytes that hold an error inflate to before it: they are given one by one."""
-    made = bytearray()
-    with contextlib.suppress(zlib.error):
-        for at in range(len(data)):
-            piece = opened.decompress(data[at : at + 1])
-            spend(len(piece))
-            made += piece
-    return bytes(made)
-
-
 def _next_run(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not zero; of a megabyte of zeros none is looked for."""
-    padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
-    return at + len(padding) - len(padding.lstrip(b"\0"))
+    """The first byte from `at` on that is not zero."""
+    while at < source.size:
+        padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
+        at += len(padding) - len(padding.lstrip(b"\0"))
+        if any(padding):
+            break
+    return at
 
 
 # --- zstd

@@ -1,0 +1,246 @@
+"""A checkpoint in a compressed file or in a tar, read as what it is; what it lies in is told.
+
+    model.tar.gz (SageMaker)    config.json, model.safetensors, code/inference.py
+    model.nemo (NeMo)           model_config.yaml, model_weights.ckpt; or a torch_dist folder model_weights/
+    run.tar                     run/pytorch_model.bin.index.json, run/pytorch_model-00001-of-00002.bin ...
+
+Members of a tar that is not compressed are read where they lie; what is compressed is inflated once. Whatever the layers, they
+share the budget of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools import limits
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
+from ckpt_tools.formats import torch_tar
+from ckpt_tools.formats.base import Decoded, Packed
+from ckpt_tools.formats.compressed import Kind, inflate, kind_of
+from ckpt_tools.formats.folders import layout_of
+from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files, Window, is_plain_name
+from ckpt_tools.text import listed, printable
+
+_HEAD = 4096
+_TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
+
+
+class Member(Window):
+    """A member of an archive as a file of its own; its path is the archive's with the member's name behind a `!`."""
+
+    def __init__(self, archive: Source, name: str, start: int, size: int) -> None:
+        super().__init__(archive, start, size)
+        self.path = _inside(archive.path, name)
+
+
+class Folder(Files):
+    """A folder in an archive, as the files of one checkpoint. `order` is the names of all members, sorted."""
+
+    def __init__(self, archive: Source, name: str, members: Mapping[str, Member], order: Sequence[str]) -> None:
+        self.archive, self.files = archive, members
+        if name:
+            first, last = (bisect_left(order, f"{name}{end}") for end in ("/", chr(ord("/") + 1)))
+            self.files = {path[len(name) + 1 :]: members[path] for path in order[first:last]}
+        place = _inside(archive.path, name) if name else archive.path
+        super().__init__(place, place, self._member, lambda: list(dict.fromkeys(path.partition("/")[0] for path in self.files)))
+
+    def _member(self, name: str) -> Source:
+        if name not in self.files:
+            raise NotACheckpointError(f"{_inside(self.path, name)} cannot be read.", why="The archive has no such member.")
+        return self.files[name]
+
+    def check_unchanged(self) -> None:
+        """As the archive."""
+        self.archive.check_unchanged()
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """How to go on inside."""
+
+    file: Callable[[Source], Decoded]
+    folder: Callable[[Files], Decoded]
+    begins: Callable[[bytes], bool]
+    tensors: Callable[[Decoded], int]
+
+
+def _inside(path: Path, name: str) -> Path:
+    """What a member of the archive at a path is called; one without a name ends in the `!`."""
+    return Path(f"{path}/{name}" if "!" in str(path) else f"{path}!{name}")
+
+
+def unpack_command(source: Source, head: bytes) -> str:
+    """The line for a shell that unpacks a packed file, once it is here; "" for any other."""
+    kind, path = kind_of(head), shlex.quote(source.path.name if is_address(source.path) else str(source.path))
+    if kind is None:
+        return f"tar xf {path}" if _is_tar(source, head) else ""
+    return f"tar xf {path}" if _TAR_NAME.search(source.path.name) else f"{kind.shell} {path}"
+
+
+def is_packed(source: Source, head: bytes) -> bool:
+    """Whether a file that starts so is compressed, or a tar that torch did not write."""
+    return kind_of(head) is not None or _is_tar(source, head)
+
+
+def _is_tar(source: Source, head: bytes) -> bool:
+    return torch_tar.sniff(head) and any(head) and not torch_tar.is_torchs(source)
+
+
+def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decoded:
+    """Read the checkpoint in a packed file; `wanted` is the member that was asked for, or empty."""
+    kind = kind_of(head)
+    with limits.of_file(source.size):
+        if kind is None:
+            return _in_tar(source, source, "tar", wanted, readers)
+        whole = inflate(source, kind)
+        if _is_tar(whole, whole.read(0, min(_HEAD, whole.size))):
+            return _in_tar(source, whole, f"tar{kind.suffix}", wanted, readers)
+        name = source.path.name
+        member = name[: -len(kind.suffix)] if name.lower().endswith(kind.suffix) else ""
+        if wanted not in ("", member):
+            raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
+        whole.path = _inside(source.path, member)
+        return _compressed(source, whole, kind, member, readers)
+
+
+def _compressed(source: Source, whole: Source, kind: Kind, member: str, readers: Readers) -> Decoded:
+    try:
+        decoded = _read(whole, readers)
+    except NotACheckpointError as error:
+        why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
+        raise NotACheckpointError(
+            f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
+            fix=f"Unpack it to see what it is: {kind.shell} FILE.",
+        ) from None  # fmt: skip
+    decoded.packed = Packed(kind.name, member, source, whole, source.path)
+    return decoded
+
+
+def _read(place: Source, readers: Readers) -> Decoded:
+    """Read what is inside; errors say which member they are about, and give no command that takes only what is not packed."""
+    try:
+        return readers.folder(place) if isinstance(place, Folder) else readers.file(place)
+    except CkptError as error:
+        if str(place.path) not in error.what:
+            error.what = f"{place.path}: {error.what}"
+        if "ckpt repair" in error.fix or (isinstance(error, DamagedFileError) and error.whole and not error.fix):
+            error.fix = "Get it again, or unpack it and give ckpt repair the file that was in it."
+        raise
+
+
+# --- tars
+
+
+def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Decoded:
+    members = _members(tar)
+    order = sorted(members)
+    if wanted:
+        if wanted not in members and not any(name.startswith(f"{wanted}/") for name in members):
+            why = f"It holds {listed(order) or 'nothing'}."
+            raise NotACheckpointError(f"{tar.path} has no member {wanted!r}.", why=why)
+        names = [wanted]
+    else:
+        names = list(_candidates(tar, members, readers.begins))
+    if not names:
+        held = f"It holds {listed(order)}." if members else "It is empty."
+        raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=held)
+
+    def place(name: str) -> Source:
+        return members[name] if name in members else Folder(tar, name, members, order)
+
+    read: dict[str, Decoded] = {}
+    if len(names) > 1:
+        names = _with_tensors({name: place(name) for name in names}, readers, read)
+    if len(names) > 1:
+        raise NotACheckpointError(
+            f"{source.path} holds {len(names)} checkpoints: {listed(names)}.", why="Each is one of its own.",
+            fix=f"Name one of them, behind a `!`: {printable(shlex.quote(str(_inside(source.path, names[0]))))}",
+        )  # fmt: skip
+    name, found = names[0], place(names[0])
+    decoded = read[name] if name in read else _read(found, readers)
+    folder = found if isinstance(found, Folder) else Folder(tar, name.rpartition("/")[0], members, order)
+    decoded.packed = Packed(kind, name, source, tar, found.path if wanted else source.path, folder)
+    return decoded
+
+
+def _with_tensors(places: Mapping[str, Source], readers: Readers, read: dict[str, Decoded]) -> list[str]:
+    """Of several, those with tensors, and those that cannot be read; all where that leaves none."""
+    left: list[str] = []
+    for name, place in places.items():
+        decoded = None
+        if len(left) < 2:
+            with contextlib.suppress(CkptError):
+                decoded = _read(place, readers)
+        if decoded is None or readers.tensors(decoded):
+            left.append(name)
+            if decoded is not None:
+                read[name] = decoded
+    return left or list(places)
+
+
+def _members(tar: Source) -> dict[str, Member]:
+    """The files in a tar by their names, in order."""
+    found: dict[str, Member] = {}
+    try:
+        for info in entries(tar, limits.RECORDS.value):
+            name = info.name.removeprefix("./").rstrip("/")
+            if info.islnk() or info.issym():
+                raise OddHeaderError(f"the link {name!r}")
+            if name not in ("", ".") and (not is_plain_name(name) or name.count("/") > _DEEPEST):
+                raise OddHeaderError(f"a member {info.name!r}, which is not a name inside a folder")
+            if name in found:
+                raise OddHeaderError(f"two members {name!r}")
+            if is_file(info):
+                found[name] = Member(tar, name, info.offset_data, info.size)
+    except OddHeaderError as error:
+        raise DamagedFileError(
+            f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
+        ) from None
+    if any(name in found for name in torch_tar.NEEDED):
+        raise DamagedFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
+    return found
+
+
+_DEEPEST = 100  # folders in one another
+
+
+def _candidates(archive: Source, members: Mapping[str, Member], begins: Callable[[bytes], bool]) -> Iterator[str]:
+    """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
+    held: dict[str, list[str]] = {}
+    for path in members:
+        folder, _, name = path.rpartition("/")
+        held.setdefault(folder, []).append(name)
+    taken: set[str] = set()  # folders that are one, and all below
+    last = None
+    for folder in sorted(held, key=lambda folder: f"{folder}/" if folder else ""):  # a folder is followed by all below it
+        if last is not None and (not last or folder.startswith(f"{last}/")):
+            taken.add(folder)
+        elif _is_whole(archive, folder, sorted(held[folder]), members):
+            taken.add(folder)
+            last = folder
+            yield folder
+    for path, member in members.items():
+        if path.rpartition("/")[0] not in taken and begins(member.read(0, min(_HEAD, member.size))):
+            yield path
+
+
+def _is_whole(archive: Source, folder: str, names: list[str], members: Mapping[str, Member]) -> bool:
+    """Whether a folder of these names is one checkpoint; an index of something else makes none of it."""
+    layout = layout_of(_inside(archive.path, folder), names)
+    if layout is None:
+        return False
+    files = [members.get(f"{folder}/{name}" if folder else name) for name in layout.names]
+    index = files[0]
+    if layout.container == "sharded" and index is not None:
+        from ckpt_tools.formats import sharded
+
+        return sharded.is_index(index)
+    return None not in files

@@ -1,0 +1,641 @@
+"""The pickle machine: one loop over the opcodes, which makes nodes. Nothing is imported, called, or hashed as a key.
+
+One counter: containers, objects and calls are its nodes. Numbers, texts, looks into the memo and open groups are bounded by
+their own bytes, and count nothing. `strict` refuses what no checkpoint holds; a `Lister` goes on wherever Python's own would.
+
+Source for every opcode: CPython's Lib/pickle.py, Lib/pickletools.py and Modules/_pickle.c.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import codecs
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from ckpt_tools import limits
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError
+from ckpt_tools.pickling.fused import ORDERED_DICT, REBUILD, tensor
+from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, NO_CLASSES, READS_AT_ONCE
+from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
+
+Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
+PersistentLoad: TypeAlias = Callable[[Node], Node]
+
+_SET, _FROZENSET, _BYTEARRAY = (Global("builtins", name) for name in ("set", "frozenset", "bytearray"))
+_COUNTER = Global("collections", "Counter")
+_BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only looks them up
+_BYTE = 0xFF  # the largest place in the memo of one byte
+_BYTES_MADE, _ITEMS_READ = 64, 4  # by a call, and of its arguments, that count as a node
+_MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
+_MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
+EXTENSION = "<extension"  # what the name begins with of a global that has a number
+
+# What weights_only refuses, but for those that the loop notes itself: MEMOIZE, SHORT_BINUNICODE.
+_UNUSUAL = {
+    0x95: "FRAME", 0x30: "POP", 0x31: "POP_MARK", 0x32: "DUP", 0x70: "PUT", 0x67: "GET", 0x91: "FROZENSET", 0x90: "ADDITEMS",
+    0x6C: "LIST", 0x64: "DICT", 0x8B: "LONG4", 0x49: "INT", 0x4C: "LONG", 0x46: "FLOAT", 0x8D: "BINUNICODE8", 0x56: "UNICODE",
+    0x54: "BINSTRING", 0x53: "STRING", 0x43: "SHORT_BINBYTES", 0x42: "BINBYTES", 0x8E: "BINBYTES8", 0x96: "BYTEARRAY8",
+    0x50: "PERSID", 0x93: "STACK_GLOBAL", 0x92: "NEWOBJ_EX", 0x69: "INST", 0x6F: "OBJ",
+}  # fmt: skip
+_OUTSIDE = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}
+_U8, _U16, _U32, _I32, _U64, _F64 = (struct.Struct(code).unpack_from for code in ("<B", "<H", "<I", "<i", "<Q", ">d"))
+
+
+class Malformed(Exception):  # noqa: N818  it becomes a PickleError that tells where
+    """Why no reader goes on; where the position is behind the end, the pickle is cut off."""
+
+
+class Machine:
+    """One reading of one pickle, from `offset` in `data` on."""
+
+    strict, arrays = True, False
+
+    def __init__(
+        self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0
+    ) -> None:  # fmt: skip
+        self.data, self.start, self.position, self.end = data, offset, offset, len(data)
+        self.makers, self.persistent_load = makers, persistent_load
+        self.budget = limits.budget(self.end - offset)
+        self.room = self.left = self.budget.room(limits.NODES)
+        # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
+        self.given: list[tuple[List | Dict, int]] = []
+        self.states: list[tuple[Build, Dict, int]] = []
+        self.protocol, self.remains = 0, False
+        self.globals: dict[Global, None] = {}
+        self.unusual: dict[str, None] = {}
+        self.places: dict[int, tuple[int, bytes]] = {}  # of long bytes, by their ids
+        self.cut, self.needed, self.two_ways = False, 0, False
+        self.two_names: Global | None = None
+
+    def load(self) -> Node:
+        """Run to STOP and return the object."""
+        if self.budget.room(limits.MEMORY) < 0:
+            raise limits.MEMORY.error(
+                "The file's pickles come to far more bytes than the file has, or are read again and again."
+            )
+        try:
+            value: Node = self.run()
+        except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
+            raise self._error(error) from None
+        except DamagedFileError as error:
+            if "offset" not in error.what:
+                error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
+            raise
+        finally:  # pickles that break at their end take as long as others
+            taken = self.budget.taken
+            taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
+            taken["nodes"] = taken.get("nodes", 0) + self.room - max(0, self.left)
+        self.settle()
+        return value
+
+    def _error(self, error: Exception) -> PickleError:
+        at = min(self.position, self.end)
+        is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
+        self.cut = is_cut or isinstance(error, struct.error)
+        self.needed = self.position if self.position > self.end else 0
+        if isinstance(error, KeyError):
+            told = f"reads memo {error}, which was never written"
+        else:
+            told = _TOLD.get(type(error), str(error))
+        return PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.")
+
+    # --- what opcodes share
+
+    def _line(self, at: int) -> tuple[bytes, int]:
+        """The line at a position, and where the next one begins."""
+        stop = self.data.find(b"\n", at)
+        if stop >= 0:
+            return self.data[at:stop], stop + 1
+        if self.strict or at >= self.end:
+            raise struct.error  # it is cut off
+        self.cut = True
+        return self.data[at : self.end - 1], self.end  # Python's own unpickler drops the last byte, whatever it is
+
+    def _whole(self, text: bytes, base: int = 0) -> int:
+        """A whole number as text, which ends at a NUL. Of more digits than Python converts by default it is refused."""
+        try:
+            return int(text.partition(b"\0")[0], base)
+        except ValueError:
+            self.two_ways |= _LONG_NUMBER.match(text) is not None
+            raise Malformed("holds a whole number that cannot be read") from None
+
+    def _byte_string(self, data: bytes) -> Node:
+        """A Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            self.left -= 1
+            self.unusual["text of Python 2 that is not UTF-8"] = None
+            return ByteString(data)
+
+    def _of_line(self, op: int, line: bytes) -> Node:
+        """A value that is written as a line."""
+        if op == 0x49:  # INT
+            text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
+            octal = _OCTAL.fullmatch(text)
+            number = int(octal[1] + octal[2], 8) if octal else self._whole(text)
+            return bool(number) if len(line) == 2 and 0 <= number <= 1 else number  # 01 and 00, to C also +1 and -0
+        if op == 0x4C:  # LONG
+            return self._whole(line.removesuffix(b"L"))
+        try:
+            if op == 0x46:  # FLOAT
+                return float(line.partition(b"\0")[0])
+            if op == 0x56:  # UNICODE
+                return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
+            if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+                raise Malformed("holds a string without its quotes")
+            return self._byte_string(_unescape(line[1:-1]))
+        except ValueError:
+            raise Malformed("holds text that cannot be read") from None
+
+    def name(self, module: Node, name: Node) -> Node:
+        """The inert record of a global."""
+        if type(module) is not str or type(name) is not str:
+            raise Malformed("names a global by something that is not text")
+        taken = Global(*python3_name(module, name))
+        found = taken if self.protocol < 3 else Global(module, name)
+        if _BY_TEXT.get(str(taken), found) != found:
+            self.two_names = found
+        self.left -= 1
+        self.globals[found] = None
+        return found
+
+    def persistent(self, pid: Node) -> Node:
+        """What stands for a persistent id."""
+        self.left -= 1
+        return self.persistent_load(pid)
+
+    def call(self, function: Node, args: Node) -> Node:
+        """What `function(*args)` would make: by a maker where the global is known, else an inert Object."""
+        if type(args) is not tuple:
+            raise Malformed("calls with arguments that are not a tuple")
+        self.left -= 1
+        if type(function) is Global:
+            maker = self.makers.get(function)
+            made = maker(args) if maker is not None else None
+            if made is not None:
+                self.left -= _size(made)
+                if type(made) is Entry and made.extras is not None:
+                    self._note_given(args)
+                return made
+            if function in READS_AT_ONCE:
+                self._note_given(args)
+        elif type(function) is Object:
+            self.unusual["call of something that is not a global"] = None
+        else:
+            raise Malformed("calls a value, which cannot be called")
+        return Object("reduce", function, args)
+
+    def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
+        """An instance made by `cls.__new__`, which makes an OrderedDict empty whatever it is given."""
+        if type(args) is not tuple:
+            raise Malformed("makes an object with arguments that are not a tuple")
+        self.left -= 1
+        if type(cls) is not Global or cls in NO_CLASSES:
+            self.unusual["an instance of something that is not a class"] = None
+        if type(cls) is Global and cls in READS_AT_ONCE:
+            self._note_given(args)
+        if cls == ORDERED_DICT:
+            return Dict(ordered=True)
+        return Object("new" if kwargs is None else "new_ex", cls, args, kwargs)
+
+    def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
+        """INST and OBJ: without arguments Python 3 calls `cls.__new__(cls)`, with some it calls `cls(*args)`."""
+        return self.call(cls, args) if args else self.new(cls, ())
+
+    def build(self, target: Node, state: Node) -> Node:
+        """The target, given a state. Python reads it at once: a dict that is given more later gives the object no more."""
+        self.left -= 1
+        if type(target) is Object:
+            if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
+                self.unusual[f"BUILD of {target.function}"] = None
+            target.steps.append(step := Build(state))
+            if type(state) is Dict:
+                self.states.append((step, state, len(state.items)))
+            elif type(state) is tuple and (_is_pair_of_dicts(state) or _is_of(target, BUILT)):
+                self._note_given(state)
+        elif type(target) is Dict and target.ordered and type(state) is Dict:
+            if target.attributes is None:
+                target.attributes = Dict()
+            self.left -= len(state.items)  # one state can be set again and again
+            target.attributes.items.extend(state.items)
+        elif type(target) is Global:
+            self.unusual["BUILD of a global"] = None
+            target = Object("none", target, None)
+            target.steps.append(Build(state))
+        else:
+            kind = {Dict: "dict", List: "list", Entry: "tensor"}.get(type(target), type(target).__name__)
+            raise Malformed(f"sets the state of a {kind}, which has none")
+        return target
+
+    def append(self, target: Node, items: list[Node]) -> None:
+        """Append items to what is no list."""
+        if type(target) is not Object:
+            raise Malformed("appends to something that is not a list")
+        self.left -= 1
+        self.unusual["APPEND to something that is not a list"] = None
+        target.append(items)
+
+    def set(self, target: Node, items: list[Node]) -> None:
+        """Set keys and values of what is no dict."""
+        if type(target) is not Object:
+            raise Malformed("sets items of something that is not a dict")
+        self.left -= 1
+        if target.function != _COUNTER:
+            self.unusual["SETITEM on something that is not a dict"] = None
+        target.set(pairs_of(items))
+
+    def add(self, target: Node, items: list[Node]) -> None:
+        """Add elements to a set."""
+        if type(target) is not Object or target.function is not _SET or type(target.args) is not tuple:
+            raise Malformed("adds items to something that is not a new set")
+        (elements,) = target.args
+        assert type(elements) is List
+        elements.items.extend(items)
+
+    def outside(self, op: int, stack: list[Node], at: int) -> int:
+        """What refers to something outside the file; returns where the next opcode is."""
+        raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it refers to something outside the file")
+
+    def array(self, target: Object, frame: int) -> Node:
+        """What stands behind an object in the stream, where `arrays` says that some may."""
+        return target
+
+    def _note_given(self, args: tuple[Node, ...]) -> None:
+        """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""
+        self.left -= len(args) // _ITEMS_READ
+        for arg in args if len(args) <= _MOST_ARGUMENTS else ():
+            if type(arg) is List or type(arg) is Dict:
+                self.left -= 1 + len(arg.items) // _ITEMS_READ
+                self.given.append((arg, len(arg.items)))
+            elif type(arg) is tuple:
+                self._note_given(arg)
+
+    def settle(self) -> None:
+        """At the end, leave out of states what came later."""
+        if self.two_names is not None:
+            raise PickleError(
+                f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
+                why=TWO_FILES,
+            )
+        if self.remains:
+            raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
+        if any(len(node.items) != length for node, length in self.given):
+            raise PickleError("The pickle changes a list or dict after a call has read it.")
+        for step, state, length in self.states:
+            if len(state.items) != length:
+                self.left -= length
+                if self.left < 0:
+                    raise limits.NODES.error(_TOO_MUCH)
+                step.state = Dict(state.items[:length], ordered=state.ordered)
+
+    # --- the loop
+
+    def run(self) -> Any:  # noqa: C901  one loop with local variables: a function for each opcode takes twice as long
+        """One pickle, from the position on; afterwards that is behind it, or where reading ended."""
+        data, at, end, strict, unusual = self.data, self.position, self.end, self.strict, self.unusual
+        frame, limit, op, n = 0, end + 1, 0, 0  # where the last frame ends, and this one; the last opcode and its length
+        stack: list[Any] = []
+        marks: list[list[Any]] = []
+        memo: list[Any] = []
+        far: dict[int, Any] = {}  # places beyond the next: real pickles count up
+        most_marks = 2 * limits.DEPTH
+        rebuild: Node = _SET  # torch's function, once it has been named: what stands behind it is read in one step
+        try:
+            while self.left >= 0:
+                if at >= limit:
+                    if at > limit:
+                        if strict or at > end:
+                            raise Malformed(_beyond(op, n, n - at + min(limit, end)))
+                        self.two_ways = True
+                    limit = end + 1
+                op = data[at]
+                at += 1
+                if op == 0x71 or op == 0x72 or op == 0x94 or op == 0x70:  # BINPUT, LONG_BINPUT, MEMOIZE, PUT
+                    if op == 0x71:
+                        n = data[at]
+                        at += 1
+                    elif op == 0x72:
+                        n = _U32(data, at)[0]
+                        at += 4
+                    elif op == 0x94:
+                        unusual["opcode MEMOIZE"] = None
+                        n = len(memo) + len(far)
+                    else:
+                        unusual["opcode PUT"] = None
+                        line, at = self._line(at)
+                        n = self._whole(line, 10)
+                    if n == len(memo):
+                        memo.append(stack[-1])
+                        if far:
+                            far.pop(n, None)
+                    elif 0 <= n < len(memo):
+                        memo[n] = stack[-1]
+                    elif n < 0:
+                        raise Malformed("memoizes under a negative index")
+                    else:
+                        far[n] = stack[-1]
+                        self.left -= 1
+                elif op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+                    if op == 0x68:
+                        n = data[at]
+                        at += 1
+                    else:
+                        n = _U32(data, at)[0]
+                        at += 4
+                    made = memo[n] if n < len(memo) else far[n]
+                    stack.append(made)
+                    if made is rebuild and limit > end and len(memo) > _BYTE and not far:
+                        at, stack[-1] = tensor(self, at, memo) or (at, made)
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[at])
+                    at += 1
+                elif op == 0x58:  # BINUNICODE
+                    n = _U32(data, at)[0]
+                    at += 4 + n
+                    stack.append(data[at - n : at].decode("utf-8", "surrogatepass"))
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    if len(marks) > most_marks:
+                        limits.check_depth(len(marks), "The pickle is nested too deep.", most_marks)
+                elif op == 0x74:  # TUPLE
+                    items = stack
+                    stack = marks.pop()
+                    stack.append(tuple(items))
+                    self.left -= 1
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                    self.left -= 1
+                elif op == 0x52:  # REDUCE
+                    self.position = at
+                    args = stack.pop()
+                    stack[-1] = self.call(stack[-1], args)
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                    self.left -= 1
+                elif op == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif op == 0x89 or op == 0x88:  # NEWFALSE, NEWTRUE
+                    stack.append(op == 0x88)
+                elif op == 0x51:  # BINPERSID
+                    self.position = at
+                    stack[-1] = self.persistent(stack[-1])
+                elif op == 0x4D:  # BININT2
+                    stack.append(_U16(data, at)[0])
+                    at += 2
+                elif op == 0x47:  # BINFLOAT
+                    stack.append(_F64(data, at)[0])
+                    at += 8
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    unusual["opcode SHORT_BINUNICODE"] = None
+                    n = data[at]
+                    at += 1 + n
+                    stack.append(data[at - n : at].decode("utf-8", "surrogatepass"))
+                elif op == 0x4A:  # BININT
+                    stack.append(_I32(data, at)[0])
+                    at += 4
+                elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+                    self.position = at
+                    if op == 0x75:
+                        items = stack
+                        stack = marks.pop()
+                    else:
+                        items = stack[-2:]
+                        del stack[-2:]
+                    target = stack[-1]
+                    if type(target) is Dict:
+                        target.items.extend(pairs_of(items))
+                    else:
+                        self.set(target, items)
+                elif op == 0x61 or op == 0x65:  # APPEND, APPENDS
+                    self.position = at
+                    if op == 0x65:
+                        items = stack
+                        stack = marks.pop()
+                    else:
+                        items = [stack.pop()]
+                    target = stack[-1]
+                    if type(target) is List:
+                        target.items += items
+                    else:
+                        self.append(target, items)
+                elif op == 0x7D:  # EMPTY_DICT
+                    stack.append(Dict())
+                    self.left -= 1
+                elif op == 0x5D:  # EMPTY_LIST
+                    stack.append(List())
+                    self.left -= 1
+                elif op == 0x87:  # TUPLE3
+                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                    self.left -= 1
+                elif op == 0x4E:  # NONE
+                    stack.append(None)
+                elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                    n, width = (data[at], 1) if op == 0x8A else (_I32(data, at)[0], 4)
+                    if n < 0:
+                        raise Malformed(_beyond(op, n, end - at - width))
+                    at += width + n
+                    stack.append(int.from_bytes(data[at - n : at], "little", signed=True))
+                    if op == 0x8B:
+                        unusual["opcode LONG4"] = None
+                elif op == 0x62:  # BUILD
+                    self.position = at
+                    state = stack.pop()
+                    target = stack[-1] = self.build(stack[-1], state)
+                    if self.arrays and type(target) is Object:
+                        try:
+                            stack[-1] = self.array(target, frame)
+                        finally:
+                            if self.position != at:
+                                at, limit = self.position, end + 1
+                elif op == 0x81:  # NEWOBJ
+                    self.position = at
+                    args = stack.pop()
+                    stack[-1] = self.new(stack[-1], args)
+                elif op == 0x2E:  # STOP
+                    if at < frame:
+                        if strict:
+                            raise Malformed("is a STOP before the end of its frame")
+                        self.two_ways |= frame < at + _MOST_FRAME
+                    value = stack.pop()
+                    self.remains = bool(stack)
+                    return value
+                elif op == 0x80:  # PROTO
+                    self.protocol = data[at]
+                    at += 1
+                    if strict and self.protocol > 5:
+                        raise Malformed(f"says protocol {self.protocol}; 5 is the highest")
+                else:
+                    if op in _UNUSUAL:
+                        unusual[f"opcode {_UNUSUAL[op]}"] = None
+                    self.position = at
+                    if op == 0x63 or op == 0x69:  # GLOBAL, INST
+                        module, at = self._line(at)
+                        name, at = self._line(at)
+                        made = self.name(module.decode("utf-8", "surrogatepass"), name.decode("utf-8", "surrogatepass"))
+                        if op == 0x69:
+                            items = stack
+                            stack = marks.pop()
+                            self.position = at
+                            made = self.instance(made, tuple(items))
+                        stack.append(made)
+                        if made == REBUILD and strict and made in self.makers:
+                            rebuild = made
+                    elif op == 0x93:  # STACK_GLOBAL
+                        name = stack.pop()
+                        stack[-1] = self.name(stack[-1], name)
+                    elif op == 0x95:  # FRAME
+                        n = _U64(data, at)[0]
+                        at += 8
+                        if strict and limit <= end:
+                            raise Malformed("opens a frame inside a frame")
+                        if strict and n > end - at:
+                            at, left = at + n, end - at
+                            raise Malformed(f"opens a frame of {n} bytes where {left} are left")
+                        self.two_ways |= at < frame
+                        frame = at + n
+                        limit = frame if frame < end else end + 1
+                    elif op in _BYTES:  # BINBYTES, SHORT_BINBYTES, BINSTRING, SHORT_BINSTRING, and those of eight bytes
+                        read, width = _BYTES[op]
+                        n = read(data, at)[0]
+                        at += width + n
+                        part = data[at - n : at]
+                        if op == 0x8D:  # BINUNICODE8
+                            stack.append(part.decode("utf-8", "surrogatepass"))
+                        elif op == 0x54 or op == 0x55:
+                            stack.append(self._byte_string(part))
+                        elif op == 0x96:  # BYTEARRAY8
+                            stack.append(self.call(_BYTEARRAY, (part,)))
+                        else:
+                            if op != 0x43:
+                                self.places[id(part)] = at - n, part
+                            stack.append(part)
+                    elif op == 0x8F:  # EMPTY_SET
+                        stack.append(Object("reduce", _SET, (List(),)))
+                        self.left -= 1
+                    elif op == 0x90:  # ADDITEMS
+                        items = stack
+                        stack = marks.pop()
+                        self.add(stack[-1], items)
+                    elif op == 0x91:  # FROZENSET
+                        items = stack
+                        stack = marks.pop()
+                        stack.append(self.call(_FROZENSET, (List(items),)))
+                    elif op == 0x6C or op == 0x64:  # LIST, DICT
+                        items = stack
+                        stack = marks.pop()
+                        stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
+                        self.left -= 1
+                    elif op == 0x92:  # NEWOBJ_EX
+                        kwargs, args = stack.pop(), stack.pop()
+                        if strict and type(kwargs) is not Dict:
+                            raise Malformed("calls with keyword arguments that are not a dict")
+                        stack[-1] = self.new(stack[-1], args, kwargs)
+                    elif op == 0x6F:  # OBJ
+                        items = stack
+                        stack = marks.pop()
+                        cls = items.pop(0)
+                        stack.append(self.instance(cls, tuple(items)))
+                    elif op == 0x30 or op == 0x31:  # POP, POP_MARK
+                        if op == 0x30 and stack:
+                            stack.pop()
+                        else:
+                            stack = marks.pop()
+                    elif op == 0x32:  # DUP
+                        stack.append(stack[-1])
+                    elif op == 0x67:  # GET
+                        line, at = self._line(at)
+                        n = self._whole(line, 10)
+                        stack.append(memo[n] if 0 <= n < len(memo) else far[n])
+                    elif op == 0x50:  # PERSID
+                        line, at = self._line(at)
+                        self.position = at
+                        stack.append(self.persistent(line.decode("utf-8", "surrogatepass")))
+                    elif op in b"IFLSV":
+                        line, at = self._line(at)
+                        stack.append(self._of_line(op, line))
+                    elif op in _OUTSIDE:
+                        at = self.outside(op, stack, at)
+                    else:
+                        at -= 1
+                        raise PickleError(f"The pickle is malformed: offset {at} holds byte {op:#04x}, which is not an opcode.")
+        finally:
+            self.position = at
+        raise limits.NODES.error(_TOO_MUCH)
+
+
+_BYTES = {
+    0x42: (_U32, 4), 0x43: (_U8, 1), 0x54: (_U32, 4), 0x55: (_U8, 1), 0x8D: (_U64, 8), 0x8E: (_U64, 8), 0x96: (_U64, 8),
+}  # fmt: skip
+_TOO_MUCH = "The pickle makes more objects than a checkpoint of its size can hold."
+_TOLD: dict[type, str] = {
+    IndexError: "takes a value that is not there, or the stream ends without STOP",
+    struct.error: "is cut off: the stream ends within it",
+    UnicodeDecodeError: "holds text that is not UTF-8",
+}
+_WITH_LENGTH = b"XTUBC\x8a\x8b\x8c\x8d\x8e\x96"
+_LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")  # which Python before 3.11 reads
+_OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
+
+
+def python3_name(module: str, name: str) -> tuple[str, str]:
+    """The Python 3 name of a Python 2 global, as pickle and torch map it for protocols below 3."""
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[module, name]
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
+    """Keys and values in turn, as pairs."""
+    if len(items) % 2:
+        raise Malformed("takes pairs, and finds an odd number of values")
+    values = iter(items)
+    return list(zip(values, values, strict=True))
+
+
+def _beyond(op: int, length: int, left: int) -> str:
+    """What is wrong with an opcode that ends behind its frame, or the stream."""
+    return f"claims {length} bytes where {left} are left" if op in _WITH_LENGTH else "ends beyond its frame or the stream"
+
+
+def _size(made: Node) -> int:
+    """What a maker's result costs beyond one node: the same arguments, memoized, can be given again and again."""
+    if type(made) is Entry:
+        return len(made.shape)
+    return len(made.items) if type(made) is Dict else len(made) // _BYTES_MADE if type(made) is bytes else 0
+
+
+def _is_of(node: Object, functions: frozenset[Global]) -> bool:
+    return type(node.function) is Global and node.function in functions
+
+
+def _is_pair_of_dicts(state: tuple[Node, ...]) -> bool:
+    """Whether a state is that of an object with slots."""
+    return len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}
+
+
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
+_ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+_UNITS = re.compile(rb"(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
+
+
+def _unescape(data: bytes) -> bytes:
+    """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
+    # some thousand escapes at a time: `re.sub` keeps a list of all its pieces
+    return b"".join([_ESCAPE.sub(_unescape_one, units[0]) for units in _UNITS.finditer(data)])
+
+
+def _unescape_one(found: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, other = found.groups()
+    if octal is not None:
+        return bytes((int(octal, 8) & 0xFF,))
+    if hexadecimal is not None:
+        return bytes.fromhex(hexadecimal.decode())
+    if other is None or other == b"x":
+        raise ValueError("an escape that ends early")
+    return _ESCAPED.get(other, other if other in b"\\'\"" else b"\\" + other)
