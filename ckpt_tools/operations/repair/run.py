@@ -50,9 +50,10 @@ from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.arguments import Schemes
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
-from ckpt_tools.tree.options import Schemes, natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
