@@ -12,7 +12,7 @@ import click
 
 from ckpt_tools.text import printable
 
-_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py")
+_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py", "gguf")
 
 
 def print_surroundings() -> None:
