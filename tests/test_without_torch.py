@@ -107,7 +107,8 @@ OTHERS = {
     "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
     "inspect s3://bucket/model.pth": "This needs fsspec: pip install fsspec",
     "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
-    "inspect frameworks/tiny.weights.h5": "pip install h5py", "convert frameworks/types.gguf x.pth": "This needs gguf: pip install gguf",
+    "inspect frameworks/tiny.weights.h5": "pip install h5py",
+    "convert frameworks/types.gguf x.pth": "This needs gguf: pip install gguf",
     "check --digest views.pth": PYTORCH, "convert views.pth x.safetensors": PYTORCH,
     "inspect some.zst": "pip install zstandard",
 }  # fmt: skip
