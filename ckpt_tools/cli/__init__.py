@@ -36,7 +36,7 @@ COMMANDS = (
 _VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
 _ELSEWHERE = {"verify": "sign"}  # commands whose module is another one's
-_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py")
+_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py", "gguf")
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
