@@ -119,13 +119,13 @@ class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
     def check(self) -> None:
         """Raise UsageError for an option about a target where none is named, or one that a plan settles."""
         super().check()
-        about = [name for name in self.given() if name in FitOptions.options and name not in ("like", "plan")]
+        about = [name for name in self.asked() if name in FitOptions.options and name not in ("like", "plan")]
         if self.plan is None and self.plan_value is not None:
             raise UsageError("`plan_value` is about a plan; `plan=PLAN` is missing.")
         alone = about if self.plan is None else [name for name in about if name == "like_args"]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
-        partners = [name for name in ("match", "allow_reshape", "from_", "pair") if name in self.given()]
+        partners = [name for name in ("match", "allow_reshape", "from_", "pair") if name in self.asked()]
         if self.plan is not None and partners:
             raise UsageError(f"`{partners[0]}` does not go with `plan`, which names the partners.")
 

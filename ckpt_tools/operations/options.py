@@ -60,7 +60,7 @@ class LoadOptions(PartnerOptions, LeftOverOptions):
         """Raise UsageError for what the model's own `load_state_dict` decides, where its hooks run."""
         super().check()
         with_hooks = ("hooks", "select", "assign", "allow_missing", "allow_unexpected")
-        others = [name for name in self.given() if name not in with_hooks]
+        others = [name for name in self.asked() if name not in with_hooks]
         if self.match == "exact+wrappers":  # the default, said
             others.remove("match")
         if self.hooks and others:

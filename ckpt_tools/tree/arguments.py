@@ -40,10 +40,20 @@ def _refused(name: str, value: Any, wanted: str) -> UsageError:
     return UsageError(f"`{name}` is {shown.replace('`', '')}, a {type(value).__name__}.", why=f"It takes {wanted}.")
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _refused(name, value, "text")
-    return value
+def _one(is_one: Callable[[Any], bool], wanted: str) -> Reader:
+    """A value as it is, of one kind."""
+
+    def read(name: str, value: Any) -> Any:
+        if not is_one(value):
+            raise _refused(name, value, wanted)
+        return value
+
+    return read
+
+
+_text = _one(lambda value: isinstance(value, str), "text")
+_call = _one(callable, "a function")
+_mapping = _one(lambda value: isinstance(value, Mapping), "a mapping from names to tensors")
 
 
 def _path(name: str, value: Any, wanted: str = "a path: a str or a pathlib.Path") -> Any:
@@ -79,18 +89,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise _refused(name, value, "numbers") from None
-
-
-def _call(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise _refused(name, value, "a function")
-    return value
-
-
-def _mapping(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise _refused(name, value, "a mapping from names to tensors")
-    return value
 
 
 def _size(name: str, value: Any) -> Any:

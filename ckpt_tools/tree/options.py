@@ -107,10 +107,6 @@ class Options:
         return {name: value for name, value, default in values
                 if value is not default and (type(value) is not type(default) or value != default)}  # fmt: skip
 
-    def given(self) -> list[str]:
-        """The names of the options whose value is not the default."""
-        return [*self.asked()]
-
     def replace(self, **changed: Any) -> Self:
         """The same options but for some."""
         return type(self)(**{**vars(self), **changed})

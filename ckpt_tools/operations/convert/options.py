@@ -220,7 +220,7 @@ class ConvertOptions(EditOptions, SaveOptions):
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):
             raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
         if self.plan is not None and (
-            named := [name for name in self.given() if name in ("rename", "add_prefix", "add_module")]
+            named := [name for name in self.asked() if name in ("rename", "add_prefix", "add_module")]
         ):
             raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
 
@@ -233,4 +233,4 @@ class ConvertOptions(EditOptions, SaveOptions):
     @property
     def moves_tensors(self) -> bool:
         """Whether the tensors do not stay where they lie in the input."""
-        return self.targeted or any(self.options[name].moves for name in self.given())
+        return self.targeted or any(self.options[name].moves for name in self.asked())
