@@ -63,10 +63,11 @@ def did_you_mean_file(name: str, others: Iterable[str]) -> str:
     """`Did you mean 'model.pth'?` with up to three files whose names are near but for their extensions, or nothing."""
     import difflib
 
-    stems: dict[str, str] = {}
+    stems: dict[str, list[str]] = {}
     for other in islice((other for other in others if len(other) <= _NEAR_LENGTH), _NEAR):
-        stems.setdefault(_stem(other), other)
-    found = [stems[stem] for stem in difflib.get_close_matches(_stem(name)[:_NEAR_LENGTH], stems, cutoff=_NEAR_FILE)]
+        stems.setdefault(_stem(other), []).append(other)
+    near = difflib.get_close_matches(_stem(name)[:_NEAR_LENGTH], stems, cutoff=_NEAR_FILE)
+    found = [other for stem in near for other in stems[stem]][:3]
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 
