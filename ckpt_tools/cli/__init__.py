@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 def _begin(ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:
     ctx.meta[_COMMAND] = ctx
     ctx.call_on_close(lambda: _tell_variables(ctx))
-    limits.set_limits(map(limits.parse, given))
+    limits.set_limits(given)
 
 
 _LIMIT = click.Option(

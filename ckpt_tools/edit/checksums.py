@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import CHUNK, Content, Joined, Part, Piece, Range, chunks, crc32, made_of
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Node, Storage

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.tree.options import Arguments, Options, Renames, Schemes, Sizes, flag, option, record, several
+from ckpt_tools.tree.arguments import Arguments, Renames, Schemes, Sizes
+from ckpt_tools.tree.options import Options, flag, option, record, several
 
 if TYPE_CHECKING:
     from ckpt_tools.matching import Stages

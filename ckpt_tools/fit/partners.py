@@ -21,8 +21,8 @@ from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, 
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
+from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
-from ckpt_tools.tree.options import Renames
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.formats.zip.directory import Record
+from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.tree.nodes import Global, Node
+from ckpt_tools.tree import exchange
+from ckpt_tools.tree.nodes import Entry, Global, Node, Storage
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.
 PROGRAMS = {
@@ -150,6 +151,34 @@ class Decoded:
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
         self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+
+
+class Keys:
+    """New keys for the storages of several files, each of which counts from 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> str:
+        """A key that no storage has yet."""
+        self.count += 1
+        return str(self.count - 1)
+
+    def renew(self, root: Node) -> Node:
+        """The tree with every storage under a key that no other file's has."""
+        renewed: dict[int, Storage] = {}
+
+        def new(storage: Storage) -> Storage:
+            if id(storage) not in renewed:
+                renewed[id(storage)] = replace(storage, key=self.next())
+            return renewed[id(storage)]
+
+        def swap(node: Node) -> Node:
+            if type(node) is Entry:
+                return replace(node, storage=new(node.storage))
+            return new(node) if type(node) is Storage else node
+
+        return exchange.replace(root, swap)
 
 
 # The containers of which nothing but what their reader has read is a pickle.

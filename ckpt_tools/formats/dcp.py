@@ -24,12 +24,11 @@ from typing import Any, TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats import safetensors, zip_archives
+from ckpt_tools.formats.base import Decoded, Keys, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
-from ckpt_tools.formats.sharded import Keys, joined, partly
-from ckpt_tools.formats.zip import archives
-from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.formats.sharded import joined, partly
+from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -290,7 +289,7 @@ class _Reader:
     def _archive(self, name: str, place: _Place) -> Decoded:
         source = self.files.open(place.file)
         try:
-            return archives.decode(Window(source, place.offset, place.length))
+            return zip_archives.decode(Window(source, place.offset, place.length))
         except CkptError as error:
             error.what = f"{source.path}, at byte {place.offset}, {name!r}: {error.what}"
             raise

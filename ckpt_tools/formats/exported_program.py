@@ -16,10 +16,9 @@ from typing import Any
 
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
-from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.bundle import Inflated, decode_archive
-from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Keys, Warned, unique
+from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
+from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import META, meta_tensor, parameter_of

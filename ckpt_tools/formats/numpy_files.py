@@ -23,9 +23,10 @@ from typing import TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.legacy.stream import Blobs
+from ckpt_tools.formats.legacy_stream import Blobs
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
-from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine
@@ -383,3 +384,6 @@ def lay_out(content: Content, dtype: DType, shape: tuple[int, ...]) -> list[Piec
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     header = text.encode().ljust(-(-(len(text) + 11) // 64) * 64 - 11) + b"\n"
     return [Piece(Literal(_MAGIC + b"\1\0" + len(header).to_bytes(2, "little") + header)), Piece(content)]
+
+
+CONTAINER = Container(sniff, decode_npy, in_zips=True)

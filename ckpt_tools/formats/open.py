@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,8 @@ from ckpt_tools.formats.contents import names_quantised as names_quantised
 from ckpt_tools.formats.contents import tensors_by_name as tensors_by_name
 from ckpt_tools.formats.contents import tensors_outside as tensors_outside
 from ckpt_tools.formats.polyglots import refuse_polyglot
+from ckpt_tools.formats.registry import begins_as_checkpoint as begins_as_checkpoint
+from ckpt_tools.formats.registry import containers
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, source_of
@@ -39,22 +41,6 @@ from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.tree.findings import getting_again
 from ckpt_tools.tree.nodes import Node
 from ckpt_tools.tree.options import natural
-
-
-def _decode_zip(source: Source) -> Decoded:
-    """One archive, or several one after another."""
-    from ckpt_tools.formats.zip import archives
-
-    try:
-        return archives.decode(source)
-    except DamagedFileError:
-        from ckpt_tools.formats.zip import concatenated
-
-        spans = concatenated.split(source)
-        if not spans:
-            raise
-        return concatenated.decode(source, spans)
-
 
 HEAD = 4096
 _LISTED_COST = 16  # of a tensor that is listed, beside the length of its path
@@ -241,7 +227,7 @@ def naming(source: Source) -> Iterator[None]:
 
 def _without_repair(source: Source, fix: str) -> str:
     """The advice, where repair takes such a file."""
-    from ckpt_tools.formats.zip.headers import is_mended
+    from ckpt_tools.formats.zip_directory import is_mended
 
     with contextlib.suppress(CkptError):  # the disk failed
         return fix if is_mended(source) else "Get it again."
@@ -262,62 +248,22 @@ def _decode(source: Source, member: str) -> Decoded:
             return packed.decode(source, head, member, readers)
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
-    if head.startswith(b"GGUF"):
-        return _with_its_splits(source)
-    if head.startswith(b"\x08"):
-        return _with_other_files(source, head)
-    if not head.lstrip().startswith(b"{"):
-        return decode_file(source)
-    from ckpt_tools.formats import sharded
-
-    if not sharded.sniff(head, source):
+    container = next((row for row in containers() if row.sniff(head)), None)
+    if container is None or container.with_others is None:
         return decode_file(source)
     files = _files_beside(source)
     try:
-        return sharded.decode(files.adopt(source), files, decode_file)
+        found = container.with_others(source, files, decode_file)
     except BaseException:
         files.close()
         raise
+    return decode_file(source) if found is None else found
 
 
 def _gguf_splits(files: Files, names: Sequence[str], *, partial: bool = False) -> Decoded:
     from ckpt_tools.formats.frameworks import gguf
 
     return gguf.decode_splits(names, files, decode_file, partial=partial)
-
-
-def _with_its_splits(source: Source) -> Decoded:
-    """One GGUF, with the other files of its model where it says that there are some."""
-    from ckpt_tools.formats.frameworks import gguf
-    from ckpt_tools.formats.parts.grouping import shard_groups, shard_name
-
-    decoded = decode_file(source)
-    if gguf.split_count(decoded) == 1 or shard_name(source.path.name) is None:
-        return decoded
-    files = _files_beside(source)
-    try:
-        names = next(group for group in shard_groups(files.names()) if source.path.name in group)
-        found = _gguf_splits(files, names)
-    except BaseException:
-        files.close()
-        raise
-    source.close()
-    return found
-
-
-def _with_other_files(source: Source, head: bytes) -> Decoded:
-    """An ONNX model, with the files beside it that have elements of it."""
-    from ckpt_tools.formats.frameworks import onnx
-
-    with naming(source), limits.of_file(source.size):
-        if not onnx.sniff(head) or not onnx.has_other_files(source):
-            return decode_file(source)
-        files = _files_beside(source)
-        try:
-            return onnx.decode(files.adopt(source), files)
-        except BaseException:
-            files.close()
-            raise
 
 
 def _files_beside(index: Source) -> Files:
@@ -396,9 +342,9 @@ def _decode_content(source: Source) -> Decoded:
     """Decode one file, in the budget of whoever reads it."""
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
-    for sniff, decode in _containers():
-        if sniff(head):
-            return decode(source)
+    for container in containers():
+        if container.decode is not None and container.sniff(head):
+            return container.decode(source)
     from ckpt_tools.formats import safetensors
     from ckpt_tools.formats.foreign import recognise, unknown
 
@@ -416,35 +362,6 @@ def may_be_packed(head: bytes) -> bool:
     from ckpt_tools.formats.compressed import kind_of
 
     return kind_of(head) is not None or is_tar(head) or head[257:262] == b"ustar"
-
-
-_Container = tuple[Callable[[bytes], bool], Callable[[Source], Decoded]]
-
-
-def _containers() -> Iterator[_Container]:
-    """Of one file each: whether it is one by its first bytes, and its reader. Imported one by one, as far as is needed."""
-    yield is_zip, _decode_zip
-    from ckpt_tools.formats import safetensors
-
-    yield safetensors.sniff, safetensors.decode
-    from ckpt_tools.formats import numpy_files, plain_pickle
-    from ckpt_tools.formats.legacy import torch_legacy, torch_tar
-
-    yield torch_legacy.sniff, torch_legacy.decode
-    yield torch_tar.sniff, torch_tar.decode
-    yield plain_pickle.sniff, plain_pickle.decode
-    yield numpy_files.sniff, numpy_files.decode_npy
-    from ckpt_tools.formats.frameworks import flax, gguf, keras, onnx
-
-    yield gguf.sniff, gguf.decode
-    yield onnx.sniff, onnx.decode
-    yield flax.sniff, flax.decode
-    yield keras.sniff, keras.decode
-
-
-def begins_as_checkpoint(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is one of the containers of one file."""
-    return any(sniff(head) for sniff, _ in _containers())
 
 
 @contextlib.contextmanager

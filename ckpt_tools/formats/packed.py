@@ -20,10 +20,10 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
+from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
 from ckpt_tools.formats.compressed import Kind, inflate, kind_of
 from ckpt_tools.formats.folders import layout_of
-from ckpt_tools.formats.legacy import torch_tar
 from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
@@ -242,5 +242,5 @@ def _is_whole(archive: Source, folder: str, names: list[str], members: Mapping[s
     if layout.container == "sharded" and index is not None:
         from ckpt_tools.formats import sharded
 
-        return sharded.sniff(index.read(0, min(_HEAD, index.size)), index)
+        return sharded.is_index(index)
     return None not in files

@@ -20,16 +20,23 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, exhausted
 from ckpt_tools.formats import program_harm as harm
-from ckpt_tools.formats import texts
+from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.tars import Headers
 from ckpt_tools.formats.torch_zip import record_content, record_head
-from ckpt_tools.formats.zip import concatenated
-from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
-from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
-from ckpt_tools.formats.zip.inner import single_folder
+from ckpt_tools.formats.zip_directory import (
+    LOCAL,
+    NUMPY,
+    SIGNATURE_LOCAL,
+    LocalHeader,
+    Record,
+    has_end,
+    read_directory,
+    signatures,
+)
+from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
@@ -252,7 +259,7 @@ class _Walk:
         except LimitError:  # no damage: what stands behind local headers would be as much
             raise
         except CkptError as error:
-            spans = concatenated.split(source)
+            spans = zip_archives.split(source)
             for start, size in spans:
                 self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth + 1)
             if not spans:

@@ -18,11 +18,12 @@ import re
 from types import NoneType
 
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy import torch_legacy
-from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
+from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.formats.numpy_files import Arrays
-from ckpt_tools.formats.zip.inner import decode_inner
+from ckpt_tools.formats.registry import Container
+from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.machine import Machine
@@ -129,3 +130,6 @@ def _refuse_computed_magic(pickles: Pickles) -> None:
 def _anything(pid: Node) -> Node:
     """A storage or class."""
     return None
+
+
+CONTAINER = Container(sniff, decode)

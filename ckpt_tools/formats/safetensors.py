@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 
-MAX_HEADER = limits.HEADER.default  # what safetensors itself reads
+MAX_HEADER = 100_000_000  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
@@ -329,3 +330,6 @@ def _safetensors_shape(entry: Entry) -> list[int]:
     if shape and entry.dtype.packed > 1:
         shape[-1] *= entry.dtype.packed
     return shape
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

@@ -14,29 +14,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.base import Decoded, Keys, Warned, repeated
+from ckpt_tools.formats.registry import Container, DecodeFile
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import listed
-from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Object, Pair, Storage, as_dict
 from ckpt_tools.tree.visit import reachable
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
-DecodeFile = Callable[[Source], Decoded]
+_HEAD = 4096
 
 
-def sniff(head: bytes, source: Source) -> bool:
+def is_index(source: Source) -> bool:
     """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
+    head = source.read(0, min(_HEAD, source.size))
     if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.HEADER.value:
         return False
     return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
@@ -201,34 +202,6 @@ def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict
     return found
 
 
-class Keys:
-    """New keys for the storages of several files, each of which counts from 0."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def next(self) -> str:
-        """A key that no storage has yet."""
-        self.count += 1
-        return str(self.count - 1)
-
-    def renew(self, root: Node) -> Node:
-        """The tree with every storage under a key that no other file's has."""
-        renewed: dict[int, Storage] = {}
-
-        def new(storage: Storage) -> Storage:
-            if id(storage) not in renewed:
-                renewed[id(storage)] = replace(storage, key=self.next())
-            return renewed[id(storage)]
-
-        def swap(node: Node) -> Node:
-            if type(node) is Entry:
-                return replace(node, storage=new(node.storage))
-            return new(node) if type(node) is Storage else node
-
-        return exchange.replace(root, swap)
-
-
 # --- laying out
 
 
@@ -316,3 +289,10 @@ def parse_size(text: str | int) -> int:
     if not 1 <= size < 1 << 63:
         raise ValueError(text)
     return int(size)
+
+
+def _with_its_shards(source: Source, files: Files, decode_file: DecodeFile) -> Decoded | None:
+    return decode(files.adopt(source), files, decode_file) if is_index(source) else None
+
+
+CONTAINER = Container(lambda head: head.lstrip().startswith(b"{"), None, _with_its_shards)

@@ -20,8 +20,7 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, DamagedFileError, TensorError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
-from ckpt_tools.formats.zip.headers import DESCRIPTOR, LOCAL
+from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine, Maker
@@ -95,7 +94,7 @@ def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:
     if b"_load_from_bytes" not in stream:
         return Machine(stream, MAKERS, storages.storage)
 
-    from ckpt_tools.formats.legacy.stream import Blobs
+    from ckpt_tools.formats.legacy_stream import Blobs
 
     blobs = Blobs(prefix=keys)
     return blobs.watch(Machine(stream, blobs.makers, storages.storage))

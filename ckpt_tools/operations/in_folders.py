@@ -165,8 +165,7 @@ def is_checkpoint_head(path: Path, head: bytes) -> bool:
 
 
 def _sniffs() -> Iterator[_Sniff]:
-    from ckpt_tools.formats import numpy_files, plain_pickle
-    from ckpt_tools.formats.legacy import torch_legacy
+    from ckpt_tools.formats import numpy_files, plain_pickle, torch_legacy
 
     yield from (torch_legacy.sniff, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
 
@@ -182,7 +181,7 @@ def _is_safetensors(head: bytes) -> bool:
 
 def _is_torch_zip(path: Path) -> bool:
     """Whether a zip has the records of a checkpoint, or of an archive of some; one that cannot be read is told about."""
-    from ckpt_tools.formats.zip.directory import read_directory
+    from ckpt_tools.formats.zip_directory import read_directory
 
     try:
         with contextlib.closing(Source(path)) as source:

@@ -17,7 +17,8 @@ from ckpt_tools.operations.convert.options import (
     Selection,
     WriteOptions,
 )
-from ckpt_tools.tree.options import Renames, as_in, flag, option, record, several
+from ckpt_tools.tree.arguments import Renames
+from ckpt_tools.tree.options import as_in, flag, option, record, several
 from ckpt_tools.tree.output_names import Format
 
 Integers: TypeAlias = Literal["first", "max"]

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from ckpt_tools.fit.graphs import Seen
 from ckpt_tools.matching.advice import Advice
@@ -19,8 +17,11 @@ from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
-from ckpt_tools.render.text import by_reason, counted
+from ckpt_tools.render.text import by_reason, counted, print_parts
 from ckpt_tools.text import printable, shape_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
@@ -150,7 +151,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Page, *, s
     shown = [[printable(cell) for cell in line] for line in (lines if show_all else lines[:_SHOWN_ROWS])]
     rooms = _rooms([[head, *(line[index] for line in shown)] for index, head in enumerate(heads)], out.width)
     for line in shown:
-        table.add_row(*(Text(wrapped(cell, room)) for cell, room in zip(line, rooms, strict=True)))
+        table.add_row(*(wrapped(cell, room) for cell, room in zip(line, rooms, strict=True)))
     if not show_all and len(lines) > _SHOWN_ROWS:
         table.add_row(f"... {len(lines) - _SHOWN_ROWS} more (--all)")
     return table
@@ -216,7 +217,7 @@ def _print_advice(advice: Advice, out: Page) -> None:
         out.print()
     shown = lines if len(lines) <= _SHOWN_ROWS else [*lines[:_SHOWN_ROWS], f"... {len(lines) - _SHOWN_ROWS} more (--json)"]
     for line in shown:
-        out.print(Text(printable(line)), soft_wrap=True)
+        out.print(printable(line), soft_wrap=True)
 
 
 def _print_end(matching: Matching, out: Page, plan: Path | None) -> None:
@@ -225,6 +226,6 @@ def _print_end(matching: Matching, out: Page, plan: Path | None) -> None:
         out.print(f"plan written to {printable(str(plan))}", soft_wrap=True)
     if matching.complete_with_offers:
         by_plan = " once a plan has split and joined what is fused (-o PLAN)" if matching.offers and plan is None else ""
-        out.print(Text(f"every tensor has its partner{by_plan}", style="green"), soft_wrap=True)
+        print_parts(out, (f"every tensor has its partner{by_plan}", "green"))
     else:
-        out.print(Text("something is left over", style="yellow"), soft_wrap=True)
+        print_parts(out, ("something is left over", "yellow"))

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.formats.zip.torch_layout import lay_out
+from ckpt_tools.formats.zip_writer import lay_out
 from ckpt_tools.io.content import Computed, Late, Literal, Piece
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, Storage

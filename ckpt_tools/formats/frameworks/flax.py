@@ -19,6 +19,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, repeated, trailing
 from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Joined, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES, DType
@@ -245,3 +246,6 @@ _SIZED = {
     0xC9: ("extension", "I"), 0xD9: ("text", "B"), 0xDA: ("text", "H"), 0xDB: ("text", "I"), 0xDC: ("list", "H"),
     0xDD: ("list", "I"), 0xDE: ("map", "H"), 0xDF: ("map", "I"),
 }  # fmt: skip
+
+
+CONTAINER = Container(sniff, decode)

@@ -25,8 +25,10 @@ from ckpt_tools.errors import DamagedFileError, PartError, TensorError, Unsuppor
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.parts import loose_shards
+from ckpt_tools.formats.parts.grouping import shard_groups, shard_name
+from ckpt_tools.formats.registry import Container, DecodeFile
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
-from ckpt_tools.formats.sharded import DecodeFile, joined, own_metadata, partly, places_of, read_shard, renewed
+from ckpt_tools.formats.sharded import joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -312,3 +314,17 @@ def _without_splits(metadata: Mapping[str, str]) -> dict[str, str]:
     kept = {key: kind for key, kind in types_in(metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in metadata.items() if not key.startswith("split.") and key != GGUF_TYPES}
     return texts | ({GGUF_TYPES: json.dumps(kept, separators=(",", ":"))} if kept else {})
+
+
+def _with_its_splits(source: Source, files: Files, decode_file: DecodeFile) -> Decoded:
+    """One GGUF, with the other files of its model where it says that there are some."""
+    decoded = decode_file(source)
+    if split_count(decoded) == 1 or shard_name(source.path.name) is None:
+        return decoded
+    names = next(group for group in shard_groups(files.names()) if source.path.name in group)
+    found = decode_splits(names, files, decode_file)
+    source.close()
+    return found
+
+
+CONTAINER = Container(sniff, decode, _with_its_splits)

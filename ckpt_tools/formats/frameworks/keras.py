@@ -22,6 +22,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
@@ -210,3 +211,6 @@ def _rows(path: str, opened: _Opened) -> Iterator[bytes]:
             yield np.asarray(data[box]).astype(kind, copy=False).tobytes()
     except _ERRORS as error:
         raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

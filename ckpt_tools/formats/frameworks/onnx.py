@@ -20,6 +20,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.registry import Container, DecodeFile
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -136,24 +137,19 @@ def decode(source: Source, files: Files | None = None) -> Decoded:
     items = reader.items
     if (name := repeated(items)) is not None:
         raise DamagedFileError(f"Two initializers of the ONNX model are called {name!r}.")
-    made = Decoded("onnx", Dict([*items], ordered=True), source if files is None else files, metadata=reader.metadata)
+    made = Decoded(
+        "onnx", Dict([*items], ordered=True), files if reader.elsewhere and files else source, metadata=reader.metadata
+    )
     made.storage_bytes = sum(node.storage.nbytes for _, node in items)
     made.warnings = reader.warnings
     return made
 
 
-def has_other_files(source: Source) -> bool:
-    """Whether elements of the model are in other files."""
-    reader = _Reader(source, None, look_only=True)
-    reader.model()
-    return reader.elsewhere
-
-
 class _Reader:
     """The initializers of a model, and its texts."""
 
-    def __init__(self, source: Source, files: Files | None, *, look_only: bool = False) -> None:
-        self.source, self.files, self.look_only = source, files, look_only
+    def __init__(self, source: Source, files: Files | None) -> None:
+        self.source, self.files = source, files
         self.budget = limits.budget(source.size)
         self.items: list[tuple[str, Entry]] = []
         self.metadata: dict[str, str] = {}
@@ -174,8 +170,6 @@ class _Reader:
             elif number == 7:
                 self.graphs += 1
                 self._graph(place)
-            elif self.look_only:
-                continue
             elif number == 8:
                 domain, version = self._opset(place)
                 opsets[domain] = version
@@ -198,8 +192,6 @@ class _Reader:
             self.warnings.append(Warned("left-out", text, "dense tensors"))
 
     def _text(self, place: Range) -> str:
-        if self.look_only:
-            return ""
         self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
@@ -221,8 +213,6 @@ class _Reader:
     def _initializer(self, place: Range) -> None:
         tensor = self._tensor(place)
         self.elsewhere |= tensor.location == _EXTERNAL
-        if self.look_only:
-            return
         if tensor.kind == _STRING:
             self.warnings.append(Warned("left-out", f"the initializer {tensor.name!r} is text, and is left out", "numbers"))
             return
@@ -379,3 +369,12 @@ def _one_a_byte(content: Content, count: int, *, signed: bool) -> Computed:
             left -= min(left, len(made))
 
     return Computed(count, work, content)
+
+
+def _with_other_files(source: Source, files: Files, decode_file: DecodeFile) -> Decoded:
+    """A model, with the files beside it that have elements of it."""
+    with limits.of_file(source.size):
+        return decode(files.adopt(source), files)
+
+
+CONTAINER = Container(sniff, decode, _with_other_files)

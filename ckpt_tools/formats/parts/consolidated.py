@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.base import Decoded, Keys
 from ckpt_tools.formats.parts.evidence import check_not_twice
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.merging import Held, Merger, along
-from ckpt_tools.formats.sharded import Keys, joined, partly
+from ckpt_tools.formats.sharded import joined, partly
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files

@@ -18,12 +18,12 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.base import Decoded, Keys
 from ckpt_tools.formats.parts import rank_files
 from ckpt_tools.formats.parts.grouping import ITEM_METADATA, Group, item_groups
 from ckpt_tools.formats.parts.merging import Share
 from ckpt_tools.formats.parts.rank_parts import MOST_RANKS, Placement, box_at
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES

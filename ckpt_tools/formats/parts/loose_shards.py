@@ -15,17 +15,8 @@ from ckpt_tools.errors import PartError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.parts.grouping import ShardName, shard_name
-from ckpt_tools.formats.sharded import (
-    DecodeFile,
-    Names,
-    index_text,
-    joined,
-    own_metadata,
-    partly,
-    places_of,
-    read_shard,
-    renewed,
-)
+from ckpt_tools.formats.registry import DecodeFile
+from ckpt_tools.formats.sharded import Names, index_text, joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.temporaries import SUFFIX
 from ckpt_tools.text import listed, printable

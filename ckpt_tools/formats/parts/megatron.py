@@ -22,10 +22,10 @@ from itertools import islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.parts.grouping import MP_RANK
 from ckpt_tools.formats.parts.merging import Held, Merger, along
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.text import listed, some

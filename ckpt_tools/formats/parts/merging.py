@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.formats.base import Keys
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride

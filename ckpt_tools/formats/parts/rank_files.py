@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.parts.flat_rows import Names, Splitting, is_flat
 from ckpt_tools.formats.parts.grouping import Group
 from ckpt_tools.formats.parts.merging import Merger, Share
 from ckpt_tools.formats.parts.rank_parts import Part, PartReader
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.text import dotted, some, these_ranks

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckpt_tools.errors import CkptError, PartError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.parts.grouping import COMMON
 from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.modules import attributes

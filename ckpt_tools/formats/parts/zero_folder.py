@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.parts import zero_experts
 from ckpt_tools.formats.parts.merging import Merger, along
 from ckpt_tools.formats.parts.zero_names import SliceFiles, ZeroFiles
 from ckpt_tools.formats.parts.zero_slice import NamedState, Slice
 from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import joined
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from ckpt_tools import limits
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
+from ckpt_tools.formats import zip_archives
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, is_zip
 from ckpt_tools.formats.open import Checkpoint
-from ckpt_tools.formats.zip import concatenated
-from ckpt_tools.formats.zip.directory import Record, RecordRange, read_directory
+from ckpt_tools.formats.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
@@ -138,7 +138,7 @@ def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
     """The records of the archives in one rank's part: one archive, or in a dcp one a tensor."""
     if not is_zip(source.read(0, min(4, source.size))):
         return
-    for start, size in concatenated.split(source) or [(0, source.size)]:
+    for start, size in zip_archives.split(source) or [(0, source.size)]:
         archive = Window(source, start, size)
         yield from ((archive, record) for record in read_directory(archive).records)
 

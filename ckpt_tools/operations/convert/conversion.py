@@ -12,10 +12,10 @@ from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import PartError
+from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
@@ -23,7 +23,7 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
-from ckpt_tools.tree.nodes import Dict, Node
+from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
@@ -73,10 +73,10 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
 
 
 def records_leaving(root: Node, decoded: Decoded, edits: Edits) -> Leaving:
-    """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
+    """The records whose CRC-32 is compared: those whose bytes leave it behind."""
     from ckpt_tools.edit.checksums import Leaving
 
-    return Leaving(Dict() if edits.options.no_verify else root, keeps=edits.kind == "pth" and decoded.has_checksums)
+    return Leaving(root, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -177,7 +177,7 @@ def _tell_lost_text(decoded: Decoded, ties: Mapping[str, str], report: Converted
 
 def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:
     if edits.kind == "pth-legacy":
-        from ckpt_tools.formats.legacy import torch_legacy
+        from ckpt_tools.formats import torch_legacy
 
         return torch_legacy.lay_out(root)
-    return torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)

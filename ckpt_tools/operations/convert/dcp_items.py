@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError
+from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.contents import find_optimizers, parameter_numbers
 from ckpt_tools.formats.open import is_tensor
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node
@@ -93,7 +93,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
             fix="Write a .pth, which holds any tensor.",
         )
-    return Item(name, path, None, None, to_bytes(torch_layout.lay_out(node, trust_crc=False)))
+    return Item(name, path, None, None, to_bytes(zip_writer.lay_out(node, trust_crc=False)))
 
 
 def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:

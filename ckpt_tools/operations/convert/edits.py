@@ -26,10 +26,10 @@ from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.nodes import Dict, Node
-from ckpt_tools.tree.options import Location
 
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 
@@ -218,7 +218,7 @@ class Edits:
         root, gone = slimming.slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, done = compaction.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
+        root, done = compaction.compact(root, verify=self.kind != "pth")
         report.compacted, report.saved = done.storages, done.saved
         return root
 

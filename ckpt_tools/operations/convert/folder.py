@@ -16,12 +16,11 @@ from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.flatten import UNEDITED, Flat, MetadataEdit
 from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
-from ckpt_tools.formats import folders, safetensors, sharded
+from ckpt_tools.formats import folders, safetensors, sharded, zip_writer
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint, begins_as_checkpoint, collector_paused, tensors_by_name
 from ckpt_tools.formats.packed import Folder
 from ckpt_tools.formats.parts.rank_files import CONTAINER as RANK_FILES
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io import attributes
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
@@ -506,7 +505,7 @@ def torch_shards(
     trees: dict[str, Dict] = {file: Dict(ordered=True) for file in homes.values()} or {names.shard(1, 1): Dict(ordered=True)}
     for name, node in items:
         trees[homes[name]].items.append((name, node))
-    files = [(file, torch_layout.lay_out(tree, trust_crc=trust_crc)) for file, tree in trees.items()]
+    files = [(file, zip_writer.lay_out(tree, trust_crc=trust_crc)) for file, tree in trees.items()]
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)

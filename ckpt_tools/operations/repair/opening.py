@@ -22,15 +22,12 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
-from ckpt_tools.formats import dcp, safetensors
-from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, Decoded, is_zip
+from ckpt_tools.formats import dcp, safetensors, torch_legacy
+from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, Decoded, Keys, is_zip
 from ckpt_tools.formats.folders import DCP_METADATA
-from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import HEAD, Checkpoint, collector_paused, may_be_packed, naming, open_checkpoint, open_source
 from ckpt_tools.formats.safetensors import MAX_HEADER
-from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.directory import RecordRange
-from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, PROGRAM, SIGNATURE_LOCAL, is_mended
+from ckpt_tools.formats.zip_directory import END, END64, LOCAL, LOCATOR64, PROGRAM, SIGNATURE_LOCAL, RecordRange, is_mended
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import CHUNK, Content, Deflated, Range
 from ckpt_tools.io.member_paths import archive_and_member
@@ -173,7 +170,7 @@ def _own(walked: Walked) -> Walked:
 
 
 def _joined(source: Source, spans: Sequence[tuple[int, int]], keep_damaged: bool) -> Salvaged:
-    """The parts as a list, as `formats.zip.concatenated` reads a whole file; those without a pickle are lost archives."""
+    """The parts as a list, as `formats.zip_archives` reads a whole file; those without a pickle are lost archives."""
     parts: list[Salvaged | None] = []
     lost: list[LostArchive] = []
     for index, (start, end) in enumerate(spans):

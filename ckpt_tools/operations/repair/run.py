@@ -19,7 +19,7 @@ from ckpt_tools.fit.fit import Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import params_of, read_target
-from ckpt_tools.formats import folders, safetensors
+from ckpt_tools.formats import folders, safetensors, zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -34,7 +34,6 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts import loose_shards
 from ckpt_tools.formats.parts.named import part_error, partition
-from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
@@ -51,9 +50,10 @@ from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.arguments import Schemes
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
-from ckpt_tools.tree.options import Schemes, natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
@@ -365,7 +365,7 @@ def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tup
         flat = flatten.flatten(root, metadata=decoded.metadata)
         report.notes += flat.notes
         return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
-    pieces = torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    pieces = zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
     return pieces, list(entries(root))
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.formats.zip.headers import (
+from ckpt_tools.formats.zip_directory import (
     ALIGNMENT,
     CENTRAL,
     DESCRIPTOR,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats import numpy_files, torch_zip, torchscript
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
+from ckpt_tools.formats.zip_directory import Directory, Record, read_directory
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.text import some

@@ -1,7 +1,9 @@
 """Our own reading of a zip's central directory: as torch (miniz) reads it, and refusing what two readers could read apart.
 
 Python's zipfile is not an alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
-`headers` has the structures, and where they are described.
+
+Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory),
+4.3.14 and 4.3.15 (zip64 end), 4.3.16 (end).
 """
 
 from __future__ import annotations
@@ -9,29 +11,153 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from struct import Struct
+from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError
-from ckpt_tools.formats.zip.headers import (
-    ALIGNMENT,
-    CENTRAL,
-    DESCRIPTOR_64,
-    END,
-    END64,
-    FULL_16,
-    FULL_32,
-    LOCAL,
-    LOCATOR64,
-    SIGNATURE_CENTRAL,
-    SIGNATURE_LOCAL,
-    UNICODE_PATH,
-    CentralEntry,
-    check_unicode_name,
-    zip64_fields,
-)
-from ckpt_tools.io.content import Range
+from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.findings import mending
+
+SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+LOCAL = Struct("<4s5H3I2H")
+CENTRAL = Struct("<4s6H3I5H2I")
+END = Struct("<4s4H2IH")
+END64 = Struct("<4sQ2H2I4Q")
+LOCATOR64 = Struct("<4sIQI")
+DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
+FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip64 field
+
+
+class LocalHeader(NamedTuple):
+    """What stands before a record's name, extra field and bytes."""
+
+    signature: bytes
+    needs: int
+    flags: int
+    method: int
+    time: int
+    date: int
+    crc: int
+    compressed: int
+    size: int
+    name_length: int
+    extra_length: int
+
+    @classmethod
+    def at(cls, source: Source, offset: int) -> LocalHeader:
+        """The header at an offset; the file must be as long."""
+        return cls._make(LOCAL.unpack(source.read(offset, LOCAL.size)))
+
+    @property
+    def length(self) -> int:
+        """How far behind its own start the record's bytes begin."""
+        return LOCAL.size + self.name_length + self.extra_length
+
+
+class CentralEntry(NamedTuple):
+    """What the central directory says of a record, before its name, extra field and comment."""
+
+    signature: bytes
+    made_by: int
+    needs: int
+    flags: int
+    method: int
+    time: int
+    date: int
+    crc: int
+    compressed: int
+    size: int
+    name_length: int
+    extra_length: int
+    comment_length: int
+    disk: int
+    internal: int
+    attributes: int
+    header: int
+
+    @classmethod
+    def of(cls, data: bytes, at: int = 0) -> CentralEntry:
+        """The entry that stands there."""
+        return cls._make(CENTRAL.unpack_from(data, at))
+
+
+def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
+    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
+    bodies = [body for tag, body in _extra_fields(extra, name) if tag == 1]
+    if len(bodies) > 1:
+        raise DamagedFileError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
+    if not bodies:
+        return size, compressed, header
+    values = [int.from_bytes(bodies[0][i : i + 8], "little") for i in range(0, len(bodies[0]) - 7, 8)]
+    narrow = (size, compressed, header)
+    if narrow.count(FULL_32) > len(values):
+        raise DamagedFileError(f"The zip64 field of record {name!r} is too short.")
+    wide = iter(values)
+    size, compressed, header = (next(wide) if value == FULL_32 else value for value in narrow)
+    return size, compressed, header
+
+
+_UNICODE_PATH = b"up"  # the tag of the field with a name in UTF-8, which Info-ZIP writes
+
+
+def _check_unicode_name(extra: bytes, raw: bytes, name: str) -> None:
+    for tag, body in _extra_fields(extra, name) if _UNICODE_PATH in extra else ():
+        if tag == int.from_bytes(_UNICODE_PATH, "little") and body[5:] != raw:
+            raise DamagedFileError(
+                f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
+                why="unzip and Python since 3.12 take that one, others the first.",
+            )
+
+
+def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(extra):
+        length = int.from_bytes(extra[at + 2 : at + 4], "little")
+        if at + 4 + length > len(extra):
+            raise DamagedFileError(f"An extra field of zip record {name!r} is malformed.")
+        yield int.from_bytes(extra[at : at + 2], "little"), extra[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
+def signatures(source: Source, *wanted: bytes) -> Iterator[tuple[bytes, int]]:
+    """Each of these signatures with its offset, wherever it is: also within the bytes of a record."""
+    for start in range(0, source.size, CHUNK):
+        block = source.read(start, min(CHUNK + 3, source.size - start))
+        for signature in wanted:
+            at = block.find(signature)
+            while 0 <= at < CHUNK:
+                yield signature, start + at
+                at = block.find(signature, at + 1)
+
+
+_SEARCHED = 1 << 20
+_NAMES = 64  # of records that are looked at
+PROGRAM = re.compile(
+    r"/code/|/constants\.pkl$|/archive_format$"  # TorchScript, and exported programs, of torch 2.7 on and before
+    r"|/models/[^/]+\.json$|/data/(weights|constants|sample_inputs|aotinductor)/|^serialized_(exported_program|state_dict)"
+)
+_ARRAY = re.compile(r"\.npy$")
+
+
+def is_mended(source: Source) -> bool:
+    """Whether `ckpt repair` may take a damaged zip:"""
+    head = Window(source, 0, min(_SEARCHED, source.size))
+    data = head.read(0, head.size)
+    if SIGNATURE_LOCAL in data and source.size <= _SEARCHED and b"data.pkl" not in data:
+        return False
+    for _, at in islice(signatures(head, SIGNATURE_LOCAL), _NAMES):
+        start = at + LOCAL.size
+        if start > head.size:
+            break
+        name = data[start : start + LocalHeader.at(head, at).name_length].decode(errors="replace")
+        if PROGRAM.search(name) or _ARRAY.search(name):
+            return False
+    return True
+
 
 _MAX_COMMENT = 65535
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
@@ -212,21 +338,24 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
     records: list[Record] = []
     folders: list[str] = []
     at = 0
-    if source.fd < 0:
-        source.prefetch(list(_local_headers(data)))
-    headers = _Headers(source, start)
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != SIGNATURE_CENTRAL:
             raise DamagedFileError(
                 f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
             )
-        record, at = _read_entry(headers, data, at)
+        record, at = _read_entry(data, at, start)
         if type(record) is Record:
             records.append(record)
         else:
             folders.append(str(record))
     if at != len(data):
         raise DamagedFileError(f"The zip directory lists more than the {count} records that the end record counts.")
+    if source.fd < 0:
+        source.prefetch([(record.header, max(LOCAL.size + len(record.name), _WITH_START)) for record in records])
+    headers = _Headers(source, start)
+    for record in records:
+        _check_local(headers, record)
+        record.is_array = record.deflated or headers.is_array(record.data)
     return records, folders
 
 
@@ -262,22 +391,8 @@ _WITH_START = 256  # a header, the padding in front of a tensor, and the first b
 NUMPY = b"\x93NUMPY"
 
 
-def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the local headers are and how long, as far as the directory can be read; whoever reads them checks it."""
-    at = 0
-    while at + CENTRAL.size <= len(data) and data[at : at + 4] == SIGNATURE_CENTRAL:
-        entry = CentralEntry.of(data, at)
-        header = entry.header
-        name_end = at + CENTRAL.size + entry.name_length
-        extra_end = name_end + entry.extra_length
-        if header == FULL_32:
-            *_, header = zip64_fields(data[name_end:extra_end], entry.size, entry.compressed, header, "")
-        yield header, max(LOCAL.size + entry.name_length, _WITH_START)
-        at = extra_end + entry.comment_length
-
-
-def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, int]:
-    """One entry of the central directory, with its local header checked; the name alone of an empty folder."""
+def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
+    """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
     fields = CENTRAL.unpack_from(data, at)
     _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = (
         fields
@@ -286,14 +401,13 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
     extra_end = name_end + extra_length
     following = extra_end + comment
     if following > len(data):
-        raise DamagedFileError(f"The zip directory is damaged at offset {headers.end + at}.", why="An entry runs past its end.")
+        raise DamagedFileError(f"The zip directory is damaged at offset {start + at}.", why="An entry runs past its end.")
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
     if extra_length:
         extra = data[name_end:extra_end]
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
-        if UNICODE_PATH in extra:
-            check_unicode_name(extra, raw_name, name)
+        _check_unicode_name(extra, raw_name, name)
     if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or attributes & 0x10:
@@ -304,9 +418,7 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
         return name, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
-    start = _check_local(headers, raw_name, name, flags, method, header, (crc, compressed, size))
-    is_array = method == 8 or headers.is_array(start)
-    return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following], is_array), following
+    return Record(name, header, 0, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
 def is_record_name(name: str) -> bool:
@@ -341,27 +453,26 @@ def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) 
         raise DamagedFileError(f"The zip record {name!r} is stored with two sizes, {compressed} and {size}.")
 
 
-def _check_local(
-    headers: _Headers, raw: bytes, name: str, flags: int, method: int, header: int, sums: tuple[int, int, int]
-) -> int:
-    """Where the record's bytes start, after comparing its local header with the central entry."""
+def _check_local(headers: _Headers, record: Record) -> None:
+    """Find where a record's bytes start, after comparing its local header with the central entry."""
+    name, raw = record.name, record.name.encode()
     length = LOCAL.size + len(raw)
-    local = headers.read(header, length)
+    local = headers.read(record.header, length)
     if local[:4] != SIGNATURE_LOCAL:
-        raise DamagedFileError(f"The zip record {name!r} is not where the directory says (offset {header}).")
-    _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
+        raise DamagedFileError(f"The zip record {name!r} is not where the directory says (offset {record.header}).")
+    _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
         raise DamagedFileError(
             f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files."
         )
-    if local_method != method or (local_flags ^ flags) & _ENCRYPTED:
+    if method != 8 * record.deflated or (flags ^ record.flags) & _ENCRYPTED:
         raise DamagedFileError(f"The zip record {name!r} says in its local header that it is packed in another way.")
-    if not local_flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size):
+    sums = (record.crc, record.compressed, record.size)
+    if not flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size):
         raise DamagedFileError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
-    start = header + length + int(extra_length)
-    if start + sums[1] > headers.end:
+    record.data = record.header + length + int(extra_length)
+    if record.end > headers.end:
         raise DamagedFileError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
-    return start
 
 
 def _check_names(records: list[Record]) -> None:

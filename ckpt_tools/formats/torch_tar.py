@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, is_tar, validate_tree
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
@@ -253,3 +254,6 @@ def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
         if _key(key) in objects.tensors:
             raise TensorError("The tar has two tensors with one key.")
         objects.tensors[_key(key)] = objects.view(_key(storage_key), numbers[-1], shape, stride)
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

@@ -13,19 +13,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
-from ckpt_tools.formats import numpy_files, plain_pickle, safetensors, torch_zip
-from ckpt_tools.formats.base import Decoded, Warned
-from ckpt_tools.formats.frameworks import keras
-from ckpt_tools.formats.legacy import torch_legacy, torch_tar
+from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
+from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.polyglots import refuse_polyglot
-from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
-from ckpt_tools.formats.zip.inner import decode_inner
+from ckpt_tools.formats.registry import DecodeFile, containers
+from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
+from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source, write_all
 from ckpt_tools.io.parsers import load_json
@@ -37,16 +35,6 @@ _HEAD = 512  # bytes of a member that tell what it is
 _MAX_MEMBERS = 1000
 _MAX_JSON_DEPTH = 100
 _JSON_STARTS = frozenset('{["-0123456789tfn')
-
-_Decode = Callable[[Source], Decoded]
-# Beside zips: whether a member is one by its first bytes, and its reader.
-_KINDS: tuple[tuple[Callable[[bytes], bool], _Decode], ...] = (
-    (torch_legacy.sniff, torch_legacy.decode),
-    (torch_tar.sniff, torch_tar.decode),
-    (safetensors.sniff, safetensors.decode),
-    (numpy_files.sniff, numpy_files.decode_npy),
-    (keras.sniff, keras.decode),  # in a .keras
-)
 
 
 def sniff(source: Source, directory: Directory) -> bool:
@@ -64,8 +52,9 @@ def is_npz(source: Source, directory: Directory) -> bool:
     return all(numpy_files.sniff(torch_zip.record_head(source, record, _HEAD)) for record in directory.records)
 
 
-def _kind(head: bytes) -> _Decode | None:
-    return next((decode for starts, decode in _KINDS if starts(head)), None)
+def _kind(head: bytes) -> DecodeFile | None:
+    """The reader of a member that starts so, zips and pickles apart."""
+    return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
 
 
 def decode(source: Source, directory: Directory) -> Decoded:

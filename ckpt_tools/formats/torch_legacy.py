@@ -17,7 +17,8 @@ import struct
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
@@ -87,3 +88,6 @@ def _bodies(storages: list[Storage]) -> list[Piece]:
 
 def _source_order(storage: Storage) -> int:
     return storage.content.offset if isinstance(storage.content, Range) else 0
+
+
+CONTAINER = Container(sniff, decode, in_zips=True)

@@ -1,1 +1,0 @@
-"""What PyTorch wrote before 1.6."""

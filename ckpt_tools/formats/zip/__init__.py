@@ -1,1 +1,0 @@
-"""Zip archives, as torch reads and writes them."""

@@ -1,0 +1,142 @@
+"""What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files.
+
+Several torch-zips one after another in one file are what one rank of `torch.distributed.checkpoint` writes (`__0_0.distcp`):
+only the `.metadata` beside it says which tensor is which; alone it is shown as the list of what its archives hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tools import limits
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
+from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats.base import Decoded, Keys, Warned, is_zip
+from ckpt_tools.formats.registry import Container
+from ckpt_tools.formats.zip_directory import END, END64, LOCATOR64, Directory, MissingDirectoryError, read_directory
+from ckpt_tools.formats.zip_inner import refuse_two_readings, single_folder
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
+from ckpt_tools.text import some
+from ckpt_tools.tree.nodes import List, as_dict
+
+_COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
+
+
+def decode(source: Source) -> Decoded:
+    """Read the directory of a zip, and what the zip is in turn."""
+    try:
+        directory = read_directory(source)
+    except MissingDirectoryError:
+        from ckpt_tools.formats.zip_cut import describe_cut
+
+        raise describe_cut(source) from None
+    what = f"{source.path} holds more records than a file of its size may have."
+    limits.budget(source.size).take(limits.NODES, _COST * len(directory.records), what)
+    refuse_two_readings(directory.records)
+    names = {record.name for record in directory.records}
+    folder = single_folder(directory.records)
+    if f"{folder}/data.pkl" in names and f"{folder}/constants.pkl" not in names:
+        return torch_zip.decode(source, directory, folder or "")
+    return _decode_rarer(source, directory, folder, names)
+
+
+def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
+    """Anything but what torch.save wrote; read by modules that are imported only then."""
+    from ckpt_tools.formats import exported_program, numpy_files, torchscript
+
+    if numpy_files.is_npz(names):
+        return numpy_files.decode_npz(source, directory)
+    if folder is not None and torchscript.sniff(names, folder):
+        return torchscript.decode(source, directory, folder)
+    if folder is not None and exported_program.sniff(names, folder):
+        return exported_program.decode(source, directory, folder)
+    from ckpt_tools.formats import zip_bundle
+
+    if zip_bundle.sniff(source, directory):
+        if zip_bundle.is_npz(source, directory):
+            return numpy_files.decode_npz(source, directory)
+        decoded = zip_bundle.decode(source, directory)
+        if len(members := as_dict(decoded.root).items) == len(directory.records) == 1:  # around one file: that itself
+            decoded.root = members[0][1]
+        return decoded
+    raise UnsupportedContainerError(
+        "This is a zip file, but not one that torch.save wrote.", why=f"It holds {some(sorted(names)) or 'nothing'}."
+    )
+
+
+def _one_or_several(source: Source) -> Decoded:
+    """One archive, or several one after another."""
+    try:
+        return decode(source)
+    except DamagedFileError:
+        spans = split(source)
+        if not spans:
+            raise
+        return _decode_several(source, spans)
+
+
+CONTAINER = Container(is_zip, _one_or_several)
+
+_ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
+
+
+def split(source: Source) -> list[tuple[int, int]]:
+    """Start and size of each archive, when the file is several of torch's one after another and nothing else; else none."""
+    found = list(_backwards(source))
+    return found[::-1] if len(found) > 1 and found[-1][0] == 0 else []
+
+
+def _backwards(source: Source) -> Iterator[tuple[int, int]]:
+    end = source.size
+    for _ in range(limits.RECORDS.value):
+        if end < _ENDS:
+            return
+        ends = source.read(end - _ENDS, _ENDS)
+        signature, *_, size, start = END64.unpack_from(ends)
+        begin = end - _ENDS - start - size
+        if signature != b"PK\x06\x06" or ends[-END.size :][:4] != b"PK\x05\x06" or begin < 0:
+            return
+        yield begin, end - begin
+        end = begin
+    raise limits.RECORDS.error(f"{source.path} holds more archives than any checkpoint.")
+
+
+def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Decoded:
+    """What the archives hold, as a list."""
+    first = _torch_reads_the_first(source, spans[0][1])
+    parts, keys = [], Keys()
+    for start, size in spans:
+        limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
+        part = decode(Window(source, start, size))
+        part.root = keys.renew(part.root)
+        parts.append(part)
+    if len({part.byteorder for part in parts}) > 1:
+        raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
+    warned = Warned(
+        "several-archives",
+        f"{len(parts)} archives one after another: one rank's part of a distributed checkpoint, without names"
+        + ("; torch.load gives the first of them alone" if first else ""),
+        "the folder that it is from, with its .metadata",
+    )
+    return Decoded(
+        "dcp-part", List([part.root for part in parts]), source,
+        list(dict.fromkeys(name for part in parts for name in part.globals)),
+        list(dict.fromkeys(use for part in parts for use in part.unusual)), {}, [warned],
+        sum(part.storage_bytes for part in parts), parts[0].byteorder, all(part.has_checksums for part in parts),
+    )  # fmt: skip
+
+
+def _torch_reads_the_first(source: Source, first: int) -> bool:
+    """Whether torch opens the file, as the first archive, which is so long; mostly it opens none."""
+    _, _, at, _ = LOCATOR64.unpack(source.read(source.size - LOCATOR64.size - END.size, LOCATOR64.size))
+    *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
+    wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)
+    start = wide[-1] if wide[0] == b"PK\x06\x06" else plain
+    if start + 4 > source.size or source.read(start, 4) != b"PK\x01\x02":
+        return False
+    if at != first - _ENDS:
+        raise DamagedFileError(
+            f"{source.path} is several archives one after another, and torch.load would find another one in it.", why=TWO_FILES
+        )
+    return True
