@@ -109,13 +109,12 @@ class DamagedFileError(CkptError):
     """A checkpoint whose container breaks a promise of its format, or that two programs would read as two files.
 
     Args:
-        says: PyTorch's own words for it, where they are known.
         whole: of a file that was cut off, how many of its tensors are whole.
     """
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", says: str = "", whole: int | None = None) -> None:
+    def __init__(self, what: str, *, why: str = "", fix: str = "", whole: int | None = None) -> None:
         super().__init__(what, why=why, fix=fix)
-        self.says, self.whole = says, whole
+        self.whole = whole
 
 
 class PickleError(DamagedFileError):

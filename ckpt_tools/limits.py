@@ -1,10 +1,6 @@
-"""What a file may ask for: every limit, its value, and the one way to raise it. docs/limits.md lists them.
+"""What a file may ask for, and the one way to raise it (docs/limits.md). What is beyond a limit is refused by its name.
 
-A file beyond one is refused by a LimitError that names it. Who trusts the file raises it: `ckpt COMMAND --limit
-records=2000000`, the variable CKPT_LIMITS for all commands, or in a program
-
-    with ckpt_tools.limits.raised(records=2_000_000):
-        ckpt_tools.inspect("huge.pth")
+Who trusts the file raises it: `ckpt COMMAND --limit records=2000000`, CKPT_LIMITS for all commands, in a program `raised`.
 """
 
 from __future__ import annotations
@@ -12,18 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from ckpt_tools.errors import LimitError, UsageError
 
 
+@dataclass(slots=True)
 class Limit:
-    """One limit: its default, what it has been raised to, how many more a file has for each of its bytes, what is counted."""
+    """One limit: what it is now, what is counted, how many more a file has for each of its bytes."""
 
-    __slots__ = ("counts", "default", "name", "per_byte", "value")
-
-    def __init__(self, name: str, default: int, counts: str, per_byte: float = 0) -> None:
-        self.name, self.default, self.value, self.counts, self.per_byte = name, default, default, counts, per_byte
-        LIMITS[name] = self
+    name: str
+    value: int
+    counts: str
+    per_byte: float = 0
 
     def most(self, file_bytes: int) -> int:
         """The limit for a file of this size."""
@@ -41,14 +38,14 @@ class Limit:
         return LimitError(what, why=why, fix=f"{fix} Where the file is to be trusted, raise the limit: {raising}".strip())
 
 
-LIMITS: dict[str, Limit] = {}
 NODES = Limit("nodes", 1_000_000, "containers, objects and calls, and one more for every 4 bytes of the file", 0.25)
 MEMORY = Limit("memory", 16 << 20, "bytes that are read or made whole, and 8 more for every byte of the file", 8)
 HEADER = Limit("header", 100_000_000, "bytes of a header, an index or another text that is read whole")  # as safetensors
 RECORDS = Limit("records", 1_000_000, "records of a zip, archives in one file, or places of a .metadata file's lists")
 NESTED = Limit("nested", 8, "archives and pickles in one another")
+LIMITS = {limit.name: limit for limit in (NODES, MEMORY, HEADER, RECORDS, NESTED)}
 DEPTH, JSON_DEPTH = 10_000, 128  # levels: C's pickle cannot write deeper, nor can serde_json read
-STREAMED = 32  # bytes that only pass through take as much as one that is held
+STREAMED = 32  # bytes that only pass through take as much memory as one that is held
 LISTED = 8  # nodes that a tensor takes where it is listed, beside those of its pickle
 
 
@@ -58,26 +55,21 @@ def check_depth(depth: int, what: str, most: int = JSON_DEPTH) -> None:
         raise LimitError(what, why=f"At most {most} levels are read.")
 
 
-def parse(text: str) -> tuple[str, int]:
-    """`NAME=VALUE`; a UsageError where there is no such limit, or the value is not a number above 0."""
-    name, _, number = text.partition("=")
-    if name not in LIMITS:
-        raise UsageError(f"{text!r}: there is no limit {name!r}.", why=f"There are {', '.join(sorted(LIMITS))}.")
-    if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
-        what, fix = f"{text!r}: the value is not a whole number above 0.", f"For example: `limits.raised({name}=1000000)`"
-        raise UsageError(what, fix=fix)
-    return name, int(number)
+def set_limits(texts: Iterable[str]) -> None:
+    """Set limits for this process: NAME=VALUE each."""
+    for text in texts:
+        name, _, number = text.partition("=")
+        if name not in LIMITS:
+            raise UsageError(f"{text!r}: there is no limit {name!r}.", why=f"There are {', '.join(sorted(LIMITS))}.")
+        if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
+            what, fix = f"{text!r}: the value is not a whole number above 0.", f"For example: `limits.raised({name}=1000000)`"
+            raise UsageError(what, fix=fix)
+        LIMITS[name].value = int(number)
 
 
-def set_limits(values: Iterable[tuple[str, int]]) -> None:
-    """Set limits for this process, by name."""
-    for name, value in values:
-        LIMITS[name].value = value
-
-
-def changed() -> list[tuple[str, int]]:
-    """The limits that have been set, for a process that shall have the same."""
-    return [(limit.name, limit.value) for limit in LIMITS.values() if limit.value != limit.default]
+def as_set() -> list[str]:
+    """What the limits are now, for `set_limits`."""
+    return [f"{limit.name}={limit.value}" for limit in LIMITS.values()]
 
 
 @contextlib.contextmanager
@@ -87,10 +79,9 @@ def raised(**values: int) -> Iterator[None]:
     Raises:
         UsageError: there is no limit of such a name.
     """
-    pairs = [parse(f"{name}={value}") for name, value in values.items()]
-    before = [(limit.name, limit.value) for limit in LIMITS.values()]
+    before = as_set()
     try:
-        set_limits(pairs)
+        set_limits(f"{name}={value}" for name, value in values.items())
         yield
     finally:
         set_limits(before)

@@ -62,14 +62,10 @@ def did_you_mean_file(name: str, others: Iterable[str]) -> str:
     """`Did you mean 'model.pth'?` with up to three files whose names are near but for their extensions, or nothing."""
     import difflib
 
-    stem = _stem(name)[:_NEAR_LENGTH]
-    judge = difflib.SequenceMatcher(None, "", stem)
-    near: list[tuple[float, str]] = []
+    stems: dict[str, str] = {}
     for other in islice((other for other in others if len(other) <= _NEAR_LENGTH), _NEAR):
-        judge.set_seq1(_stem(other))
-        if judge.quick_ratio() >= _NEAR_FILE and (ratio := judge.ratio()) >= _NEAR_FILE:
-            near.append((-ratio, other))
-    found = [other for _, other in sorted(near)[:3]]
+        stems.setdefault(_stem(other), other)
+    found = [stems[stem] for stem in difflib.get_close_matches(_stem(name)[:_NEAR_LENGTH], stems, cutoff=_NEAR_FILE)]
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 

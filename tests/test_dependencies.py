@@ -68,9 +68,9 @@ def test_what_is_imported_is_declared(folder: str, extras: list[str]) -> None:
 
 
 def test_the_library_needs_no_extra() -> None:
-    """Without extras all is there but h5py (with NumPy), cryptography, pytest (a plugin)."""
+    """Without extras all is there but h5py and gguf (with NumPy), cryptography, pytest (a plugin)."""
     homes = packages_distributions()
     missing = {
         name for name, _ in imported("ckpt_tools") if not declared() & {normal(home) for home in homes.get(name, [name])}
     }
-    assert missing == {"h5py", "numpy", "cryptography", "pytest"}
+    assert missing == {"h5py", "gguf", "numpy", "cryptography", "pytest"}

@@ -97,7 +97,7 @@ def test_the_rest_is_the_same(bare: dict[str, Done], full: dict[str, Done]) -> N
 
 
 def test_numpy_and_others_are_not_missed(full: dict[str, Done], place: Path, tmp_path: Path) -> None:
-    """With PyTorch, and without NumPy, safetensors, h5py and isal, every command does all that it does with them."""
+    """With PyTorch, and without NumPy, safetensors, h5py and isal, every command does what it does with them (but GGUF)."""
     done = tried(place, hide(tmp_path / "hidden", ["numpy", "safetensors", "h5py", "isal"]))
     for name, one in done.items():
         assert without_times(one) == without_times(full[name]), name
@@ -107,7 +107,8 @@ OTHERS = {
     "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
     "inspect s3://bucket/model.pth": "This needs fsspec: pip install fsspec",
     "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
-    "inspect frameworks/tiny.weights.h5": "pip install h5py", "convert frameworks/types.gguf x.pth": PYTORCH,
+    "inspect frameworks/tiny.weights.h5": "pip install h5py",
+    "convert frameworks/types.gguf x.pth": "This needs gguf: pip install gguf",
     "check --digest views.pth": PYTORCH, "convert views.pth x.safetensors": PYTORCH,
     "inspect some.zst": "pip install zstandard",
 }  # fmt: skip

@@ -36,7 +36,7 @@ COMMANDS = (
 _VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
 _ELSEWHERE = {"verify": "sign"}  # commands whose module is another one's
-_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py")
+_PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py", "gguf")
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 def _begin(ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:
     ctx.meta[_COMMAND] = ctx
     ctx.call_on_close(lambda: _tell_variables(ctx))
-    limits.set_limits(map(limits.parse, given))
+    limits.set_limits(given)
 
 
 _LIMIT = click.Option(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -23,16 +22,16 @@ from ckpt_tools.cli.options import (
     quiet_option,
 )
 from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.operations.check.run import Wanted
-from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, print_at_once, print_whole
+from ckpt_tools.operations.check.run import Wanted, check_many, load_digests, save_digests
+from ckpt_tools.render.checked import print_checked, print_unreadable
+from ckpt_tools.render.findings import AT_ONCE, PAGES, WHOLE, Logged, of_checked, print_at_once, print_whole
+from ckpt_tools.render.text import show
+from ckpt_tools.render.wording import found_in
 from ckpt_tools.text import listed, printable
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.check.latest import LatestGood
-
 
 _JOBS = 4
 _SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note": ("problem", "warning", "info")}
@@ -81,13 +80,11 @@ def check(
 
     Exit code: 0 healthy, 1 findings (--fail-on and worse), 3 when one cannot be read. With --latest-good 1 when none is good.
     """
-    from ckpt_tools.operations.check.run import Wanted, load_digests
-
     form = "json" if json else format
-    jobs = 1 if any(isinstance(path, Handed) for path in paths) else jobs  # a pipe is read here
     if latest_good:
         others = {"--digest": digest, "--output": output, "--against": against, f"--format {form}": form not in PAGES}
-        refuse_beside("--latest-good", others)
+        if beside := [name for name, value in others.items() if value]:
+            raise click.UsageError(f"--latest-good does not go with {' and '.join(beside)}.")
         wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
         show_latest_good(paths, wanted, quiet=quiet, json=form == "json")
         return
@@ -95,63 +92,43 @@ def check(
         raise click.UsageError("--output holds digests: give --digest too.")
     expanded = expand(paths) if output is None else _only(paths, output)
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
-    checking = _Checking(form, quiet, _SEVERITIES[fail_on or "warning"], keep=output is not None)
-    checking.run(expanded.checkpoints, wanted, jobs or min(_JOBS, os.cpu_count() or 1))
+    piped = any(isinstance(path, Handed) for path in paths)  # a pipe is read here
+    jobs = 1 if piped else jobs or min(_JOBS, os.cpu_count() or 1)
+    with show_progress(quiet=quiet or (form != "text" and sys.stdout.isatty())) as progress:
+        found = check_many(expanded.checkpoints, wanted, jobs=jobs, progress=progress)
+        reports, logged, code = _collected(found, form, _SEVERITIES[fail_on or "warning"], keep=output is not None)
     if output is not None:
-        from ckpt_tools.operations.check.run import save_digests
-
-        save_digests(checking.reports[0], output, overwrite=overwrite)
-    checking.print_rest(digests=digest and output is None)
+        save_digests(reports[0], output, overwrite=overwrite)
+    _print(form, reports, logged, quiet=quiet, digests=digest and output is None)
     if form == "json" or (form == "text" and not quiet):
         print_others(expanded.others, json=form == "json")
-    sys.exit(checking.code)
+    sys.exit(code)
 
 
-class _Checking:
-    """Checks, and prints what was found in one form: as it comes where the form allows, so that nothing has to be kept."""
+def _collected(
+    found: Iterable[Checked], form: str, failing: Collection[str], *, keep: bool
+) -> tuple[list[Checked], list[Logged], int]:
+    """What is to be printed when all is known, and the exit code; what a form prints at once is not kept."""
+    reports, logged, code = [], [], 0
+    for report in found:
+        fails = any(finding.severity in failing for finding in report.findings)
+        code = max(code, 3 if report.exit_code == 3 else int(fails))
+        if form == "text" or keep:
+            reports.append(report)
+        if form in AT_ONCE:
+            print_at_once(form, report, of_checked)
+        elif form in WHOLE:
+            logged.append(of_checked(report))
+    return reports, logged, code
 
-    def __init__(self, form: str, quiet: bool, failing: Collection[str], *, keep: bool) -> None:
-        self.form, self.quiet, self.failing, self.keep = form, quiet, failing, keep or form == "text"
-        self.code = 0
-        self.reports: list[Checked] = []
-        self.logged: list[Logged] = []
 
-    def run(self, files: Sequence[Path], wanted: Wanted, jobs: int) -> None:
-        """Check the files, in their order."""
-        from ckpt_tools.operations.check.run import check_many
-
-        quiet = self.quiet or (self.form != "text" and sys.stdout.isatty())
-        with show_progress(quiet=quiet) as progress:
-            for report in check_many(files, wanted, jobs=jobs, progress=progress):
-                found = any(finding.severity in self.failing for finding in report.findings)
-                self.code = max(self.code, 3 if report.exit_code == 3 else int(found))
-                self._take(report)
-
-    def _take(self, report: Checked) -> None:
-        if self.keep:
-            self.reports.append(report)
-        if self.form == "text":
-            return
-        from ckpt_tools.render.findings import of_checked
-
-        if self.form in AT_ONCE:
-            print_at_once(self.form, report, of_checked)
-        else:
-            self.logged.append(of_checked(report))
-
-    def print_rest(self, *, digests: bool) -> None:
-        """What is printed when all is known."""
-        if self.form in WHOLE:
-            print_whole(self.form, self.logged, "ckpt check")
-        elif self.form == "text" and self.quiet:
-            from ckpt_tools.render.checked import print_unreadable
-
-            print_unreadable(self.reports)
-        elif self.form == "text":
-            from ckpt_tools.render.checked import print_checked
-            from ckpt_tools.render.text import show
-
-            show(partial(print_checked, self.reports, digests=digests))
+def _print(form: str, reports: list[Checked], logged: list[Logged], *, quiet: bool, digests: bool) -> None:
+    if form in WHOLE:
+        print_whole(form, logged, "ckpt check")
+    elif form == "text" and quiet:
+        print_unreadable(reports)
+    elif form == "text":
+        show(partial(print_checked, reports, digests=digests))
 
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
@@ -169,22 +146,22 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
     return expanded
 
 
-def refuse_beside(option: str, others: Mapping[str, object]) -> None:
-    """An option that is given beside one that it has no use for is a mistake."""
-    if given := [name for name, value in others.items() if value]:
-        raise click.UsageError(f"{option} does not go with {' and '.join(given)}.")
-
-
 def show_latest_good(paths: tuple[Path, ...], wanted: Wanted, *, quiet: bool, json: bool) -> None:
     """Print the path of the last good checkpoint, and nothing else; what is newer and not good goes to standard error."""
-    from ckpt_tools.operations.check.latest import find_latest_good
+    from ckpt_tools.operations.check.latest import failures, find_latest_good
 
     with show_progress(quiet=quiet or json) as progress:
         found = find_latest_good(paths, wanted, progress)
-    if not quiet:
-        _tell_newer(found)
+    for report in found.passed_over if not quiet else ():
+        told = (found_in(finding).removeprefix(f"{report.path}: ").rstrip(".") for finding in failures(report))
+        click.echo(printable(f"not good: {report.path}: {'; '.join(dict.fromkeys(told))}"), err=True)
+    for path in found.unfinished if not quiet else ():
+        click.echo(printable(f"still being written: {path}"), err=True)
     if found.report is None:
-        raise _none_good(paths, found)
+        why = "" if found.passed_over or found.unfinished else "There is none with weights."
+        error = NotACheckpointError(f"No checkpoint below {listed(paths)} is good.", why=why)
+        error.exit_code = 1
+        raise error
     if json:
         from ckpt_tools.render.json import print_document
 
@@ -193,26 +170,3 @@ def show_latest_good(paths: tuple[Path, ...], wanted: Wanted, *, quiet: bool, js
         click.echo(printable(found.report.path))
     else:  # exactly as the system has it: `$(...)` is opened
         click.echo(os.fsencode(found.report.path))
-
-
-def _tell_newer(found: LatestGood) -> None:
-    """A line for each newer checkpoint that is not good."""
-    from ckpt_tools.operations.check.latest import failures
-    from ckpt_tools.render.wording import found_in
-
-    for report in found.passed_over:
-        told = (found_in(finding).removeprefix(f"{report.path}: ").rstrip(".") for finding in failures(report))
-        reasons = "; ".join(dict.fromkeys(told))
-        click.echo(printable(f"not good: {report.path}: {reasons}"), err=True)
-    for path in found.unfinished:
-        click.echo(printable(f"still being written: {path}"), err=True)
-
-
-def _none_good(paths: tuple[Path, ...], found: LatestGood) -> Exception:
-    from ckpt_tools.errors import NotACheckpointError
-
-    seen = len(found.passed_over) + len(found.unfinished)
-    why = "There is none with weights." if not seen else ""
-    error = NotACheckpointError(f"No checkpoint below {listed(paths)} is good.", why=why)
-    error.exit_code = 1
-    return error

@@ -177,7 +177,7 @@ CKPT_CONVERT_OBJECTS  what ckpt convert does with Python objects: plain, drop, k
 CKPT_LIMITS           "records=2000000 nodes=5000000": raised limits, for files that you trust (docs/limits.md)
 
 An option that is given goes before its variable; an empty variable is not set; ckpt --version --verbose
-lists those that are. No file sets anything.
+lists all that begin with CKPT_. No file sets anything.
 NO_COLOR, COLUMNS, PAGER and TMPDIR mean what they mean elsewhere.
 """,
     "json": """\

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
 from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, print_others
 from ckpt_tools.cli.progress import show_progress
@@ -220,7 +219,7 @@ def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError
     out.print()
     names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
     out.print(name_table("file", names, _columns(rows, out), out, right=("tensors", "size"), whole=("verdict",)))
-    out.print(Text("\nckpt inspect FILE shows one of them, --all every one"), soft_wrap=True)
+    out.print("\nckpt inspect FILE shows one of them, --all every one", soft_wrap=True)
 
 
 def _columns(rows: Sequence[OverviewRow | CkptError], out: Page) -> dict[str, list[str]]:

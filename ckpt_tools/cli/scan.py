@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.text import Text
 
 from ckpt_tools.cli.options import PIPED, form_options, jobs_option, quiet_option
 from ckpt_tools.cli.progress import show_progress
@@ -18,7 +17,7 @@ from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.scan import Scanned, counts
 from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
 from ckpt_tools.render.plain import Page
-from ckpt_tools.render.text import counted
+from ckpt_tools.render.text import counted, print_parts
 from ckpt_tools.text import printable
 
 
@@ -93,11 +92,10 @@ def print_scanned(report: Scanned, out: Page) -> None:
     """The line of one file."""
     path = f"{printable(report.path)}: "
     word, _, rest = report.line.removeprefix(path).partition(":")
-    line = Text(path) + Text(word, style=_COLOURS[report.verdict])
-    out.print(line + Text(f":{rest}" if rest else ""), soft_wrap=True)
+    print_parts(out, (path, ""), (word, _COLOURS[report.verdict]), (f":{rest}" if rest else "", ""))
 
 
 def print_counts(reports: Sequence[Scanned], out: Page) -> None:
     """The line below all."""
     found = ", ".join(f"{count:,} {_WORDS.get(verdict, verdict)}" for verdict, count in counts(reports).items())
-    out.print(Text(f"{counted(len(reports), 'file')}: {found}", style="bold"), soft_wrap=True)
+    print_parts(out, (f"{counted(len(reports), 'file')}: {found}", "bold"))

@@ -123,7 +123,7 @@ def _entries(node: Node) -> Iterator[Entry]:
     """The entries of an unusual tensor; of one that has storages alone each as a run of bytes."""
     from ckpt_tools.tree.dtypes import UINT8
 
-    for below in reachable(node, dicts=False):
+    for below in reachable(node):
         if type(below) is Entry:
             yield below
         elif type(below) is Storage:

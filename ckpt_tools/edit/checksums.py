@@ -62,7 +62,7 @@ def _key(content: Range) -> _Key:
 def _sources(root: Node, *, whole: bool) -> Iterator[tuple[Range, RecordRange]]:
     """What the tree's storages are worked out of, and with `whole` the records that they are: what is to be read, to know the
     CRC-32 of which record."""
-    for node in reachable(root, dicts=False):
+    for node in reachable(root):
         if type(node) is Storage and (whole or not isinstance(node.content, RecordRange)):
             for content in made_of(node.content):
                 yield from _checked(content)

@@ -21,8 +21,8 @@ from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, 
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
+from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
-from ckpt_tools.tree.options import Renames
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch
 
@@ -50,7 +50,7 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
     """What the options want known of a state dict and of a target."""
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
-        compared = compare_graphs(old, checkpoint, Question(options.from_, options.input), target)
+        compared = compare_graphs(old, checkpoint, Question(*options.run), target)
     elif options.stages == "values":
         old, new = sampled_sides(old, node, target)
     return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))

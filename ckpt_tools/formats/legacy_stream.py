@@ -315,7 +315,7 @@ def _count(data: bytes, expected: int, *, little: bool) -> int:
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
     complete = {id(storages.by_key[key][1]) for key in whole}
     below = {id(view): root for _, view, root, _ in storages.views.values()}
-    entries = [node for node in visit.reachable(root, dicts=False) if type(node) is Entry]
+    entries = [node for node in visit.reachable(root) if type(node) is Entry]
     used = [below.get(id(entry.storage), entry.storage) for entry in entries]
     good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
     return DamagedFileError(

@@ -26,7 +26,7 @@ from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 
-MAX_HEADER = limits.HEADER.default  # what safetensors itself reads
+MAX_HEADER = 100_000_000  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"

@@ -60,7 +60,7 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
 
 def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
-    if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
+    if any(type(node) is Object and node.function == NESTED for node in reachable(root)):
         raise ConvertError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
             fix="Write another container.",

@@ -36,34 +36,17 @@ class Found:
     end: int | None
 
 
-_STEP, _BLOCK = 4093, 4096  # in which miniz looks for the end record, backwards
-_LOOKED_AT = 0xFFFF + 22  # bytes from the end, after which it gives up
-
-
-_MINIZ = "RuntimeError: PytorchStreamReader failed reading zip archive: "
-
-
-def said_of_cut(size: int) -> str:
-    """What `torch.load` of torch 2.13 says about a zip of this size that has no end record."""
-    if size < 22:
-        return f"{_MINIZ}not a ZIP archive"
-    steps = -(-(_LOOKED_AT - _BLOCK) // _STEP)
-    if _BLOCK < size < _BLOCK + _STEP * steps and (size - _BLOCK) % _STEP:
-        return "OSError: [Errno 22] Invalid argument"
-    return f"{_MINIZ}failed finding central directory"
-
-
 def describe_cut(source: Source) -> DamagedFileError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what = "The zip directory at the end of the file is missing"
-    ends, says = f"The file ends after {source.size} bytes", said_of_cut(source.size)
+    ends = f"The file ends after {source.size} bytes"
     try:
         whole, count, last = _count(source)
     except CkptError as error:
         why = f"{ends}. {error.what}"
-        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=why, says=says, whole=0)
+        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=why, whole=0)
     why = f"{ends}, in the record {last!r}." if last else f"{ends}."
-    return DamagedFileError(f"{what}: {whole} of {count} tensors complete.", why=why, says=says, whole=whole)
+    return DamagedFileError(f"{what}: {whole} of {count} tensors complete.", why=why, whole=whole)
 
 
 def _count(source: Source) -> tuple[int, int, str]:

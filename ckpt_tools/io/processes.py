@@ -36,7 +36,7 @@ def in_processes(
         yield from map(function, items)
         return
     with _safe_paths():  # its first lock starts the resource tracker
-        pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
+        pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.as_set(),))
     others = active_children()
     try:
         # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
@@ -109,7 +109,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(raised: list[tuple[str, int]]) -> None:
+def _begin(raised: list[str]) -> None:
     """In a worker: Ctrl-C, SIGTERM and the end of its parent end it without a word, and the parent's limits hold."""
     import threading
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fit.options import LeftOverOptions, PartnerOptions, TargetOptions
+from ckpt_tools.fit.options import LeftOverOptions, LikeOptions, RunOptions
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.convert.options import (
     DryRunOption,
@@ -17,14 +17,15 @@ from ckpt_tools.operations.convert.options import (
     Selection,
     WriteOptions,
 )
-from ckpt_tools.tree.options import Renames, as_in, flag, option, record, several
+from ckpt_tools.tree.arguments import Renames
+from ckpt_tools.tree.options import as_in, flag, option, record, several
 from ckpt_tools.tree.output_names import Format
 
 Integers: TypeAlias = Literal["first", "max"]
 
 
 @record
-class MatchOptions(TargetOptions):
+class MatchOptions(LikeOptions, RunOptions):
     """All that `match` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
@@ -42,7 +43,7 @@ class MatchOptions(TargetOptions):
 
 
 @record
-class LoadOptions(PartnerOptions, LeftOverOptions):
+class LoadOptions(RunOptions, LeftOverOptions):
     """All that `load_into` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")
@@ -59,7 +60,7 @@ class LoadOptions(PartnerOptions, LeftOverOptions):
         """Raise UsageError for what the model's own `load_state_dict` decides, where its hooks run."""
         super().check()
         with_hooks = ("hooks", "select", "assign", "allow_missing", "allow_unexpected")
-        others = [name for name in self.given() if name not in with_hooks]
+        others = [name for name in self.asked() if name not in with_hooks]
         if self.match == "exact+wrappers":  # the default, said
             others.remove("match")
         if self.hooks and others:

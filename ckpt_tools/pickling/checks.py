@@ -12,7 +12,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import PLAIN, Append, Build, Dict, Entry, Global, List, Node, Object, Pair, SetItems
-from ckpt_tools.tree.visit import worth_a_look
 
 _WITH_STATE = (
     "torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2",
@@ -28,15 +27,14 @@ def validate(root: Node) -> list[str]:
     """Check the tree and merge keys that are set twice (the last value wins, as in Python)."""
     keys = _Keys()
     seen: set[int] = set()
-    met: set[int] = set()
     level: Sequence[Node] = [root]
     depth = 0
     while level:
         depth += 1
         limits.check_depth(depth, "The pickle is nested too deep.", limits.DEPTH)
         below: list[Node] = []
-        for node in worth_a_look(level, met):
-            if (type(node) is Entry and node.extras is None) or id(node) in seen:
+        for node in level:
+            if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen:
                 continue
             seen.add(id(node))
             parts = _validate_one(node, keys)
@@ -92,7 +90,7 @@ class _Keys:
         self.repeated: list[str] = []
         self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
         self.tuples: dict[int, _Tuple] = {}  # by id
-        self.parts = 0  # of all keys so far
+        self.parts = 0
         self.states: dict[int, Node] = {}  # by id
 
     def check_state(self, state: Node, cls: Node) -> None:
@@ -141,14 +139,11 @@ class _Keys:
             last[identity] = (key, value)
         return list(last.values())
 
-    def identity(self, key: Node) -> Hashable:
-        """The stand-in of a key."""
-        if type(key) is int:
-            return key if key.bit_length() < _SHORT else _long(key)
+    def identity(self, key: Node, depth: int = 0) -> Hashable:
+        """The stand-in of a key; never a long number, of which Python's hash lets a file choose collisions."""
+        limits.check_depth(depth, _TOO_DEEP)
         if type(key) is tuple:
-            known = self._tuple(key)
-            self._spend(known.parts)
-            return known.stand_in
+            return self._tuple(key, depth)
         if type(key) in (Dict, List) or (type(key) is Object and key.name in UNHASHABLE):
             raise PickleError("The pickle uses a value as a dict key that Python cannot hash.")
         if type(key) is float:
@@ -158,62 +153,54 @@ class _Keys:
                 return "f", key.hex()
             key = int(key)
         if type(key) is int or type(key) is bool:
-            return int(key) if key.bit_length() < _SHORT else _long(int(key))
-        if type(key) is Object:
-            self._spend(_elements(key))
-            if key.name in _VALUES:
-                return self._value(key)
+            return int(key) if key.bit_length() < _SHORT and not depth else _long(int(key))
+        if type(key) is Object and key.name in _VALUES:
+            return self._value(key, depth)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
 
-    def _value(self, key: Object) -> Hashable:
+    def _tuple(self, key: tuple[Node, ...], depth: int) -> Hashable:
+        """A number for the stand-ins of all parts: tuples may hold one another a million times."""
+        if id(key) in self.tuples:
+            known = self.tuples[id(key)]
+            limits.check_depth(depth + known.levels, _TOO_DEEP)
+            self._spend(known.parts)
+            return known.stand_in
+        before = self.parts
+        parts = tuple([self.identity(part, depth + 1) for part in key])
+        self._spend(len(key))
+        stand_in = ("t", self.numbers.setdefault(parts, len(self.numbers)))
+        levels = max([self.tuples[id(part)].levels for part in key if type(part) is tuple], default=0)
+        self.tuples[id(key)] = _Tuple(stand_in, self.parts - before, levels + 1)
+        return stand_in
+
+    def _spend(self, parts: int) -> None:
+        """Count what Python would hash."""
+        self.parts += parts
+        limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
+
+    def _value(self, key: Object, depth: int) -> Hashable:
         """The stand-in of what a call makes, where Python compares that by value."""
         args = _spread(key.args) if type(key.args) is tuple else ()
         if key.call == "reduce" and not key.steps:
             if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes := _of_one(args))):
-                return self.identity(sizes)
+                return self.identity(sizes, depth + 1)
             if key.name in ("torch.device", "torch.serialization._get_layout") and len(args) == 1 and type(args[0]) is str:
                 return key.name, args[0]
             if key.name == "builtins.complex" and len(args) == 2 and all(type(arg) is float for arg in args):
                 real, imaginary = cast("tuple[float, float]", args)
-                return ("c", (real + 0.0).hex(), imaginary.hex()) if imaginary else self.identity(real)
+                return ("c", (real + 0.0).hex(), imaginary.hex()) if imaginary else self.identity(real, depth)
         raise PickleError(f"The pickle uses a {key.name} as a dict key, which may be equal to another one.")
 
-    def _part(self, key: Node) -> Hashable:
-        """The stand-in of a part of a tuple: never a number, since Python's hash of several lets a file choose collisions."""
-        found = self.identity(key)
-        return _long(found) if type(found) is int else found
 
-    def _spend(self, parts: int) -> None:
-        self.parts += parts
-        limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
+class _Tuple(NamedTuple):
+    """What is known of a tuple: its stand-in, how many parts Python would hash, how deep it is."""
 
-    def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
-        """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
-        if id(root) in self.tuples:
-            return self.tuples[id(root)]
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            known = id(node) in self.tuples
-            waiting = [] if known else [part for part in node if type(part) is tuple and id(part) not in self.tuples]
-            stack.extend(waiting)
-            if not waiting:
-                self._add_tuple(stack.pop())
-        return self.tuples[id(root)]
-
-    def _add_tuple(self, node: tuple[Node, ...]) -> None:
-        if id(node) in self.tuples:
-            return
-        inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
-        depth = 1
-        if inner:
-            depth += max(part.depth for part in inner)
-            limits.check_depth(depth, "The pickle uses tuples nested too deep as a dict key.")
-        parts = tuple([self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node])
-        count = len(node) + sum([part.parts for part in inner])
-        self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
+    stand_in: Hashable
+    parts: int
+    levels: int
 
 
+_TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
 
 
@@ -225,15 +212,6 @@ def _all_differ(numbers: Sequence[Any]) -> bool:
 
 def _long(number: int) -> Hashable:
     return "n", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-
-
-class _Tuple(NamedTuple):
-    """What is known about a tuple: itself (kept, so that its id stays its own), its stand-in, depth and number of parts."""
-
-    node: tuple[Node, ...]
-    stand_in: Hashable
-    depth: int
-    parts: int
 
 
 def _check_attributes(attributes: Dict) -> None:
@@ -276,9 +254,3 @@ def _keys_of(made: Node) -> list[Node]:
     given = [pair[0] for step in made.steps if type(step) is SetItems for pair in step.pairs]
     args = made.args if type(made.args) is tuple else ()
     return given + [key for arg in args if type(arg) is Dict for key, _ in arg.items]
-
-
-def _elements(key: Object) -> int:
-    """How many elements a frozenset has, or whatever else is made of a list."""
-    first = key.args[0] if type(key.args) is tuple and key.args else None
-    return len(first.items) if type(first) is List else 1

@@ -353,6 +353,8 @@ class Machine:
                 elif op == 0x4B:  # BININT1
                     stack.append(data[at])
                     at += 1
+                    if data[at : at + 7 : 2] == b"KKKK":
+                        at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x58:  # BINUNICODE
                     n = _U32(data, at)[0]
                     at += 4 + n
@@ -378,19 +380,24 @@ class Machine:
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                     self.left -= 1
-                elif op == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
-                elif op == 0x89 or op == 0x88:  # NEWFALSE, NEWTRUE
-                    stack.append(op == 0x88)
+                elif op in _CONSTANTS:  # EMPTY_TUPLE, NEWFALSE, NEWTRUE, NONE
+                    stack.append(_CONSTANTS[op])
+                    if data[at] in _CONSTANTS and (row := _MANY_CONSTANTS.match(data, at, min(limit, end))):
+                        stack += map(_CONSTANTS.__getitem__, row[0])
+                        at = row.end()
                 elif op == 0x51:  # BINPERSID
                     self.position = at
                     stack[-1] = self.persistent(stack[-1])
                 elif op == 0x4D:  # BININT2
                     stack.append(_U16(data, at)[0])
                     at += 2
+                    if data[at : at + 10 : 3] == b"MMMM":
+                        at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x47:  # BINFLOAT
                     stack.append(_F64(data, at)[0])
                     at += 8
+                    if data[at : at + 28 : 9] == b"GGGG":
+                        at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     unusual["opcode SHORT_BINUNICODE"] = None
                     n = data[at]
@@ -399,6 +406,8 @@ class Machine:
                 elif op == 0x4A:  # BININT
                     stack.append(_I32(data, at)[0])
                     at += 4
+                    if data[at : at + 16 : 5] == b"JJJJ":
+                        at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     self.position = at
                     if op == 0x75:
@@ -433,8 +442,6 @@ class Machine:
                 elif op == 0x87:  # TUPLE3
                     stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
                     self.left -= 1
-                elif op == 0x4E:  # NONE
-                    stack.append(None)
                 elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                     n, width = (data[at], 1) if op == 0x8A else (_I32(data, at)[0], 4)
                     if n < 0:
@@ -542,12 +549,14 @@ class Machine:
                         cls = items.pop(0)
                         stack.append(self.instance(cls, tuple(items)))
                     elif op == 0x30 or op == 0x31:  # POP, POP_MARK
+                        self.left -= 1
                         if op == 0x30 and stack:
                             stack.pop()
                         else:
                             stack = marks.pop()
                     elif op == 0x32:  # DUP
                         stack.append(stack[-1])
+                        self.left -= 1
                     elif op == 0x67:  # GET
                         line, at = self._line(at)
                         n = self._whole(line, 10)
@@ -578,6 +587,8 @@ _TOLD: dict[type, str] = {
     struct.error: "is cut off: the stream ends within it",
     UnicodeDecodeError: "holds text that is not UTF-8",
 }
+_CONSTANTS: dict[int, Node] = {0x29: (), 0x89: False, 0x88: True, 0x4E: None}
+_MANY_CONSTANTS = re.compile(rb"[)N\x88\x89]+")
 _WITH_LENGTH = b"XTUBC\x8a\x8b\x8c\x8d\x8e\x96"
 _LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")  # which Python before 3.11 reads
 _OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
@@ -596,6 +607,22 @@ def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)
     return list(zip(values, values, strict=True))
+
+
+_ROWS = {
+    ord(code): (re.compile(rb"(?:%c.{%d}){4,4096}" % (ord(code), width), re.DOTALL), struct.Struct(form))
+    for code, form, width in (("K", "<xB", 1), ("M", "<xH", 2), ("J", "<xi", 4), ("G", ">xd", 8))
+}
+
+
+def _row(op: int, data: bytes, at: int, end: int, stack: list[Any]) -> int:
+    """Push the numbers in a row that begins here; returns where it ends. A list of millions is read three times as fast."""
+    pattern, form = _ROWS[op]
+    found = pattern.match(data, at, end)
+    if found is None:
+        return at
+    stack += [number for (number,) in form.iter_unpack(found[0])]
+    return found.end()
 
 
 def _beyond(op: int, length: int, left: int) -> str:

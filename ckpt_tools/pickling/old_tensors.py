@@ -38,9 +38,7 @@ _CLASSES = frozenset((*TENSOR_CLASSES, *_OF_VALUES, _PARAMETER, VARIABLE))
 
 def modernise(root: Node, names: Iterable[Global]) -> Node:
     """The tree with such objects as entries; anything of another shape stays an object."""
-    if _CLASSES.isdisjoint(names) or not any(
-        type(node) is Object and _is_old(node) for node in visit.reachable(root, dicts=False)
-    ):
+    if _CLASSES.isdisjoint(names) or not any(type(node) is Object and _is_old(node) for node in visit.reachable(root)):
         return root
     return exchange.replace(root, _modern)
 

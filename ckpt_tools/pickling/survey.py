@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from ckpt_tools.pickling.machine import python3_name
 from ckpt_tools.tree.nodes import CONTAINERS, PLAIN, ByteString, Entry, Global, Node, Storage
-from ckpt_tools.tree.visit import ROWS, contents, parts
+from ckpt_tools.tree.visit import parts
 
-ROW, FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _LONG = 64  # bytes, or characters, of a value that goes through the memo
 _SHORT = frozenset((type(None), bool, float))
 
@@ -39,52 +37,14 @@ class Survey:
                 if type(node) is Entry and node.extras is None:  # the many
                     found[id(node.storage)] = node.storage
                 else:
-                    todo += self._worth_a_look(parts(node))
+                    below = parts(node)
+                    if not are_short(below):
+                        todo += [part for part in below if type(part) not in PLAIN or is_long(part)]
         self.storages = list(found.values())
-
-    def _worth_a_look(self, below: Sequence[Node]) -> list[Node]:
-        """Those of the parts of a node that may be shared: no short values, nor what has been noted already."""
-        if not below or are_short(below) or are_short_bytes(below):
-            return []
-        if len(below) < FEW:
-            return [part for part in below if type(part) not in PLAIN or is_long(part)]
-        found: list[Node] = []
-        for start in range(0, len(below), ROW):
-            row = below[start : start + ROW]
-            if not self._note_leaves(row):
-                found += [part for part in row if type(part) not in PLAIN or is_long(part)]
-        return found
-
-    def _note_leaves(self, row: Sequence[Node]) -> bool:
-        """Whether a row is one of small containers that are met for the first time: they are in `seen` then."""
-        found = [item for item in row if type(item) in ROWS]
-        ids = set(map(id, found))
-        if len(ids) < len(found) or not self.seen.isdisjoint(ids) or not leaves(row):
-            return False
-        self.seen |= ids
-        return True
 
     def _note_global(self, node: Global) -> None:
         if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
             self.protocol = 4
-
-
-def leaves(row: Sequence[Node]) -> list[Node]:
-    """The dicts, lists and tuples of a row that holds these and short values, and in them short values; else none."""
-    found = [item for item in row if type(item) in ROWS]
-    inner = contents(found, FEW * len(found), set()) if found else None
-    if (
-        inner is None
-        or not are_short(list(chain.from_iterable(inner)))
-        or not are_short([item for item in row if type(item) not in ROWS])
-    ):
-        return []
-    return found
-
-
-def are_short_bytes(items: Sequence[Any]) -> bool:
-    """Whether these are short strings of bytes, and nothing else."""
-    return type(items[0]) is bytes and set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
 
 
 def are_short(items: Sequence[Node]) -> bool:
@@ -92,6 +52,8 @@ def are_short(items: Sequence[Node]) -> bool:
     kinds = set(map(type, items)) - _SHORT
     if not kinds <= {int, str}:
         return False
+    if not kinds:
+        return True
     numbers = [item for item in items if type(item) is int] if int in kinds else [0]
     texts = [item for item in items if type(item) is str] if str in kinds else [""]
     return max(map(len, texts)) <= _LONG and max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG

@@ -10,29 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.survey import (
-    ENCODERS,
-    FEW,
-    ROW,
-    TUPLES,
-    U32,
-    Survey,
-    are_short,
-    are_short_bytes,
-    int_tuple,
-    integer,
-    integers,
-    leaves,
-    text_of,
-)
+from ckpt_tools.pickling.survey import ENCODERS, TUPLES, U32, Survey, are_short, int_tuple, integer, integers, text_of
 from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
-from ckpt_tools.tree.visit import ROWS
 
+_ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
@@ -70,7 +56,7 @@ class _Done:
 
 @final
 class _Values:
-    """Plain values in a row, written without asking for each what it is; or such and small containers of such."""
+    """Plain values in a row, written without asking for each what it is."""
 
     __slots__ = ("items",)
 
@@ -307,24 +293,14 @@ class _Writer:
         return [_Done(b"("), *self.in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
-        """The same, with plain values and small containers that follow one another put together where there are many."""
-        if len(items) < FEW:
+        """The same, with plain values that follow one another put together where there are many."""
+        if len(items) < _FEW:
             return list(items)
-        if PLAIN.issuperset(map(type, items)):
-            return [_Values(items)]
         rows: list[_Todo] = []
-        for start in range(0, len(items), ROW):
-            row = items[start : start + ROW]
-            if self.are_leaves(row):
-                rows.append(_Values(row))
-            else:
-                rows += _runs(row)
+        for plain, run in groupby(items, lambda item: type(item) in PLAIN):
+            members = list(run)
+            rows += [_Values(members)] if plain else members
         return rows
-
-    def are_leaves(self, row: Sequence[Node]) -> bool:
-        """Whether none of a row goes through the memo, and all that it holds is short."""
-        found = leaves(row) if self.shared.isdisjoint(map(id, row)) else []
-        return bool(found) and not any(type(node) is Dict and node.ordered for node in found)
 
     # --- nodes without parts
 
@@ -338,27 +314,13 @@ class _Writer:
 
     def values(self, items: Sequence[Node]) -> None:
         """Plain values one after another."""
-        for start in range(0, len(items), ROW):
-            row = items[start : start + ROW]
+        for start in range(0, len(items), _ROW):
+            row = items[start : start + _ROW]
             if are_short(row):
                 self.out += self.short(row)
-            elif are_short_bytes(row):
-                self.many_bytes(row)
             else:
                 for item in row:
-                    if type(item) in ROWS:
-                        self.out += self.small(item)
-                    else:
-                        self.leaf(item)
-
-    def small(self, node: Node) -> bytes:
-        """A dict, list or tuple of short values that does not go through the memo."""
-        if type(node) is tuple:
-            return self.short(node) + TUPLES[len(node)] if len(node) in TUPLES else b"(%bt" % self.short(node)
-        if type(node) is List:
-            return b"](%be" % self.short(node.items) if node.items else b"]"
-        assert type(node) is Dict
-        return b"}(%bu" % self.short(list(chain.from_iterable(node.items))) if node.items else b"}"
+                    self.leaf(item)
 
     def short(self, row: Sequence[Any]) -> bytes:
         """Short values; those of one type, which are the many, without looking at each."""
@@ -425,15 +387,6 @@ class _Writer:
         self.constant("latin1")
         self.out += b"\x86R"
 
-    def many_bytes(self, row: Sequence[Any]) -> None:
-        """The same for several in a row: the first one puts into the memo what all have in common."""
-        self.bytes(row[0])
-        encode, latin1 = (self.again(self.memo[key]) for key in (_ENCODE, "latin1"))
-        texts = [text_of(data.decode("latin1")) for data in row[1:]]
-        between = latin1 + b"\x86R" + encode
-        if texts:
-            self.out += encode + between.join(texts) + latin1 + b"\x86R"
-
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
         self.storage_before_key(storage)
@@ -457,15 +410,6 @@ class _Writer:
     def key_of(self, storage: Storage) -> str:
         """The key that the container gives a storage."""
         return storage.key if self.keys is None else self.keys[id(storage)]
-
-
-def _runs(items: Sequence[Node]) -> list[_Todo]:
-    """The same, with plain values that follow one another put together."""
-    rows: list[_Todo] = []
-    for plain, run in groupby(items, lambda item: type(item) in PLAIN):
-        members = list(run)
-        rows += [_Values(members)] if plain else members
-    return rows
 
 
 def _put(index: int) -> bytes:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, plain_table, print_rows
-from ckpt_tools.render.text import console, counted, path_text, print_finding, size_text
+from ckpt_tools.render.text import console, counted, path_text, print_finding, print_parts, size_text
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20
@@ -39,15 +40,13 @@ def print_unreadable(reports: Sequence[Checked]) -> None:
 
 
 def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
-    head = Text(f"{printable(report.path)}: ", style="bold")
-    out.print(head + Text(report.verdict, style=_COLOURS[report.verdict]), soft_wrap=True)
+    print_parts(out, (f"{printable(report.path)}: ", "bold"), (report.verdict, _COLOURS[report.verdict]))
     if report.container is not None:
         print_rows(_facts(report), out)
     if digests and report.digests:
         out.print()
         for digest in report.digests:
-            text = f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}"
-            out.print(Text(text), soft_wrap=True)
+            out.print(f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}", soft_wrap=True)
     for code, findings in _by_code(report).items():
         for finding in findings[:_SHOWN]:
             out.print()
@@ -81,13 +80,13 @@ def _facts(report: Checked) -> list[Row]:
 
 
 def _summary(reports: Sequence[Checked]) -> Table:
+    from rich.text import Text
+
     table = plain_table()
     for name in ("checkpoint", "verdict", "tensors", "bytes", "problems", "warnings"):
         table.add_column(name, justify="left" if name in ("checkpoint", "verdict") else "right")
     for report in reports:
         counts = [sum(finding.severity == severity for finding in report.findings) for severity in ("problem", "warning")]
         verdict = Text(report.verdict, style=_COLOURS[report.verdict])
-        table.add_row(
-            Text(printable(report.path)), verdict, str(report.tensors), size_text(report.file_bytes), *map(str, counts)
-        )
+        table.add_row(printable(report.path), verdict, str(report.tensors), size_text(report.file_bytes), *map(str, counts))
     return table

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tools.operations.compare.report import Change, Difference, Only, TensorChange, ValueChange
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
-from ckpt_tools.render.text import counted, path_text, size_text
+from ckpt_tools.render.text import counted, path_text, print_parts, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import natural, printable, shape_text, shortened
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DiffSort = Literal["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]
 _SHOWN, _SHOWN_TENSORS = 10, 40
@@ -29,7 +29,7 @@ def print_difference(report: Difference, out: Page, *, show_all: bool = False, s
         [(label, printable(f"{side['path']}  {side['container']}, {size_text(side['bytes'])}")) for label, side in sides], out
     )
     out.print()
-    out.print(Text(printable(report.summary), style="bold green" if report.same else "bold yellow"), soft_wrap=True)
+    print_parts(out, (printable(report.summary), "bold green" if report.same else "bold yellow"))
     if rows := _facts(report, None if show_all else _SHOWN):
         out.print()
         print_rows(rows, out)

@@ -14,7 +14,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.safety import sentence
 from ckpt_tools.operations.scan import Scanned
-from ckpt_tools.render.text import path_text, quoted
+from ckpt_tools.render.text import path_text
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
@@ -69,7 +69,7 @@ def _in_scanned(report: Scanned) -> Iterator[tuple[str, str, str]]:
 def _words(finding: Finding) -> str:
     """A finding in lines."""
     expected = f" (expected {as_options(finding.expected)})" if finding.expected else ""
-    parts = [f"{found_in(finding)}{expected}", quoted(finding.says), as_options(finding.fix)]
+    parts = [f"{found_in(finding)}{expected}", as_options(finding.fix)]
     return "\n".join(printable(part) for part in parts if part)
 
 

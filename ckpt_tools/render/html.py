@@ -26,16 +26,7 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.report import Change, Difference, Only
 from ckpt_tools.operations.compare.stats import Stats, TensorStats
 from ckpt_tools.operations.inspect import Description, inspect
-from ckpt_tools.render.text import (
-    container_text,
-    counted,
-    counts_text,
-    loading_row,
-    path_text,
-    quoted,
-    size_text,
-    state_dict_text,
-)
+from ckpt_tools.render.text import container_text, counted, counts_text, loading_row, path_text, size_text, state_dict_text
 from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import brief, listed, notebook, printable, shape_text
 from ckpt_tools.tree.options import natural
@@ -160,7 +151,7 @@ def _data(description: Description, stats: Stats | None, difference: Difference 
         "findings": [
             {"severity": row.severity, "where": path_text(row.where) if row.where else "",
              "found": printable(found_in(row)), "expected": printable(as_options(row.expected)),
-             "says": printable(quoted(row.says)), "fix": printable(as_options(row.fix))}
+             "fix": printable(as_options(row.fix))}
             for row in description.findings
         ],
         "difference": _difference(difference) if difference is not None else None,

@@ -30,15 +30,13 @@ def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
 
 def error_document(path: str | None, error: CkptError) -> dict[str, Any]:
     """What stands in the place of a report that could not be made; of one file among several with its path."""
-    from ckpt_tools.render.text import words_of  # which imports rich: a report that is there needs none
-
     kind = type(error).__name__
     what, why, fix = map(as_options, (error.what, error.why, error.fix))
-    return failure_document(kind, what, why=why, says=words_of(error), fix=fix, exit_code=error.exit_code, path=path)
+    return failure_document(kind, what, why=why, fix=fix, exit_code=error.exit_code, path=path)
 
 
 def failure_document(
-    kind: str, what: str, *, exit_code: int, why: str = "", says: str = "", fix: str = "", path: str | None = None
+    kind: str, what: str, *, exit_code: int, why: str = "", fix: str = "", path: str | None = None
 ) -> dict[str, Any]:
     """The contract of docs/error.schema.json."""
-    return {"path": path, "error": kind, "what": what, "why": why, "says": says, "fix": fix, "exit_code": exit_code}
+    return {"path": path, "error": kind, "what": what, "why": why, "fix": fix, "exit_code": exit_code}

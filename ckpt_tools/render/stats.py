@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tools.operations.compare.stats import Stats
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import name_table, print_title, room_for_names
-from ckpt_tools.render.text import can_print, counted
+from ckpt_tools.render.text import can_print, counted, print_parts
 from ckpt_tools.text import listed, natural, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 StatsSort = Literal["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]
 _SHOWN = 40
@@ -56,13 +56,12 @@ def print_stats(report: Stats, out: Page, view: StatsView) -> None:
     if len(shown) < len(rows):
         out.print(f"... {len(rows) - len(shown)} more (--all)")
     for note in report.notes:
-        out.print(Text(printable(f"note: {note}")), soft_wrap=True)
+        out.print(printable(f"note: {note}"), soft_wrap=True)
     bad = [row for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
     if bad:
         out.print()
         names = listed([row.name for row in bad])
-        text = Text("warning: ", style="yellow") + Text(printable(f"not finite: {names}"), style="default")
-        out.print(text, soft_wrap=True)
+        print_parts(out, ("warning: ", "yellow"), (printable(f"not finite: {names}"), "default"))
 
 
 def _sorted(rows: list[_Row], sort: StatsSort) -> list[_Row]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from ckpt_tools.errors import CkptError, DamagedFileError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.render.plain import PIPE_WIDTH, Page, Plain
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
@@ -96,21 +96,10 @@ def print_error(error: CkptError) -> None:
 
     out = console(stderr=True)
     out.print(Text("Error: ", style="bold red") + Text(printable(as_options(error.what))), soft_wrap=True)
-    parts = [(as_options(error.why), ""), (quoted(words_of(error)), "dim"), (as_options(error.fix), "green")]
+    parts = [(as_options(error.why), ""), (as_options(error.fix), "green")]
     for part, style in parts:
         if part:
             out.print(Text(printable(part), style=style), soft_wrap=True)
-
-
-def words_of(error: CkptError) -> str:
-    """What PyTorch itself says about the file; the empty text where that is not known."""
-    return error.says if isinstance(error, DamagedFileError) else ""
-
-
-def quoted(says: str) -> str:
-    """PyTorch's or safetensors' own words, with who says them."""
-    who = "safetensors" if says.startswith("SafetensorError") else "PyTorch"
-    return f"{who}: {says}" if says else ""
 
 
 def can_print(text: str, out: Page) -> bool:
@@ -141,7 +130,7 @@ _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
 def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> None:
-    """What was found, what was expected, what PyTorch says about it, what mends it; with the code that --ignore takes."""
+    """What was found, what was expected, what mends it; with the code that --ignore takes."""
     from ckpt_tools.render.wording import as_options, found_in
 
     where = f" in {path_text(finding.where)}" if finding.where else ""
@@ -150,8 +139,6 @@ def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> No
     print_parts(out, (head, _SEVERITY[finding.severity]), (printable(found_in(finding)), "default"))
     if finding.expected:
         print_parts(out, (f"  expected {printable(as_options(finding.expected))}", "dim"))
-    if finding.says:
-        print_parts(out, (f"  {printable(quoted(finding.says))}", "dim"))
     if finding.fix:
         print_parts(out, (f"  {printable(as_options(finding.fix))}", "green"))
 

@@ -15,7 +15,8 @@ from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
-from ckpt_tools.tree.options import Location, Renames, as_keywords, natural
+from ckpt_tools.tree.arguments import Location, Renames
+from ckpt_tools.tree.options import as_keywords, natural
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:

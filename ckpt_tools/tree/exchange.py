@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 
 from ckpt_tools.errors import LimitError
 from ckpt_tools.tree.nodes import PLAIN, RECORDS, Append, Dict, Entry, Extras, List, Node, Object, Pair, SetItems, Step
-from ckpt_tools.tree.visit import chunks
 
 
 class Drop(Enum):
@@ -35,7 +34,6 @@ class _Exchange:
         # id -> (the old one, kept alive so that its id stays its own; the new one)
         self.done: dict[int, tuple[Node | Drop, Node | Drop]] = {}
         self.pending: list[Dict | List | Object] = []
-        self.met: set[int] = set()  # wide containers, as `visit.chunks` has them
         self.depth = 0
 
     def run(self, root: Node) -> Node:
@@ -45,7 +43,7 @@ class _Exchange:
             node = self.pending.pop()
             if id(node) not in seen:
                 seen.add(id(node))
-                _edit(node, self.node, self.kept, self.met)
+                _edit(node, self.node, self.kept)
         return new
 
     def node(self, node: Node) -> Node | Drop:
@@ -86,7 +84,7 @@ def _or_none(node: Node | Drop) -> Node:
     return None if node is DROP else node
 
 
-def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type], met: set[int]) -> None:
+def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type]) -> None:
     if type(node) is Dict:
         node.items[:] = _edit_pairs(node.items, exchange, kept)
         if node.attributes is not None:
@@ -94,18 +92,18 @@ def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type], met
             assert type(attributes) is Dict
             node.attributes = attributes
     elif type(node) is List:
-        node.items[:] = _edit_list(node.items, exchange, kept, met)
+        node.items[:] = _edit_list(node.items, exchange, kept)
     else:
         node.function, node.args, node.kwargs = (_or_none(exchange(part)) for part in (node.function, node.args, node.kwargs))
-        node.steps[:] = [step for step in node.steps if _edit_step(step, exchange, kept, met)]
+        node.steps[:] = [step for step in node.steps if _edit_step(step, exchange, kept)]
 
 
-def _edit_step(step: Step, exchange: Swap, kept: frozenset[type], met: set[int]) -> bool:
+def _edit_step(step: Step, exchange: Swap, kept: frozenset[type]) -> bool:
     """Edit a step of an object; whether it stays."""
     if type(step) is SetItems:
         step.pairs = _edit_pairs(step.pairs, exchange, kept)
     elif type(step) is Append:
-        step.items = _edit_list(step.items, exchange, kept, met)
+        step.items = _edit_list(step.items, exchange, kept)
     else:
         state = exchange(step.state)
         if state is DROP:
@@ -121,17 +119,11 @@ def _edit_pairs(pairs: list[Pair], exchange: Swap, kept: frozenset[type]) -> lis
     return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
 
 
-def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type], met: set[int]) -> list[Node]:
+def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type]) -> list[Node]:
     if kept.issuperset(map(type, items)):
         return items
-    edited: list[Node] = []
-    for chunk, same in chunks(items, kept, met, dicts=True):
-        if same.issuperset(map(type, chunk)):
-            edited += chunk
-        else:
-            new = [item if type(item) in same else exchange(item) for item in chunk]
-            edited += [item for item in new if item is not DROP]
-    return edited
+    new = [item if type(item) in kept else exchange(item) for item in items]
+    return [item for item in new if item is not DROP]
 
 
 def _exchange_tuple(root: tuple[Node, ...], leaf: Swap, done: dict[int, tuple[Node | Drop, Node | Drop]]) -> Node | Drop:

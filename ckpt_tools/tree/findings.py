@@ -21,7 +21,6 @@ class Finding:
         where: a path from the root; empty for the file as a whole.
         found, expected: what is there and what should be.
         fix: what mends it, a command where there is one.
-        says: PyTorch's own error about it, as users see it; empty where there is none.
     """
 
     code: str
@@ -30,7 +29,6 @@ class Finding:
     found: str
     expected: str = ""
     fix: str = ""
-    says: str = ""
 
 
 # Every code that `ckpt check` may say; docs/check.md explains them.

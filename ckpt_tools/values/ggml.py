@@ -1,21 +1,18 @@
-"""ggml's element types: number, elements and bytes of a block, and the torch dtype of those that are plain numbers.
+"""ggml's element types: number, elements and bytes of a block; what blocks mean is worked out by the library gguf.
 
 Source: ggml's `ggml.h` and gguf-py's `constants.py` (`GGMLQuantizationType`, `GGML_QUANT_SIZES`).
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError
-from ckpt_tools.io.content import Computed, Content
+from ckpt_tools.errors import ConvertError, missing
+from ckpt_tools.io.content import Computed, Content, equal_chunks
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.numeric import numbers
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.numeric import numbers, part, trimmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +46,52 @@ BY_NUMBER = {row.number: row for row in _ROWS}
 BY_NAME = {row.name: row for row in _ROWS}
 # Types that have been in ggml and are not in files of models, or of which no reference says what they mean.
 UNREAD = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 41: "Q1_0"}
-
-
 Q8_0 = BY_NAME["Q8_0"]
+_ELEMENTS = 1 << 17  # that are worked on at once
+_FLOAT32 = DTYPES["float32"]
+
+
+def numbers_of(content: Content, kind: BlockType) -> Content:
+    """The float32 numbers of blocks, some thousand at a time; a range of them needs the blocks that it touches alone."""
+    whole = kind.elements * _FLOAT32.itemsize
+
+    def work() -> Iterator[memoryview]:
+        quants, numpy = _gguf("The numbers of quantised blocks are worked out with it.")
+        for data in equal_chunks(content, _ELEMENTS // kind.elements * kind.nbytes):
+            with numpy.errstate(all="ignore"):
+                made = quants.dequantize(numpy.frombuffer(data, numpy.uint8).reshape(1, -1), kind.number)
+            yield memoryview(made).cast("B")
+
+    def inside(start: int, length: int) -> Content:
+        first, last = start // whole, -(-(start + length) // whole)
+        blocks = part(content, first * kind.nbytes, (last - first) * kind.nbytes)
+        return trimmed(numbers_of(blocks, kind), start - first * whole, length)
+
+    return Computed(content.length // kind.nbytes * whole, work, content, inside)
 
 
 def quantised(content: Content, dtype: DType, name: str) -> Computed:
-    """The blocks of a tensor whose rows are whole blocks."""
+    """The Q8_0 blocks of a tensor whose rows are whole blocks."""
+    quants, numpy = _gguf("`dtype='q8_0'` works blocks out with it.")
 
     def work() -> Iterator[bytes]:
-        for block in numbers(content, dtype):
-            yield _blocks(block, name)
+        for values in numbers(content, dtype):
+            with numpy.errstate(all="ignore"):
+                made = quants.quantize(values.float().reshape(1, -1).numpy(), Q8_0.number)
+            if not numpy.isfinite(made.reshape(-1, Q8_0.nbytes)[:, :2].copy().view(numpy.float16)).all():
+                raise ConvertError(
+                    f"{name!r} has values that Q8_0 cannot hold: not finite, or beyond 8 million.",
+                    fix="Write float32: `dtype='fp32'`.",
+                )
+            yield made.tobytes()
 
     return Computed(content.length // dtype.itemsize // Q8_0.elements * Q8_0.nbytes, work, content)
 
 
-def _blocks(values: torch.Tensor, name: str) -> bytes:
-    import torch
-
-    rows = values.float().reshape(-1, Q8_0.elements)
-    scale = rows.abs().amax(dim=1, keepdim=True) / 127
-    half = scale.half()
-    if not bool(half.isfinite().all()):
-        raise ConvertError(
-            f"{name!r} has values that Q8_0 cannot hold: not finite, or beyond 8 million.", fix="Write float32: `dtype='fp32'`."
-        )
-    scaled = rows * torch.where(scale == 0, 0.0, 1 / scale)
-    size = scaled.abs()
-    whole = size.floor()
-    rounded = (whole + (2 * (size - whole)).floor()) * scaled.sign()  # halves away from zero, as C's roundf
-    made = torch.cat([half.view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)], dim=1)
-    out = bytearray(made.numel())
-    torch.frombuffer(out, dtype=torch.uint8).copy_(made.flatten())
-    return bytes(out)
+def _gguf(why: str) -> tuple[types.ModuleType, types.ModuleType]:
+    try:
+        import numpy
+        from gguf import quants
+    except ImportError:
+        raise missing("gguf", "gguf", why) from None
+    return quants, numpy

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import pickle
 import re
 import sys
 import warnings
@@ -137,13 +136,6 @@ def test_parts_of_a_distributed_checkpoint_are_compared(tmp_path: Path) -> None:
 # --- what keeps a file from loading
 
 
-def torch_error(path: Path, **options: object) -> str:
-    """What torch.load says, with the kind of error."""
-    with pytest.raises(Exception) as caught:
-        torch.load(path, **options)  # type: ignore[arg-type]
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 OTHER_FILES = {
     "empty": b"", "page": b"<!DOCTYPE html><html><title>404</title></html>",
     "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 123\n",
@@ -151,26 +143,13 @@ OTHER_FILES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_other_files_carry_pytorchs_error(tmp_path: Path, name: str) -> None:
-    """For a file that is not a checkpoint, check quotes what torch.load says about this very file."""
-    path = tmp_path / f"{name}.pth"
-    path.write_bytes(OTHER_FILES[name])
+@pytest.mark.parametrize("data", [*OTHER_FILES.values(), bytes(5000)], ids=[*OTHER_FILES, "zeros"])
+def test_other_files_are_unreadable(tmp_path: Path, data: bytes) -> None:
+    """A file that is no checkpoint is one finding."""
+    path = tmp_path / "model.pth"
+    path.write_bytes(data)
     (finding,) = check(path).findings
     assert (finding.code, finding.severity) == ("unreadable", "problem")
-    without = torch_error(path, weights_only=False)
-    assert without.split(": ")[-1].strip() in finding.says
-    if name != "empty":  # EOFError without a word
-        assert "Unsupported operand" in torch_error(path)
-        assert f"Unsupported operand {OTHER_FILES[name][0]} " in finding.says
-
-
-def test_zeros_carry_pytorchs_error(tmp_path: Path) -> None:
-    """torch takes zeros for a tar."""
-    path = tmp_path / "zeros.pth"
-    path.write_bytes(bytes(5000))
-    (finding,) = check(path).findings
-    assert torch_error(path).startswith(finding.says)
 
 
 def _cut_in_the_tensors(path: Path, kept: float) -> None:
@@ -224,23 +203,6 @@ def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
     ckpt(*finding.fix.split()[1:])
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [(b"", "too small"), (b"\xff" * 20, "too large"), ((500).to_bytes(8, "little") + b"{}", "invalid header length")],
-)
-def test_safetensors_errors(tmp_path: Path, data: bytes, said: str) -> None:
-    """For safetensors it is safetensors' own error."""
-    from safetensors import SafetensorError, safe_open
-
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(SafetensorError) as caught, safe_open(path, "pt"):
-        pass
-    says = check(path).findings[0].says
-    assert said in says
-    assert says == f"SafetensorError: {caught.value}"
-
-
 def devices(path: Path, **options: object) -> list[tuple[str, str]]:
     """The severity and the text of what check says about devices."""
     found = check(path, **options).findings  # type: ignore[arg-type]
@@ -254,9 +216,7 @@ def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
     assert devices(mixed, device="cuda:2") == [("problem", "storages tagged mps, cuda:3: not there on a machine with cuda:2")]
     assert devices(mixed, device="mps") == [("problem", "storages tagged cuda:0, cuda:3: not there on a machine with mps")]
     assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
-    (finding,) = [row for row in check(FIXTURES / "cuda.pth", device="cpu").findings if row.code == "no-such-device"]
-    if not torch.cuda.is_available():
-        assert torch_error(FIXTURES / "cuda.pth") == finding.says
+    assert devices(FIXTURES / "cuda.pth", device="cpu")
     apple = tmp_path / "apple.pth"
     ckpt_tools.convert(FIXTURES / "cuda.pth", apple, map_location="mps")
     assert devices(apple) == devices(apple, device="mps") == []
@@ -276,13 +236,11 @@ class Config:
 
 
 def test_a_class_that_is_not_there(tmp_path: Path) -> None:
-    """Python's own error for a package that is not installed; the finder is asked, nothing is imported."""
+    """The package is not installed; the finder is asked, nothing is imported."""
     path = tmp_path / "model.pth"
     torch.save({"config": Config()}, path)
     renamed_global(path, __name__.encode(), b"x" * len(__name__))
-    found = {finding.code: finding for finding in check(path).findings}
-    assert torch_error(path, weights_only=False) == found["not-importable"].says
-    assert found["weights-only-refused"].says.rpartition("... ")[2] in torch_error(path)
+    assert {"not-importable", "weights-only-refused"} <= set(codes(path))
 
 
 def test_only_the_top_level_package_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +262,7 @@ def test_a_class_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "model.pth"
     torch.save({"config": Config()}, path)
     renamed_global(path, b"c" + __name__.encode() + b"\n", b"c__main__\n")
-    (finding,) = [finding for finding in check(path).findings if finding.code == "script-class"]
-    assert torch_error(path, weights_only=False).partition(" on ")[0] == finding.says.partition(" on ")[0]
+    assert "script-class" in codes(path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the other way round there")
@@ -318,8 +275,7 @@ def test_windows_paths(tmp_path: Path) -> None:
 
     path = tmp_path / "model.pth"
     torch.save({"path": Windows()}, path)
-    (finding,) = [finding for finding in check(path).findings if finding.code == "foreign-path"]
-    assert torch_error(path, weights_only=False) == finding.says
+    assert "foreign-path" in codes(path)
 
 
 def numpy_scalar(path: Path, module: bytes = b"numpy._core.multiarray", name: bytes = b"scalar") -> Path:
@@ -332,15 +288,9 @@ def numpy_scalar(path: Path, module: bytes = b"numpy._core.multiarray", name: by
 
 @pytest.mark.parametrize(("module", "name"), [("multiarray", "scalar"), ("multiarray", "array"), ("numeric", "_frombuffer")])
 def test_numpy_1_seen_by_numpy_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    """Old names are a note; NumPy 2 warns of all but the two that most pickles have, and the quoted warning is its own."""
+    """Old names are a note."""
     np = pytest.importorskip("numpy", "2.0")
     assert np.__version__ >= "2"
     path = numpy_scalar(tmp_path / "model.pth", f"numpy.core.{module}".encode(), name.encode())
     (finding,) = [finding for finding in check(path).findings if finding.code == "numpy-1"]
     assert finding.severity == "info"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pickle.loads(f"cnumpy.core.{module}\n{name}\n.".encode())
-    said = [f"DeprecationWarning: {row.message}" for row in caught if issubclass(row.category, DeprecationWarning)]
-    assert bool(said) is bool(finding.says)
-    assert not said or said[0].startswith(finding.says)

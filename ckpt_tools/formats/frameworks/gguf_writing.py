@@ -12,7 +12,7 @@ from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING, ty
 from ckpt_tools.formats.safetensors import GGUF_TYPES
 from ckpt_tools.io.content import Content, Literal, Piece
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.ggml import BY_NAME, BlockType
+from ckpt_tools.values.ggml import BY_NAME, Q8_0, BlockType, quantised
 from ckpt_tools.values.pytorch import need_torch
 
 _ALIGNMENT = 32
@@ -41,7 +41,7 @@ def lay_out(
 
 def becomes_q8_0(entry: Entry) -> bool:
     """Whether a tensor is a matrix of floats with rows of whole blocks."""
-    size = BY_NAME["Q8_0"].elements
+    size = Q8_0.elements
     known = entry.dtype.family == "float" and entry.dtype.packed == 1 and entry.dtype.in_torch
     return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % size == 0
 
@@ -51,8 +51,6 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
         need_torch("`dtype='q8_0'` works blocks out with it.")
-        from ckpt_tools.values.ggml import Q8_0, quantised
-
         return Q8_0, quantised(content, dtype, name)
     kind = _BY_DTYPE.get(dtype)
     if kind is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import (
-    ChecksumError,
     CkptError,
     DamagedFileError,
     MissingFileError,
@@ -25,19 +24,18 @@ from ckpt_tools.errors import (
     RemoteError,
     UsageError,
 )
-from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded, is_zip
+from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.open import HEAD, Checkpoint, collector_paused, open_checkpoint, open_source
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint, open_source
 from ckpt_tools.formats.parts.named import partition, without_advice
-from ckpt_tools.formats.zip_cut import said_of_cut
-from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record, has_end
+from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Content, Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.check import digests, loading, torch_errors, values
+from ckpt_tools.operations.check import digests, loading, values
 from ckpt_tools.operations.check.passes import Advance
 from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file, read_checkpoint, storages_of
 from ckpt_tools.operations.check.report import Checked, Verdict
@@ -174,7 +172,7 @@ def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
     records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
     unused = _unused(decoded, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
-        every = (node.key for node in reachable(checkpoint.root, dicts=False) if type(node) is Storage)
+        every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
         unused = _unused(decoded, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)
@@ -395,7 +393,7 @@ def _loading(checkpoint: Checkpoint, safety: Safety, wanted: Wanted) -> Iterator
     for finding in find_findings(checkpoint, safety):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:
-            yield loading.explained(finding, checkpoint)
+            yield finding
     yield from loads
 
 
@@ -439,17 +437,16 @@ def _paths(wheres: Sequence[Where]) -> str:
 
 
 def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
-    """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
-    says, size, repairable = "", 0, False
+    """The report of a file that cannot be read: our error."""
+    size, repairable = 0, False
     if not isinstance(error, (RemoteError, MissingFileError)):  # which has been waited for once
         with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
             size = source.size
             if not isinstance(source, Files):
-                says = _torch_says(source, error)
                 repairable = isinstance(error, DamagedFileError) and _may_be_saved(source, error)
     found = error.what + (f" {error.why}" if error.why else "")
     fix = error.fix or (mending("repair", str(path)) if repairable else "")
-    findings = [Finding("unreadable", "problem", [], found, "", fix, says)]
+    findings = [Finding("unreadable", "problem", [], found, "", fix)]
     safety = of_unreadable(path, error)
     if safety is not None and safety.calls:
         findings += safety.findings(str(path), opens=False)
@@ -460,17 +457,6 @@ def _may_be_saved(source: Source, error: DamagedFileError) -> bool:
     from ckpt_tools.operations.repair.opening import may_be_saved  # few files need it
 
     return may_be_saved(source, error)
-
-
-def _torch_says(source: Source, error: CkptError) -> str:
-    """PyTorch's own error for a file that we refuse; it sees no checksums and no disorder inside a pickle."""
-    if isinstance(error, DamagedFileError) and error.says:
-        return error.says
-    head = source.read(0, min(HEAD, source.size))
-    if is_zip(head):
-        cut = isinstance(error, DamagedFileError) and not isinstance(error, ChecksumError) and not has_end(source)
-        return said_of_cut(source.size) if cut else ""
-    return torch_errors.of_bytes(source.path, head, source.size)
 
 
 def check_many(

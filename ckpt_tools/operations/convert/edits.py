@@ -26,10 +26,10 @@ from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.nodes import Dict, Node
-from ckpt_tools.tree.options import Location
 
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 

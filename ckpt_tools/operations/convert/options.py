@@ -13,9 +13,12 @@ from typing import Any, Literal, TypeAlias, cast
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.writer import Progress
-from ckpt_tools.tree.options import Adapters, Dtypes, Location, Metadata, Options, Renames, flag, option, record, several
+from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
+from ckpt_tools.tree.dtypes import CAST_TARGETS
+from ckpt_tools.tree.options import Options, flag, option, record, several
 from ckpt_tools.tree.output_names import FORMATS, Format
 
+_ABOUT_INTEGERS = "Integers need scales beside them: `dtype='q8_0'` makes both, in a .gguf."
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 
 
@@ -61,11 +64,16 @@ class Selection(Options):
         moves=True,
         common=True,
     )
+    slim: bool = flag(
+        "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
+        alias="--weights-only-content", moves=True,
+    )  # fmt: skip
+    ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
 
 
 @record
-class MergeOptions(Options):
-    """Adapters."""
+class ValueOptions(Options):
+    """Adapters merged, other device tags, quantised weights and weights in parts made plain, other dtypes."""
 
     heading = "Values and devices"
     lora: Adapters = several(
@@ -73,46 +81,15 @@ class MergeOptions(Options):
         metavar="ADAPTER[=WEIGHT]", moves=True,
         in_code="A path, a pair of path and weight, several, or a mapping from path to weight.",
     )  # fmt: skip
-
-
-@record
-class DeviceOptions(Options):
-    """Other device tags."""
-
-    heading = "Values and devices"
     map_location: Location | None = option(
         "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", metavar="SPEC", common=True,
         in_code="Or a mapping from device tag to device.",
     )  # fmt: skip
-
-
-@record
-class QuantisedOptions(Options):
-    """Quantised weights made plain."""
-
-    heading = "Values and devices"
     dequantize: Literal["bf16", "fp16", "fp32"] | None = option(
         "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
         choices=["bf16", "fp16", "fp32"], bare="bf16", moves=True,
     )  # fmt: skip
-
-
-@record
-class PartOptions(Options):
-    """Weights in parts made whole."""
-
-    heading = "Values and devices"
     fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)
-
-
-_ABOUT_INTEGERS = "Integers need scales beside them: `dtype='q8_0'` makes both, in a .gguf."
-
-
-@record
-class CastOptions(Options):
-    """Other dtypes."""
-
-    heading = "Values and devices"
     dtype: Dtypes | None = several(
         "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches. q8_0: of a "
         "GGUF, matrices become Q8_0.",
@@ -124,8 +101,6 @@ class CastOptions(Options):
         """Raise UsageError for a dtype that nothing is cast to."""
         super().check()
         for glob, name in self.cast_to.items():
-            from ckpt_tools.tree.dtypes import CAST_TARGETS
-
             if name not in CAST_TARGETS.values() and (glob, name) != ("", "q8_0"):
                 said = f"{glob}={name}" if glob else name
                 fix = _ABOUT_INTEGERS if re.match(r"u?int\d|q\d", name, re.IGNORECASE) else ""
@@ -152,18 +127,6 @@ class ObjectOptions(Options):
         choices=["keep", "plain", "drop"],
     )
     allow_dangerous: bool = flag("Keep the objects of a file that ckpt scan calls dangerous: OUT is as dangerous as IN.")
-
-
-@record
-class SlimOptions(Options):
-    """Weights alone."""
-
-    heading = "What to keep"
-    slim: bool = flag(
-        "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
-        alias="--weights-only-content", moves=True,
-    )  # fmt: skip
-    ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
 
 
 @record
@@ -236,8 +199,7 @@ class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
 
 @record
 class EditOptions(
-    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, PartOptions, CastOptions, FitOptions, ObjectOptions,
-    SlimOptions,
+    NameOptions, Selection, ValueOptions, FitOptions, ObjectOptions,
 ):  # fmt: skip
     """All that a conversion does to tensors."""
 
@@ -259,7 +221,7 @@ class ConvertOptions(EditOptions, SaveOptions):
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):
             raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
         if self.plan is not None and (
-            named := [name for name in self.given() if name in ("rename", "add_prefix", "add_module")]
+            named := [name for name in self.asked() if name in ("rename", "add_prefix", "add_module")]
         ):
             raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
 
@@ -272,4 +234,4 @@ class ConvertOptions(EditOptions, SaveOptions):
     @property
     def moves_tensors(self) -> bool:
         """Whether the tensors do not stay where they lie in the input."""
-        return self.targeted or any(self.options[name].moves for name in self.given())
+        return self.targeted or any(self.options[name].moves for name in self.asked())

@@ -192,7 +192,7 @@ def _versions(node: Dict) -> dict[str, Node]:
 
 def _free_keys(root: Node) -> Iterator[str]:
     """Storage keys that are not taken."""
-    used = {node.key for node in reachable(root, dicts=False) if type(node) is Storage}
+    used = {node.key for node in reachable(root) if type(node) is Storage}
     number = 0
     while True:
         if str(number) not in used:

@@ -50,9 +50,10 @@ from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.arguments import Schemes
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
-from ckpt_tools.tree.options import Schemes, natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
@@ -324,7 +325,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.missing += [Missing([row.index], row.bytes, row.why) for row in salvaged.archives]
     report.tensors = count_tensors(root) + len(salvaged.archives)  # each holds one tensor at least
     report.saved = report.tensors - len(lost) - len(salvaged.archives)
-    sizes = {id(node): node.nbytes for node in reachable(root, dicts=False, bare=False) if type(node) is Storage}
+    sizes = {id(node): node.nbytes for node in reachable(root, bare=False) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values()) + sum(row.bytes for row in salvaged.archives)
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:

@@ -77,7 +77,6 @@ function showFindings() {
     what.append(make("span", `${finding.severity}${finding.where ? ` in ${finding.where}` : ""}: `, "severity"), finding.found);
     box.append(what);
     if (finding.expected) box.append(make("p", `expected ${finding.expected}`, "dim"));
-    if (finding.says) box.append(make("p", finding.says, "dim"));
     if (finding.fix) {
       const line = make("div", null, "command");
       const button = make("button", "Copy");

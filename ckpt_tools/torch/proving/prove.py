@@ -29,8 +29,9 @@ from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, 
 from ckpt_tools.torch.proving.precision import Precision, cast, computing_in
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
+from ckpt_tools.tree.arguments import Arguments
 from ckpt_tools.tree.graphs import parse
-from ckpt_tools.tree.options import Arguments, natural
+from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
 # --- which tensors of the new model are proved
