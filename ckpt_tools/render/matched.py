@@ -16,7 +16,7 @@ from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import plain_table, print_rows, print_title
+from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
 from ckpt_tools.render.text import by_reason, counted, print_parts
 from ckpt_tools.text import printable, shape_text
 
@@ -136,7 +136,7 @@ def _print_pairs(matching: Matching, out: Page, *, show_all: bool) -> None:
     lines = [[*names, note] for names, note in items] if show_all else [[*row.names(), row.note] for row in _rows(items)]
     if lines:
         out.print()
-        out.print(_table(("checkpoint", "target", "reason"), lines, show_all=show_all))
+        out.print(_table(("checkpoint", "target", "reason"), lines, out, show_all=show_all))
 
 
 def _reason(reason: str, confidence: float) -> str:
@@ -144,15 +144,27 @@ def _reason(reason: str, confidence: float) -> str:
     return reason if confidence == 1 else f"{reason} {confidence:g}"
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], *, show_all: bool) -> Table:
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Page, *, show_all: bool) -> Table:
     table = plain_table()
     for head in heads:
         table.add_column(head, overflow="fold")
-    for line in lines if show_all else lines[:_SHOWN_ROWS]:
-        table.add_row(*map(printable, line))
+    shown = [[printable(cell) for cell in line] for line in (lines if show_all else lines[:_SHOWN_ROWS])]
+    rooms = _rooms([[head, *(line[index] for line in shown)] for index, head in enumerate(heads)], out.width)
+    for line in shown:
+        table.add_row(*(wrapped(cell, room) for cell, room in zip(line, rooms, strict=True)))
     if not show_all and len(lines) > _SHOWN_ROWS:
         table.add_row(f"... {len(lines) - _SHOWN_ROWS} more (--all)")
     return table
+
+
+def _rooms(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The widths of columns: narrow ones as they are, the others share what is left of the line."""
+    rooms = [max(map(len, cells)) for cells in columns]
+    left = width - 2 * len(rooms)
+    for place, index in enumerate(sorted(range(len(rooms)), key=rooms.__getitem__)):
+        rooms[index] = min(rooms[index], left // (len(rooms) - place))
+        left -= rooms[index]
+    return rooms
 
 
 def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
@@ -163,16 +175,16 @@ def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
         lines = [[name] for name in names] if show_all else [row.names() for row in _rows(((n,), "") for n in names)]
         if lines:
             out.print()
-            out.print(_table((label,), lines, show_all=show_all))
+            out.print(_table((label,), lines, out, show_all=show_all))
     if matching.mismatched:
         lines = [[row.old, row.new, shape_text(row.source_shape), shape_text(row.target_shape)] for row in matching.mismatched]
         out.print()
-        out.print(_table(("mismatched", "target", "shape", "target's"), lines, show_all=show_all))
+        out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
         if any(in_unknown_order(row.source_shape, row.target_shape) for row in matching.mismatched):
             out.print('as many numbers in another shape: step = "reshape" or "permute" in a plan says in which order they lie')
     if matching.ambiguous:
         out.print()
-        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), show_all=show_all))
+        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all))
 
 
 def _ambiguous(matching: Matching) -> list[list[str]]:
