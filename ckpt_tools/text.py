@@ -38,7 +38,6 @@ _MEANT = {
 _SAID = {
     "weights_only": "Nothing that a file says is ever executed: leave it out.",
     "device": "Tensors go where the model has its own.",
-    "no_verify": "Damaged bytes are kept by `repair` with `keep_damaged=True` alone.",
     "verify": "`check` compares every CRC-32; what leaves its container is compared as ever.",
     "prove": "`ckpt_tools.torch.prove` runs both.",
 }

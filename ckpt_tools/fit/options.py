@@ -39,6 +39,27 @@ class PartnerOptions(Options):
         "order and names of layers; also by what numbers they hold, for two copies of one network; or zipped in order.",
         choices=["exact+wrappers", "names", "structure", "values", "position"],
     )
+    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
+    pair: Renames = several(
+        "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
+        metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
+    )  # fmt: skip
+
+    @property
+    def stages(self) -> Stages | None:
+        """How partners are found."""
+        return self.match
+
+    @property
+    def run(self) -> tuple[Any, str | Sequence[str]]:
+        """The model of IN, and what it takes, where it is to be run."""
+        return None, ()
+
+
+@record
+class RunOptions(PartnerOptions):
+    """The model that IN was made by, which is run beside the target."""
+
     from_: Any = option(
         "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "
         "shapes leave open.", metavar="CALLABLE", in_code="An `nn.Module` too.",
@@ -46,11 +67,6 @@ class PartnerOptions(Options):
     input: str | Sequence[str] = several(
         "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
         metavar="[NAME=]SHAPE[:N]",
-    )  # fmt: skip
-    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
-    pair: Renames = several(
-        "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
-        metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
     )  # fmt: skip
 
     def check(self) -> None:
@@ -67,6 +83,11 @@ class PartnerOptions(Options):
     def stages(self) -> Stages | None:
         """How partners are found; a model of IN is asked by structure."""
         return self.match or ("structure" if self.from_ is not None else None)
+
+    @property
+    def run(self) -> tuple[Any, str | Sequence[str]]:
+        """The model of IN, and what it takes, where it is to be run."""
+        return self.from_, self.input
 
 
 @record
@@ -125,7 +146,7 @@ class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
         alone = about if self.plan is None else [name for name in about if name == "like_args"]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
-        partners = [name for name in ("match", "allow_reshape", "from_", "pair") if name in self.asked()]
+        partners = [name for name in ("match", "allow_reshape", "pair") if name in self.asked()]
         if self.plan is not None and partners:
             raise UsageError(f"`{partners[0]}` does not go with `plan`, which names the partners.")
 

@@ -50,7 +50,7 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
     """What the options want known of a state dict and of a target."""
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
-        compared = compare_graphs(old, checkpoint, Question(options.from_, options.input), target)
+        compared = compare_graphs(old, checkpoint, Question(*options.run), target)
     elif options.stages == "values":
         old, new = sampled_sides(old, node, target)
     return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))

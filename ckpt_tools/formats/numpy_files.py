@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -71,11 +70,6 @@ class Header:
 def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes is a .npy."""
     return head.startswith(_MAGIC)
-
-
-def is_npz(names: Collection[str]) -> bool:
-    """Whether a zip of these records is a .npz."""
-    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 def decode_npy(source: Source) -> Decoded:

@@ -24,27 +24,26 @@ from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Recor
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine, Maker
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
-from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
-from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage
+from ckpt_tools.tree.nodes import Global, Storage
 
 _RECORD = b"PK\x03\x04"
 
 
 def decode(
-    source: Source, directory: Directory, folder: str, member: str = "", keys: str = "", *, program: bool = False
-) -> Decoded:
+    source: Source, directory: Directory, folder: str, member: str = "", keys: str = "",
+    storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
+) -> Decoded:  # fmt: skip
     """Read the pickle of a torch-zip; no tensor bytes."""
     records = by_name(directory, member)
     small = {name: _small_record(source, records, folder, name) for name in _GOOD}
     warnings = [*behind(source, directory), *_odd_records(small)]
     has_checksums = any(record.crc for record in directory.records)
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
-    of_program = _of_program() if program else None
-    storages = (of_program[0] if of_program else Storages)(Locator(source, records, f"{folder}/data").locate, keys)
+    storages = storages_of(Locator(source, records, f"{folder}/data").locate, keys)
     stream = read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
-    machine = Machine(stream, of_program[1], storages.storage) if of_program else _machine(stream, storages, keys)
+    machine = _machine(stream, storages, keys, makers)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
@@ -84,15 +83,10 @@ _NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 
-def _of_program() -> tuple[type[Storages], Mapping[Global, Maker]]:
-    """How a TorchScript program's pickle is read."""
-    return ProgramStorages, PROGRAM_MAKERS
-
-
-def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:
+def _machine(stream: bytes, storages: Storages, keys: str, makers: Mapping[Global, Maker]) -> Machine:
     """A machine over the pickle; pickled storages in strings of bytes, which few files have, bring their reader along."""
-    if b"_load_from_bytes" not in stream:
-        return Machine(stream, MAKERS, storages.storage)
+    if b"_load_from_bytes" not in stream or makers is not MAKERS:
+        return Machine(stream, makers, storages.storage)
 
     from ckpt_tools.formats.legacy_stream import Blobs
 
@@ -274,45 +268,3 @@ def misplaced(storages: Iterable[tuple[str, Storage]], folder: str, version: byt
             return [Warned("odd-storage-alignment", found, expected, "info")]
         position = place + nbytes + (DESCRIPTOR if nbytes else 0)
     return []
-
-
-_SPARSE = Global("torch._utils", "_rebuild_sparse_tensor")
-_GET_LAYOUT = Global("torch.serialization", "_get_layout")
-_TAG = Global("torch.jit._pickle", "restore_type_tag")
-
-
-def _class(name: str) -> str:
-    """The class of storages that C++ names after a dtype, and Python does not have."""
-    kind = "ComplexHalf" if name == "complex32" else name.capitalize().replace("Uint", "UInt")
-    return f"{kind}Storage"
-
-
-class ProgramStorages(Storages):
-    """The storages of a program: each dtype has a class of its own, and those on the meta device an empty record."""
-
-    kinds = BY_STORAGE | {_class(name): dtype for name, dtype in DTYPES.items() if not dtype.storage and dtype.in_torch}
-    on_meta = True
-
-
-def _rebuild(args: tuple[Node, ...]) -> Node:
-    """`_rebuild_tensor_v2`, whose dict of bits has a tag."""
-    tag = args[6] if len(args) == 7 else None
-    if type(tag) is Object and tag.function == _TAG and tag.call == "reduce" and type(tag.args) is tuple and tag.args:
-        args = (*args[:6], tag.args[0])
-    return rebuild_tensor_v2(args)
-
-
-def _sparse(args: tuple[Node, ...]) -> Node:
-    """`_rebuild_sparse_tensor(layout, size, requires_grad, *parts, hooks)` as Python has it: the layout and a tuple."""
-    layout, size, requires_grad, *parts, _ = args if len(args) >= 4 else (None,) * 4
-    name, count = _LAYOUTS.get(layout if type(layout) is int else 0, ("", 0))
-    if len(parts) != count or not parts or any(type(part) is not Entry for part in parts):
-        raise TensorError("A sparse tensor of the program is malformed, or of a layout that torch does not write.")
-    if requires_grad is not False:
-        raise TensorError("A sparse tensor of the program requires a gradient, which Python's form of it cannot say.")
-    data = (*parts, size, False) if count == 2 else (*parts, size)
-    return Object("reduce", _SPARSE, (Object("reduce", _GET_LAYOUT, (name,)), data))
-
-
-_LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
-PROGRAM_MAKERS: dict[Global, Maker] = {**MAKERS, Global("torch._utils", "_rebuild_tensor_v2"): _rebuild, _SPARSE: _sparse}

@@ -26,8 +26,10 @@ from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.pickling.machine import Maker
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
 from ckpt_tools.tree.modules import SAVED
 from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage, check, contiguous_stride
 from ckpt_tools.tree.visit import parts, reachable
@@ -60,18 +62,13 @@ class _Class:
 _Declared = Mapping[str, _Class]
 
 
-def sniff(names: set[str], folder: str) -> bool:
-    """Whether a zip with these records is a program."""
-    return f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names
-
-
 def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     """Read a program's module tree; no tensor bytes, and the code only for the names of its parameters."""
     records = torch_zip.by_name(directory)
     if f"{folder}/model.json" in records:
         decoded = _decode_json(source, directory, folder, records)
     elif f"{folder}/data.pkl" in records:
-        decoded = torch_zip.decode(source, directory, folder, program=True)
+        decoded = torch_zip.decode(source, directory, folder, storages_of=_Storages, makers=_MAKERS)
         decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
         decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     else:
@@ -219,6 +216,48 @@ def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
 def _tables(parameters: list[Pair], buffers: list[Pair], modules: list[Pair], others: list[Pair]) -> Build:
     """The state of an nn.Module."""
     return Build(Dict([("_parameters", Dict(parameters)), ("_buffers", Dict(buffers)), ("_modules", Dict(modules)), *others]))
+
+
+_SPARSE = Global("torch._utils", "_rebuild_sparse_tensor")
+_GET_LAYOUT = Global("torch.serialization", "_get_layout")
+_TAG = Global("torch.jit._pickle", "restore_type_tag")
+
+
+def _storage_class(name: str) -> str:
+    """The class of storages that C++ names after a dtype, and Python does not have."""
+    kind = "ComplexHalf" if name == "complex32" else name.capitalize().replace("Uint", "UInt")
+    return f"{kind}Storage"
+
+
+class _Storages(Storages):
+    """The storages of a program: each dtype has a class of its own, and those on the meta device an empty record."""
+
+    kinds = BY_STORAGE | {_storage_class(name): dtype for name, dtype in DTYPES.items() if not dtype.storage and dtype.in_torch}
+    on_meta = True
+
+
+def _rebuild(args: tuple[Node, ...]) -> Node:
+    """`_rebuild_tensor_v2`, whose dict of bits has a tag."""
+    tag = args[6] if len(args) == 7 else None
+    if type(tag) is Object and tag.function == _TAG and tag.call == "reduce" and type(tag.args) is tuple and tag.args:
+        args = (*args[:6], tag.args[0])
+    return rebuild_tensor_v2(args)
+
+
+def _sparse(args: tuple[Node, ...]) -> Node:
+    """`_rebuild_sparse_tensor(layout, size, requires_grad, *parts, hooks)` as Python has it: the layout and a tuple."""
+    layout, size, requires_grad, *parts, _ = args if len(args) >= 4 else (None,) * 4
+    name, count = _LAYOUTS.get(layout if type(layout) is int else 0, ("", 0))
+    if len(parts) != count or not parts or any(type(part) is not Entry for part in parts):
+        raise TensorError("A sparse tensor of the program is malformed, or of a layout that torch does not write.")
+    if requires_grad is not False:
+        raise TensorError("A sparse tensor of the program requires a gradient, which Python's form of it cannot say.")
+    data = (*parts, size, False) if count == 2 else (*parts, size)
+    return Object("reduce", _SPARSE, (Object("reduce", _GET_LAYOUT, (name,)), data))
+
+
+_LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
+_MAKERS: dict[Global, Maker] = {**MAKERS, Global("torch._utils", "_rebuild_tensor_v2"): _rebuild, _SPARSE: _sparse}
 
 
 # --- 1.0 and 1.1

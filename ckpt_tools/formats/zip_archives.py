@@ -14,7 +14,7 @@ from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded, Keys, Warned, is_zip
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.zip_directory import END, END64, LOCATOR64, Directory, MissingDirectoryError, read_directory
-from ckpt_tools.formats.zip_inner import refuse_two_readings, single_folder
+from ckpt_tools.formats.zip_inner import is_npz, is_torchscript, refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.text import some
@@ -45,9 +45,9 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     """Anything but what torch.save wrote; read by modules that are imported only then."""
     from ckpt_tools.formats import exported_program, numpy_files, torchscript
 
-    if numpy_files.is_npz(names):
+    if is_npz(names):
         return numpy_files.decode_npz(source, directory)
-    if folder is not None and torchscript.sniff(names, folder):
+    if folder is not None and is_torchscript(names, folder):
         return torchscript.decode(source, directory, folder)
     if folder is not None and exported_program.sniff(names, folder):
         return exported_program.decode(source, directory, folder)

@@ -11,8 +11,6 @@ inflated into a temporary file without a name first. Source: stable_baselines3/c
 from __future__ import annotations
 
 import contextlib
-import tempfile
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +23,9 @@ from ckpt_tools.formats.registry import DecodeFile, containers
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.output import Source, write_all
+from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.io.sources import Window
+from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.tree.nodes import Dict, List, Node, as_dict
 
 _ZIP = b"PK\x03\x04"
@@ -178,27 +176,22 @@ def _node(value: Any, depth: int) -> Node:
     return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
 
 
-class Inflated(Source):
+class Inflated:
     """Deflated members of an archive, inflated one behind the other into a temporary file that has no name."""
 
     def __init__(self, archive: Source) -> None:
-        self.archive, self.path, self.size = archive, archive.path, 0
-        self._fd, self._identity = -1, object()
+        self.archive = archive
+        self.inflated: Spooled | None = None
 
     def place(self, record: Record) -> tuple[Source, int]:
         """The source that a member can be read from by position, and where it starts there; a deflated one is inflated."""
-        return (self, self._add(record)) if record.deflated else (self.archive, record.data)
-
-    def _add(self, record: Record) -> int:
-        """Inflate a record; returns where its bytes start."""
-        start = self.size
+        if not record.deflated:
+            return self.archive, record.data
         try:
-            if self._fd < 0:
-                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
-                weakref.finalize(self, file.close)
-                self._fd = file.fileno()
-            for chunk in chunks(torch_zip.record_content(self.archive, record)):
-                write_all(self._fd, memoryview(chunk))
+            if self.inflated is None:
+                self.inflated = Spooled(self.archive, ())
+            start = self.inflated.size
+            self.inflated.add(chunks(torch_zip.record_content(self.archive, record)))
         except CkptError:  # some of ours are an OSError too
             raise
         except OSError as error:
@@ -206,12 +199,4 @@ class Inflated(Source):
                 f"The deflated member {record.name!r} cannot be inflated into a temporary file of {record.size} bytes.",
                 why=f"{error.strerror or error}.", fix="Unpack the archive, or set TMPDIR to a folder with room.",
             ) from None  # fmt: skip
-        self.size += record.size
-        return start
-
-    def check_unchanged(self) -> None:
-        """As the archive that it was made from."""
-        self.archive.check_unchanged()
-
-    def close(self) -> None:
-        """Nothing: it ends when nothing refers to it."""
+        return self.inflated, start

@@ -327,10 +327,9 @@ def _text_mode(source: Source) -> DamagedFileError | None:
     if b"\r\n" not in head or b"\n" in head.replace(b"\r\n", b""):
         return None
     return DamagedFileError(
-        "The file was damaged by a text-mode transfer.",
-        why="Every line feed has a carriage return before it.",
+        "The file was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
         fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
-    )
+    )  # fmt: skip
 
 
 def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[list[Record], list[str]]:
@@ -393,24 +392,22 @@ NUMPY = b"\x93NUMPY"
 
 def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
-    fields = CENTRAL.unpack_from(data, at)
-    _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = (
-        fields
-    )
-    name_end = at + CENTRAL.size + name_length
-    extra_end = name_end + extra_length
-    following = extra_end + comment
+    entry = CentralEntry.of(data, at)
+    size, compressed, header, flags, method = entry.size, entry.compressed, entry.header, entry.flags, entry.method
+    name_end = at + CENTRAL.size + entry.name_length
+    extra_end = name_end + entry.extra_length
+    following = extra_end + entry.comment_length
     if following > len(data):
         raise DamagedFileError(f"The zip directory is damaged at offset {start + at}.", why="An entry runs past its end.")
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
-    if extra_length:
+    if entry.extra_length:
         extra = data[name_end:extra_end]
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
         _check_unicode_name(extra, raw_name, name)
-    if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
+    if entry.disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
-    if name.endswith("/") or attributes & 0x10:
+    if name.endswith("/") or entry.attributes & 0x10:
         if size or compressed:
             raise DamagedFileError(f"The zip record {name!r} is marked as a folder and has data.")
         if not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
@@ -418,7 +415,7 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
         return name, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
-    return Record(name, header, 0, size, compressed, crc, method == 8, flags, data[at:following]), following
+    return Record(name, header, 0, size, compressed, entry.crc, method == 8, flags, data[at:following]), following
 
 
 def is_record_name(name: str) -> bool:

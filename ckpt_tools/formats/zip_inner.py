@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
-from ckpt_tools.formats import numpy_files, torch_zip, torchscript
+from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.zip_directory import Directory, Record, read_directory
 from ckpt_tools.io.output import Source
@@ -26,14 +26,26 @@ def decode_inner(source: Source, start: int, size: int, name: str) -> Decoded:
     ]  # fmt: skip
     names = {row.name for row in inner.records}
     folder = single_folder(inner.records) or ""
-    if numpy_files.is_npz(names):
+    if is_npz(names):
+        from ckpt_tools.formats import numpy_files
+
         return numpy_files.decode_npz(window, inner)
-    if f"{folder}/data.pkl" not in names or torchscript.sniff(names, folder):
+    if f"{folder}/data.pkl" not in names or is_torchscript(names, folder):
         raise UnsupportedContainerError(
             f"{name!r} is a zip, but not one that torch.save wrote.",
             fix="Unpack the archive and convert its members one by one.",
         )
     return torch_zip.decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)
+
+
+def is_npz(names: Collection[str]) -> bool:
+    """Whether a zip of these records is a .npz."""
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def is_torchscript(names: Collection[str], folder: str) -> bool:
+    """Whether a zip of these records is a TorchScript program."""
+    return f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names
 
 
 _PICKLE, _CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by

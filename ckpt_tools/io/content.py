@@ -31,8 +31,8 @@ class Checksum:
             raise ChecksumError(
                 f"The bytes of {self.label} do not match their CRC-32.",
                 why=f"The file says {self.expected:08x}, the bytes give {self.value:08x}: they changed after they were saved.",
-                fix="Get the file again; ckpt check names what is damaged, ckpt repair saves the rest, "
-                "with `keep_damaged=True` the damaged bytes too.",
+                fix="Get the file again; ckpt check names what is damaged, ckpt repair saves the rest. "
+                "With `no_verify=True` the bytes are taken as they are.",
             )
 
 

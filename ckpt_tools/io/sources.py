@@ -165,6 +165,10 @@ class Spooled(Source):
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
         weakref.finalize(self, file.close)
         self._fd = file.fileno()
+        self.add(blocks)
+
+    def add(self, blocks: Iterable[bytes | memoryview]) -> None:
+        """Put more behind what is there."""
         for block in blocks:
             write_all(self._fd, memoryview(block))
             self.size += len(block)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fit.options import LeftOverOptions, PartnerOptions, TargetOptions
+from ckpt_tools.fit.options import LeftOverOptions, LikeOptions, RunOptions
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.convert.options import (
     DryRunOption,
@@ -25,7 +25,7 @@ Integers: TypeAlias = Literal["first", "max"]
 
 
 @record
-class MatchOptions(TargetOptions):
+class MatchOptions(LikeOptions, RunOptions):
     """All that `match` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
@@ -43,7 +43,7 @@ class MatchOptions(TargetOptions):
 
 
 @record
-class LoadOptions(PartnerOptions, LeftOverOptions):
+class LoadOptions(RunOptions, LeftOverOptions):
     """All that `load_into` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")

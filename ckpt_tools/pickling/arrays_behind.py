@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from ckpt_tools.pickling.machine import Machine, Malformed
+from ckpt_tools.pickling.lines import Malformed
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 

@@ -9,7 +9,6 @@ Source for every opcode: CPython's Lib/pickle.py, Lib/pickletools.py and Modules
 from __future__ import annotations
 
 import _compat_pickle
-import codecs
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT, REBUILD, tensor
+from ckpt_tools.pickling.lines import LongNumber, Malformed, value, whole
 from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, NO_CLASSES, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -42,10 +42,6 @@ _UNUSUAL = {
 }  # fmt: skip
 _OUTSIDE = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}
 _U8, _U16, _U32, _I32, _U64, _F64 = (struct.Struct(code).unpack_from for code in ("<B", "<H", "<I", "<i", "<Q", ">d"))
-
-
-class Malformed(Exception):  # noqa: N818  it becomes a PickleError that tells where
-    """Why no reader goes on; where the position is behind the end, the pickle is cut off."""
 
 
 class Machine:
@@ -77,7 +73,7 @@ class Machine:
                 "The file's pickles come to far more bytes than the file has, or are read again and again."
             )
         try:
-            value: Node = self.run()
+            root: Node = self.run()
         except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
             raise self._error(error) from None
         except DamagedFileError as error:
@@ -89,13 +85,14 @@ class Machine:
             taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
             taken["nodes"] = taken.get("nodes", 0) + self.room - max(0, self.left)
         self.settle()
-        return value
+        return root
 
     def _error(self, error: Exception) -> PickleError:
         at = min(self.position, self.end)
         is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
         self.cut = is_cut or isinstance(error, struct.error)
         self.needed = self.position if self.position > self.end else 0
+        self.two_ways |= isinstance(error, LongNumber)
         if isinstance(error, KeyError):
             told = f"reads memo {error}, which was never written"
         else:
@@ -114,14 +111,6 @@ class Machine:
         self.cut = True
         return self.data[at : self.end - 1], self.end  # Python's own unpickler drops the last byte, whatever it is
 
-    def _whole(self, text: bytes, base: int = 0) -> int:
-        """A whole number as text, which ends at a NUL. Of more digits than Python converts by default it is refused."""
-        try:
-            return int(text.partition(b"\0")[0], base)
-        except ValueError:
-            self.two_ways |= _LONG_NUMBER.match(text) is not None
-            raise Malformed("holds a whole number that cannot be read") from None
-
     def _byte_string(self, data: bytes) -> Node:
         """A Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
         try:
@@ -130,26 +119,6 @@ class Machine:
             self.left -= 1
             self.unusual["text of Python 2 that is not UTF-8"] = None
             return ByteString(data)
-
-    def _of_line(self, op: int, line: bytes) -> Node:
-        """A value that is written as a line."""
-        if op == 0x49:  # INT
-            text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
-            octal = _OCTAL.fullmatch(text)
-            number = int(octal[1] + octal[2], 8) if octal else self._whole(text)
-            return bool(number) if len(line) == 2 and 0 <= number <= 1 else number  # 01 and 00, to C also +1 and -0
-        if op == 0x4C:  # LONG
-            return self._whole(line.removesuffix(b"L"))
-        try:
-            if op == 0x46:  # FLOAT
-                return float(line.partition(b"\0")[0])
-            if op == 0x56:  # UNICODE
-                return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
-            if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-                raise Malformed("holds a string without its quotes")
-            return self._byte_string(_unescape(line[1:-1]))
-        except ValueError:
-            raise Malformed("holds text that cannot be read") from None
 
     def name(self, module: Node, name: Node) -> Node:
         """The inert record of a global."""
@@ -327,7 +296,7 @@ class Machine:
                     else:
                         unusual["opcode PUT"] = None
                         line, at = self._line(at)
-                        n = self._whole(line, 10)
+                        n = whole(line, 10)
                     if n == len(memo):
                         memo.append(stack[-1])
                         if far:
@@ -469,9 +438,9 @@ class Machine:
                         if strict:
                             raise Malformed("is a STOP before the end of its frame")
                         self.two_ways |= frame < at + _MOST_FRAME
-                    value = stack.pop()
+                    root = stack.pop()
                     self.remains = bool(stack)
-                    return value
+                    return root
                 elif op == 0x80:  # PROTO
                     self.protocol = data[at]
                     at += 1
@@ -559,7 +528,7 @@ class Machine:
                         self.left -= 1
                     elif op == 0x67:  # GET
                         line, at = self._line(at)
-                        n = self._whole(line, 10)
+                        n = whole(line, 10)
                         stack.append(memo[n] if 0 <= n < len(memo) else far[n])
                     elif op == 0x50:  # PERSID
                         line, at = self._line(at)
@@ -567,7 +536,8 @@ class Machine:
                         stack.append(self.persistent(line.decode("utf-8", "surrogatepass")))
                     elif op in b"IFLSV":
                         line, at = self._line(at)
-                        stack.append(self._of_line(op, line))
+                        made = value(op, line)
+                        stack.append(self._byte_string(made) if type(made) is bytes else made)
                     elif op in _OUTSIDE:
                         at = self.outside(op, stack, at)
                     else:
@@ -590,8 +560,6 @@ _TOLD: dict[type, str] = {
 _CONSTANTS: dict[int, Node] = {0x29: (), 0x89: False, 0x88: True, 0x4E: None}
 _MANY_CONSTANTS = re.compile(rb"[)N\x88\x89]+")
 _WITH_LENGTH = b"XTUBC\x8a\x8b\x8c\x8d\x8e\x96"
-_LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")  # which Python before 3.11 reads
-_OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
 
 
 def python3_name(module: str, name: str) -> tuple[str, str]:
@@ -644,25 +612,3 @@ def _is_of(node: Object, functions: frozenset[Global]) -> bool:
 def _is_pair_of_dicts(state: tuple[Node, ...]) -> bool:
     """Whether a state is that of an object with slots."""
     return len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}
-
-
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
-_ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
-_UNITS = re.compile(rb"(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
-
-
-def _unescape(data: bytes) -> bytes:
-    """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
-    # some thousand escapes at a time: `re.sub` keeps a list of all its pieces
-    return b"".join([_ESCAPE.sub(_unescape_one, units[0]) for units in _UNITS.finditer(data)])
-
-
-def _unescape_one(found: re.Match[bytes]) -> bytes:
-    octal, hexadecimal, other = found.groups()
-    if octal is not None:
-        return bytes((int(octal, 8) & 0xFF,))
-    if hexadecimal is not None:
-        return bytes.fromhex(hexadecimal.decode())
-    if other is None or other == b"x":
-        raise ValueError("an escape that ends early")
-    return _ESCAPED.get(other, other if other in b"\\'\"" else b"\\" + other)

@@ -223,3 +223,25 @@ def test_what_no_unpickler_takes(name: str, tmp_path: Path) -> None:
         with pytest.raises(CkptError):
             work()
     assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_many_tensors(protocol: int, tmp_path: Path) -> None:
+    """Tensors of all kinds in a file of hundreds, most of which are read in one step: they come out as torch loads them."""
+    base, made = torch.arange(1000.0), {}
+    for i in range(300):
+        shape = [(), (3,), (2, 3), (70_000,), (1, 2, 1, 2), (300, 2)][i % 6]
+        made[f"plain.{i}"] = torch.arange(0, torch.Size(shape).numel()).reshape(shape).to([torch.float32, torch.int64][i % 2])
+        made[f"view.{i}"] = base[i : i + 300].reshape(2, 150).t()
+        made[f"parameter.{i}"] = torch.nn.Parameter(torch.ones(2))
+        made[f"grad.{i}"] = torch.ones(1, requires_grad=True)
+        made[f"untyped.{i}"] = torch.ones(2).to(torch.float8_e5m2)
+    torch.save(made, tmp_path / "in.pth", pickle_protocol=protocol)
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    before, after = torch.load(tmp_path / "in.pth", weights_only=False), torch.load(tmp_path / "out.pth")
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        other = after[name]
+        assert (other.dtype, other.stride(), other.storage_offset()) == (tensor.dtype, tensor.stride(), tensor.storage_offset())
+        assert (type(other), other.requires_grad) == (type(tensor), tensor.requires_grad)
+        assert torch.equal(other.float(), tensor.float()), name

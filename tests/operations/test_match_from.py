@@ -39,8 +39,9 @@ def test_both_models_are_run(alpha: Path, model: Any) -> None:
 
 
 def test_convert_writes_what_computes_the_same(alpha: Path, tmp_path: Path) -> None:
-    """Converted with --from, the new model gives the old one's outputs."""
-    convert(alpha, tmp_path / "new.pth", like=NEW, from_=OLD, input="2x5x8")
+    """Converted with the plan that --from gave, the new model gives the old one's outputs."""
+    match(alpha, like=NEW, from_=OLD, input="2x5x8", output=tmp_path / "plan.toml")
+    convert(alpha, tmp_path / "new.pth", plan=tmp_path / "plan.toml")
     new = attention.New()
     new.load_state_dict(load_state_dict(tmp_path / "new.pth"))
     old = attention.Old()

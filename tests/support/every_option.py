@@ -48,8 +48,6 @@ WHOLE = {
     "convert --like": LIKE,
     "convert --like-args": "ddp.pth OUT.pth --like models.py:net --like-args {}",
     "convert --match": f"{LIKE} --match",
-    "convert --from": "ddp.pth OUT.pth --like models.py:net --from models.py:net",
-    "convert --input": "ddp.pth OUT.pth --like models.py:net --from models.py:net --input 1x3x4x4",
     "convert --allow-reshape": f"{LIKE} --allow-reshape",
     "convert --pair": f"{LIKE} --pair module.fc1.bias=fc1.bias",
     "convert --plan": "ddp.pth OUT.pth --plan plan.toml",

@@ -23,7 +23,7 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
@@ -73,10 +73,10 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
 
 
 def records_leaving(root: Node, decoded: Decoded, edits: Edits) -> Leaving:
-    """The records whose CRC-32 is compared: those whose bytes leave it behind."""
+    """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
     from ckpt_tools.edit.checksums import Leaving
 
-    return Leaving(root, keeps=edits.kind == "pth" and decoded.has_checksums)
+    return Leaving(Dict() if edits.options.no_verify else root, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:

@@ -218,7 +218,7 @@ class Edits:
         root, gone = slimming.slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, done = compaction.compact(root, verify=self.kind != "pth")
+        root, done = compaction.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
 

@@ -185,9 +185,10 @@ class DryRunOption(Options):
 
 @record
 class WriteOptions(Options):
-    """Who is told how far it is."""
+    """How the bytes are written."""
 
     heading = "Output"
+    no_verify: bool = flag("Check no CRC-32 where the bytes leave it behind.", moves=True)
     progress: Progress | None = option("Called with (bytes written, bytes in total).")
 
 
