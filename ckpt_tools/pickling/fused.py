@@ -6,14 +6,12 @@ It takes the place of forty opcodes: a file of 20,000 tensors opens in half the 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Storage, check
-
-if TYPE_CHECKING:
-    from ckpt_tools.pickling.machine import Machine
 
 REBUILD, ORDERED_DICT = Global("torch._utils", "_rebuild_tensor_v2"), Global("collections", "OrderedDict")
 _INT = rb"(K.|M..|J...[\0-\x7f])"
@@ -28,9 +26,12 @@ _COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in r
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
-def tensor(machine: Machine, at: int, memo: list[Any]) -> tuple[int, Node] | None:
+NODES = 9  # that the opcodes of a tensor would make
+
+
+def tensor(data: bytes, at: int, memo: list[Any], persistent_load: Callable[[Node], Node]) -> tuple[int, Node] | None:
     """The tensor whose arguments begin here, and where it ends; None where something else stands here."""
-    found = _TENSOR.match(machine.data, at)
+    found = _TENSOR.match(data, at)
     if found is None:
         return None
     (word, kind, length, key, put_key, device, numel, put_id, offset, size, put_size, stride, put_stride, ordered,
@@ -44,11 +45,9 @@ def tensor(machine: Machine, at: int, memo: list[Any]) -> tuple[int, Node] | Non
         return None
     text, start = key.decode(), int.from_bytes(offset[1:], "little")
     pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], int.from_bytes(numel[1:], "little"))
-    storage = machine.persistent_load(pid)
+    storage = persistent_load(pid)
     if type(storage) is not Storage or storage.device == "meta":
         return None
-    machine.position = found.end()
-    machine.left -= 9
     made = Entry(storage, storage.dtype or UINT8, shape, strides, start)
     check(made)
     hooks = Dict(ordered=True)
@@ -58,7 +57,7 @@ def tensor(machine: Machine, at: int, memo: list[Any]) -> tuple[int, Node] | Non
     if put_stride:
         memo.append(strides)
     memo += (hooks, (storage, start, shape, strides, False, hooks), made)
-    return machine.position, made
+    return found.end(), made
 
 
 @lru_cache(maxsize=4096)

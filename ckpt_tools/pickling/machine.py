@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError
-from ckpt_tools.pickling.fused import ORDERED_DICT, REBUILD, tensor
+from ckpt_tools.pickling.fused import NODES, ORDERED_DICT, REBUILD, tensor
 from ckpt_tools.pickling.lines import LongNumber, Malformed, value, whole
 from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, NO_CLASSES, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
@@ -201,7 +201,7 @@ class Machine:
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
-        """Append items to what is no list."""
+        """Append items to an object."""
         if type(target) is not Object:
             raise Malformed("appends to something that is not a list")
         self.left -= 1
@@ -209,7 +209,7 @@ class Machine:
         target.append(items)
 
     def set(self, target: Node, items: list[Node]) -> None:
-        """Set keys and values of what is no dict."""
+        """Set keys and values of an object."""
         if type(target) is not Object:
             raise Malformed("sets items of something that is not a dict")
         self.left -= 1
@@ -318,7 +318,10 @@ class Machine:
                     made = memo[n] if n < len(memo) else far[n]
                     stack.append(made)
                     if made is rebuild and limit > end and len(memo) > _BYTE and not far:
-                        at, stack[-1] = tensor(self, at, memo) or (at, made)
+                        self.position = at
+                        if (found := tensor(data, at, memo, self.persistent_load)) is not None:
+                            at, stack[-1] = found
+                            self.left -= NODES
                 elif op == 0x4B:  # BININT1
                     stack.append(data[at])
                     at += 1
