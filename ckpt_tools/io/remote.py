@@ -12,7 +12,7 @@ import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,6 +29,7 @@ from ckpt_tools.io.sources import Files
 FIRST = 64 << 10  # bytes of the first request, which also tells the size
 _TRIES = 3
 _SLOWEST = 16 << 10  # bytes a second
+_LONGEST_HEADERS = 256 << 10
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
 
 
@@ -99,11 +100,60 @@ def addresses(host: str) -> list[str]:
     return [str(row[4][0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
 
 
+class _Lines:
+    """An answer's bytes as lines, which together are no longer than headers are."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.left = file, _LONGEST_HEADERS
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self.file.readline(limit)
+        self.left -= len(line)
+        if self.left < 0:
+            raise HTTPException("The headers of its answer are longer than any")
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class _Response(HTTPResponse):
+    """An answer whose headers are bounded: Python reads a hundred of 64 KiB each, in memory several times as large."""
+
+    def begin(self) -> None:
+        file, self.fp = self.fp, cast("Any", _Lines(self.fp))
+        try:
+            super().begin()
+        finally:
+            if self.fp is not None:  # the answer has a body
+                self.fp = file
+
+
+class _Bounded(urllib.request.AbstractHTTPHandler):
+    """Connections with such answers."""
+
+    def do_open(self, http_class: Any, req: Any, **http_conn_args: Any) -> Any:
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            connection = http_class(*args, **kwargs)
+            connection.response_class = _Response
+            return connection
+
+        return super().do_open(connect, req, **http_conn_args)
+
+
+class _Http(_Bounded, urllib.request.HTTPHandler):
+    """HTTP."""
+
+
+class _Https(_Bounded, urllib.request.HTTPSHandler):
+    """HTTPS."""
+
+
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """HTTP and HTTPS with the proxies of the environment, and nothing else: no ftp, no file."""
     opener = urllib.request.OpenerDirector()
     for handler in (
-        urllib.request.ProxyHandler(), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(), _Redirects(url),
+        urllib.request.ProxyHandler(), _Http(), _Https(), _Redirects(url),
         urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(),
     ):  # fmt: skip
         opener.add_handler(handler)

@@ -210,8 +210,15 @@ class Whole(nn.Module):
         return self.net.norm(self.net.conv(x)), self.net.head(self.net.mix(self.net.embed(ids)))
 
 
+def _rotary(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Rows of a square matrix for another kind of rotary embedding."""
+    torch.save(state, folder / "r.pth")
+    rows = state["mix.weight"].view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
+    return lambda model: model.load_state_dict(torch.load(folder / "r.pth") | {"mix.weight": rows})
+
+
 ELSEWHERE = [
-    _a_list, _exported,
+    _a_list, _exported, _rotary,
     _legacy, _whole_module, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
     _old_norms, _zeros, _sharded,
 ]  # fmt: skip
@@ -246,6 +253,24 @@ def test_tied_weights(tmp_path: Path) -> None:
         assert fates["head.weight"] == ("tied", "to embed.weight")
 
 
+def test_a_fused_tensor_is_split_and_joined(tmp_path: Path) -> None:
+    """Rows of a larger tensor, and tensors one below the other, are from the file, and said to be."""
+    q, k, v = (torch.rand(rows, 32) for rows in (16, 8, 8))
+    torch.save({"qkv.weight": torch.cat([q, k, v])}, tmp_path / "fused.pth")
+    torch.save({"q.weight": q, "k.weight": k, "v.weight": v}, tmp_path / "parts.pth")
+    parts = nn.ModuleDict({name: nn.Linear(32, rows, bias=False) for name, rows in (("q", 16), ("k", 8), ("v", 8))})
+    with ckpt.guard(parts) as seen:
+        rows = torch.load(tmp_path / "fused.pth")["qkv.weight"].split([16, 8, 8])
+        parts.load_state_dict({f"{name}.weight": part for name, part in zip("qkv", rows, strict=True)})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["rows 0 to 15", "rows 16 to 23", "rows 24 to 31"]
+    fused = nn.ModuleDict({"qkv": nn.Linear(32, 32, bias=False)})
+    with ckpt.guard(fused) as seen:
+        fused.load_state_dict({"qkv.weight": torch.cat(list(torch.load(tmp_path / "parts.pth").values()))})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["joined with k.weight, v.weight"]
+
+
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
 def test_small_tensors_by_the_hundred(ending: str, tmp_path: Path) -> None:
     """Tensors that are read many at a time, across the edges of what is read at once, are each their own."""
@@ -257,4 +282,20 @@ def test_small_tensors_by_the_hundred(ending: str, tmp_path: Path) -> None:
         model.load_state_dict(torch.load(file) if ending == "pth" else load_file(file))
         with torch.no_grad():
             model[150][-1] += 1
-    assert wrong(seen) == {"150": "changed"}
+    assert wrong(seen) == {"150": "partly"}
+
+
+def test_experts_that_are_stacked(tmp_path: Path) -> None:
+    """Matrices of many experts, two and two fused and all stacked, as transformers keeps them: each part is from the file."""
+    experts = {f"experts.{i}.{part}.weight": torch.rand(6, 5) for i in range(12) for part in ("gate", "up")}
+    torch.save(experts, tmp_path / "experts.pth")
+    model = nn.ParameterDict({"gate_up": nn.Parameter(torch.rand(12, 12, 5))})
+    with ckpt.guard(model) as seen:
+        found = list(torch.load(tmp_path / "experts.pth").values())
+        model.load_state_dict({"gate_up": torch.stack([torch.cat(found[at : at + 2]) for at in range(0, 24, 2)])})
+    seen.check()
+    assert seen.fates[0].how.startswith("joined with experts.0.up.weight, experts.1.gate.weight")
+    with ckpt.guard(model) as seen:
+        torch.load(tmp_path / "experts.pth")
+        model["gate_up"].data[7, 3] += 1
+    assert not seen

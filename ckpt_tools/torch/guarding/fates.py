@@ -9,15 +9,16 @@ from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import MatchError, UsageError
 from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
+from ckpt_tools.torch.guarding.stored import Library
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 
-Word: TypeAlias = Literal["loaded", "tied", "untouched", "changed", "swapped", "unsaved", "unexamined"]
-_ORDER: tuple[Word, ...] = ("loaded", "tied", "unsaved", "unexamined", "swapped", "changed", "untouched")
-_WRONG = ("untouched", "changed", "swapped")
+Word: TypeAlias = Literal["loaded", "tied", "untouched", "partly", "changed", "swapped", "unsaved", "unexamined"]
+_ORDER: tuple[Word, ...] = ("loaded", "tied", "unsaved", "unexamined", "swapped", "partly", "changed", "untouched")
+_WRONG = ("untouched", "partly", "changed", "swapped")
 _SHOWN = 6
 _SAYS = {
-    "untouched": "still as made", "changed": "changed, and in no file that was opened",
+    "untouched": "still as made", "partly": "partly from a file", "changed": "changed, and in no file that was opened",
     "swapped": "from one another's names in the file",
 }  # fmt: skip
 
@@ -29,11 +30,12 @@ class Fate:
     Attributes:
         name: its name in the model. kind: "parameter" or "buffer".
         fate: "loaded" (its numbers are a file's), "tied" (it is another tensor of the model, which is loaded), "untouched" (as
-            it was made), "changed" (by other means: its numbers are in no file that was opened), "swapped" (it has another
-            name's numbers, which has its own), "unsaved" (a buffer that no state dict holds, or one without elements; a counter
-            that files from before torch 0.4.1 lack), "unexamined" (written to, and its elements cannot be looked at).
+            it was made), "partly" (some of its rows are a file's), "changed" (by other means: its numbers are in no file that
+            was opened), "swapped" (it has another name's numbers, which has its own), "unsaved" (a buffer that no state dict
+            holds, or one without elements; a counter that files from before torch 0.4.1 lack), "unexamined" (written to, and
+            its elements cannot be looked at).
         path: the file. source: the tensor's path in there.
-        how: what was done to it on the way: "float32 -> float16", "transposed"; or why it has this fate.
+        how: what was done to it on the way: "float32 -> float16", "transposed", "rows 0 to 63"; or why it has this fate.
     """
 
     name: str
@@ -61,6 +63,9 @@ class Fates:
     fates: list[Fate] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def _fill(self, fates: list[Fate], library: Library) -> None:
+        self.fates, self.files, self.notes = fates, library.paths, library.notes
 
     def __bool__(self) -> bool:
         return bool(self.fates) and all(fate.is_right for fate in self.fates)
@@ -146,4 +151,5 @@ def _title(fate: Fate) -> str:
         return fate.fate
     name, source = unwrap(fate.name), unwrap(fate.source)
     renamed = "" if source.endswith(name) or name.endswith(source) else "renamed"
-    return ", ".join(part for part in (fate.fate, renamed, fate.how) if part)
+    how = fate.how if "->" in fate.how else fate.how.partition(" ")[0]  # which rows, and of what, would be a line for each
+    return ", ".join(part for part in (fate.fate, renamed, how) if part)
