@@ -136,8 +136,8 @@ RUBBISH: list[str] = [
     'x = "' + '\\"' * 10_000,
 ]  # fmt: skip
 TOO_MUCH = [
-    "".join(f"{number}.a.a = 1\n" for number in range(40_000)), "".join(f"[{number}]\n" for number in range(100_000)),
-    "x = [" + "[]," * 400_000 + "]",
+    "".join(f"{number}.a.a = 1\n" for number in range(150_000)), "".join(f"[{number}]\n" for number in range(600_000)),
+    "x = [" + "[]," * 1_200_000 + "]",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def test_overlapping_tensors_cannot_take_for_ever(tmp_path: Path) -> None:
     torch.save({f"v{i}.weight": one.expand(25_000_000 + i) for i in range(100)}, path)
     report = check(path, digest=True)
     assert len(report.skipped) + len(report.digests) == 100
-    assert len(report.digests) < 5
+    assert len(report.digests) < 10
     assert "skipped" in [finding.code for finding in report.findings]
 
 

@@ -111,9 +111,9 @@ ESCAPED = "".join(f"\\u{ord(letter):04x}" for letter in "os"), "".join(f"\\u{ord
         (b"S'\\157\\163'\nS'\\163\\171\\163\\164\\145\\155'\n\x93(S'true'\ntR.", "dangerous"),
         (b"\x8d\2\0\0\0\0\0\0\0os\x8d\6\0\0\0\0\0\0\0system\x93\x8c\4true\x85R.", "dangerous"),
         (b"\x80\x04" + b"(" * 30000 + b"1" * 30000 + BEHIND, "unexamined"),
-        (b"\x80\x02}q\0" + b"h\0" * 200000 + BEHIND, "unexamined"),
+        (b"\x80\x02}q\0" + b"h\0" * 200000 + BEHIND, "dangerous"),
     ],
-    ids=["escapes", "behind another value", "octal", "long counts", "beyond depth", "beyond objects"],
+    ids=["escapes", "behind another value", "octal", "long counts", "beyond depth", "many objects"],
 )
 def test_however_a_pickle_in_a_text_begins(data: bytes, verdict: str, tmp_path: Path) -> None:
     """Names that are escaped, counts of eight bytes and what no limit lets be read are seen in a text as in a file."""

@@ -67,7 +67,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
         found.states += len(numbers)
     names: dict[str, Path] = {}
     first: dict[tuple[int, str], str] = {}
-    for path, node in _leaves(root, found, limits.NODES.most(file_bytes)):
+    for path, node in _leaves(root, found, limits.NODES.most(file_bytes) // limits.LISTED):
         name = dotted(path)
         if name in names:
             raise ConvertError(
