@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit.lora.planning import Merged
 from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
@@ -16,6 +15,7 @@ from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
 
 _SPEED_FROM = 100 << 20

@@ -14,8 +14,6 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.flatten import UNEDITED, MetadataEdit
-from ckpt_tools.edit.lora.adapter import opened
-from ckpt_tools.edit.lora.merging import Merging
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
@@ -380,6 +378,9 @@ def merge(
             fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`." if found else
             "A pickled model gives its state dict with `objects='plain'`.",
         )  # fmt: skip
+    from ckpt_tools.edit.lora.adapter import opened
+    from ckpt_tools.edit.lora.merging import Merging
+
     merging = Merging(root, found[0].node, report.source)
     for path, weight in adapters:
         adapter = stack.enter_context(opened(path))

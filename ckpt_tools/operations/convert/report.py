@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.edit.lora.planning import Merged
 from ckpt_tools.text import brief, notebook
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
 
 
