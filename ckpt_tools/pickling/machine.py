@@ -30,6 +30,7 @@ _BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only look
 _BYTE = 0xFF  # the largest place in the memo of one byte
 _BYTES_MADE, _ITEMS_READ = 64, 4  # by a call, and of its arguments, that count as a node
 _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
+_NEW_GLOBAL = 9  # nodes: each is looked up, rated and told
 _MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
 EXTENSION = "<extension"  # what the name begins with of a global that has a number
 
@@ -128,7 +129,7 @@ class Machine:
         found = taken if self.protocol < 3 else Global(module, name)
         if _BY_TEXT.get(str(taken), found) != found:
             self.two_names = found
-        self.left -= 1
+        self.left -= 1 if found in self.globals else _NEW_GLOBAL
         self.globals[found] = None
         return found
 

@@ -145,7 +145,7 @@ class _Reader:
     def _inside(self, count: int, depth: int) -> None:
         self.cursor.check(count)  # a value takes a byte at least
         limits.check_depth(depth, "The msgpack file is nested too deep.")
-        self.budget.take(limits.NODES, 1 + count // _VALUES_PER_CONTAINER, "The msgpack file has more values than are read.")
+        self.budget.take(limits.NODES, _MAP + count // _VALUES_PER_CONTAINER, "The msgpack file has more values than are read.")
 
     def _list(self, count: int, depth: int) -> Node:
         self._inside(count, depth)
@@ -238,6 +238,7 @@ def _malformed() -> DamagedFileError:
 
 
 _VALUES_PER_CONTAINER = 4
+_MAP = 5  # nodes of a map or list
 _CONSTANTS: dict[int, Node] = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBERS = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
