@@ -91,11 +91,6 @@ class RunOptions(PartnerOptions):
 
 
 @record
-class TargetOptions(LikeOptions, PartnerOptions):
-    """The target, and how tensors find their partners in it."""
-
-
-@record
 class PlanOptions(Options):
     """A plan that names the partners."""
 
@@ -134,7 +129,7 @@ class LeftOverOptions(Options):
 
 
 @record
-class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
+class FitOptions(LikeOptions, PartnerOptions, PlanOptions, LeftOverOptions):
     """What a checkpoint is fitted to, how, and what becomes of tensors that the target wants otherwise."""
 
     def check(self) -> None:

@@ -84,11 +84,11 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, wanted: str = "numbers") -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _refused(name, value, "numbers") from None
+        raise _refused(name, value, wanted) from None
 
 
 def _size(name: str, value: Any) -> Any:
@@ -129,7 +129,7 @@ def _files(name: str, value: Any) -> list[Any]:
 def _numbers(name: str, value: Any) -> list[float]:
     """Those of a text with commas, a list, range, array or tensor."""
     given = value.split(",") if isinstance(value, str) else _listed(name, value, "a list of numbers")
-    return [_number(name, one) for one in given]
+    return [_number(name, one, "numbers, as in 0.5,0.3,0.2") for one in given]
 
 
 def _rules(name: str, value: Any) -> list[Any]:

@@ -10,14 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, Self, TypeVar, dataclass_transform, overload
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, Self, TypeVar, dataclass_transform, overload
 
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.text import check_keywords
 from ckpt_tools.tree.arguments import Reader, as_it_is, reader
-
-if TYPE_CHECKING:
-    pass
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -166,9 +166,9 @@ def _content(h5py: Any, data: Any, where: str, opened: _Opened, source: Source, 
         whole = Range(source, offset, nbytes)
         return swapped(whole, dtype.swap_width) if data.dtype.byteorder == ">" else whole
     what = f"{where!r} of the HDF5 file"
-    limits.budget(source.size).take(limits.NODES, _CHUNKED, "The HDF5 file has too many arrays in chunks.")
-    what_all = f"The arrays of the HDF5 file up to {what[:100]} are too large."
-    limits.budget(source.size).take(limits.MEMORY, nbytes // limits.STREAMED, what_all)
+    budget, too_large = limits.budget(source.size), f"The arrays of the HDF5 file up to {what[:100]} are too large."
+    budget.take(limits.NODES, _CHUNKED, "The HDF5 file has too many arrays in chunks.")
+    budget.take(limits.MEMORY, nbytes // limits.STREAMED, too_large)
     if _at_once(tuple(data.shape), data.chunks) * dtype.itemsize > max(_MOST_AT_ONCE, source.size):
         raise UnsupportedContainerError(
             f"{what} is in larger chunks than fit in memory.", fix="Write it without: h5repack -l CONTI IN.h5 OUT.h5"
