@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
-from ckpt_tools.edit.casts import Casting
-from ckpt_tools.edit.flatten import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
@@ -33,6 +31,7 @@ _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkp
 
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.casts import Casting
     from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.tree.parametrized import Parametrized
 
@@ -52,8 +51,8 @@ class Edits:
     def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
         if options.quantises and kind != "gguf":
             raise UsageError("`dtype='q8_0'` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
-        self.metadata = MetadataEdit(options.metadata_texts)
-        if self.metadata != UNEDITED and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
+        self.texts = options.metadata_texts
+        if self.texts and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
             what = f"`set_metadata` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
         self.options, self.kind, self.account = options, kind, Account()
@@ -96,8 +95,8 @@ class Edits:
         root, casting = self._cast(root, report, plain)
         if self.kind in ("safetensors", "dcp", "gguf"):
             _leave_attributes(root, self.kind, self.options.objects, report)
-        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.metadata.texts if not text]
-        if found := [repr(key) for key, text in self.metadata.texts if text]:
+        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
+        if found := [repr(key) for key, text in self.texts if text]:
             report.notes.append(Note("metadata-set", f"Metadata: {listed(found)} set."))
         self._tell_danger(danger, root, report)
         left_out = {path for path, _ in report.dropped}

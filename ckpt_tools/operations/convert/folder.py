@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import flatten
 from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
-from ckpt_tools.edit.flatten import UNEDITED, Flat, MetadataEdit
+from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import folders, safetensors, sharded, zip_writer
 from ckpt_tools.formats.folders import INDEX_SUFFIX
@@ -324,14 +325,14 @@ def _run_shards(
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving]:
     decoded, objects = checkpoint.decoded, edits.options.objects
     if edits.kind == "safetensors":
-        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
+        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts)
     else:
         shards = torch_shards(
-            root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata,
+            root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts,
             trust_crc=decoded.has_checksums,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, decoded, edits)
+    leaving = records_leaving(root, chain.from_iterable(pieces for _, pieces in shards.files), decoded, edits)
     shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
 
@@ -385,7 +386,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
+    leaving = records_leaving(edited.root, (), checkpoint.decoded, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -477,14 +478,14 @@ class Shards:
 
 
 def safetensors_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], edit: MetadataEdit = UNEDITED
+    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], texts: Sequence[tuple[str, str]] = ()
 ) -> Shards:
     """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each."""
-    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit, shards=True)
+    flat = flatten.flatten(root, objects=objects, metadata=metadata, texts=texts, shards=True)
     shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
     names, files = sharded.SAFETENSORS, []
     weight_map: dict[str, str] = {}
-    said = {key: flat.metadata[key] for key in ("format", *dict(edit.texts)) if key in flat.metadata}
+    said = {key: flat.metadata[key] for key in ("format", *dict(texts)) if key in flat.metadata}
     for number, shard in enumerate(shards):
         file = names.shard(number + 1, len(shards))
         files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, said)))
@@ -494,11 +495,17 @@ def safetensors_shards(
 
 
 def torch_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], trust_crc: bool, edit: MetadataEdit = UNEDITED
+    root: Node,
+    limit: int,
+    *,
+    objects: str | None,
+    metadata: Mapping[str, str],
+    trust_crc: bool,
+    texts: Sequence[tuple[str, str]] = (),
 ) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
-    edit.apply(flat.metadata)
+    flatten.set_texts(flat.metadata, texts)
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
     names, homes = sharded.TORCH, _homes(groups, limit)
