@@ -36,7 +36,6 @@ from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
-    ByteString,
     Dict,
     Entry,
     Global,
@@ -44,6 +43,7 @@ from ckpt_tools.tree.nodes import (
     Node,
     Object,
     Storage,
+    array_bytes,
     check,
     contiguous_stride,
 )
@@ -325,14 +325,6 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
             buffer = buffer.args[0]
         return shape, kind, order == "F", buffer
     return None
-
-
-def array_bytes(data: Node, length: int) -> bytes | None:
-    """The bytes of a pickled array; Python 2's are those of a str, which was read as text where that could be."""
-    if type(data) is str:
-        encoded = data.encode("utf-8", "surrogatepass")
-        return encoded if len(encoded) == length else data.encode("latin1") if data.isascii() or max(data) <= "\xff" else None
-    return data.data if type(data) is ByteString else data if type(data) is bytes else None
 
 
 def _refuse(pid: Node) -> Node:

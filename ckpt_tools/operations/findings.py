@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from ckpt_tools.edit.lora.names import read_name
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, tensors_by_name
@@ -115,6 +114,8 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
 
 def _has_its_base(names: Iterable[str]) -> bool:
     """Whether every weight that an adapter changes is in the same file, as where a whole PEFT model was saved."""
+    from ckpt_tools.edit.lora.names import read_name
+
     parts = [read_name(name) for name in names]
     changed = {part.module for part in parts if part.role in ("down", "embedding_down")}
     return bool(changed) and changed <= {part.module for part in parts if part.role == "base"}
