@@ -14,23 +14,22 @@ from collections.abc import Mapping, Sequence
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned
-from ckpt_tools.formats.parts.grouping import ShardName, shard_name
-from ckpt_tools.formats.registry import DecodeFile
-from ckpt_tools.formats.sharded import Names, index_text, joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.temporaries import SUFFIX
+from ckpt_tools.parts.names import ShardName, shard_name
+from ckpt_tools.parts.sharded import Names, index_text, joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.nodes import Dict, as_dict
 
 
-def read(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> dict[str, Decoded]:
+def read(names: Sequence[str], files: Files, *, partial: bool = False) -> dict[str, Decoded]:
     """The structure of every shard, in order; no tensor bytes."""
     if any(name.endswith(SUFFIX) for name in files.names()):
         raise PartError(
             f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
             why="The shards may be those of two checkpoints.", fix="Write it again.",
         )  # fmt: skip
-    return {name: read_shard(name, files, decode_file) for name in complete(names, partial=partial)}
+    return {name: read_shard(name, files) for name in complete(names, partial=partial)}
 
 
 def complete(names: Sequence[str], *, partial: bool) -> list[str]:
@@ -69,8 +68,9 @@ def index_name(shard: str) -> str:
     return _names(said).index
 
 
-def decode(shards: Mapping[str, Decoded], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """The shards as one checkpoint, in the order of their numbers."""
+    shards = read(names, files, partial=partial)
     places_of(shards)
     found = renewed(shards.values())
     root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)

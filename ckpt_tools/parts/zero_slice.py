@@ -13,10 +13,10 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
-from ckpt_tools.formats.parts import evidence
-from ckpt_tools.formats.parts.merging import Merger
-from ckpt_tools.formats.parts.zero_rows import Group, groups_of
-from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState
+from ckpt_tools.parts import evidence
+from ckpt_tools.parts.merge import Merger
+from ckpt_tools.parts.zero_rows import Group, groups_of
+from ckpt_tools.parts.zero_states import ModelState, OptimizerState
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools.errors import CkptError, PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.parts.grouping import COMMON
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.merge import Merger, Share
+from ckpt_tools.parts.names import COMMON
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 
@@ -34,10 +34,8 @@ _EXTRA = "._extra_state"
 _MOST_LAYERS = 100_000
 
 
-def complete(decoded: Decoded, files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
-    """A dcp with the `common.pt` beside it, if there is one that tells of a job of Megatron-LM."""
-    if COMMON not in files.names():
-        return decoded
+def complete(decoded: Decoded, files: Files) -> Decoded:
+    """A dcp with the `common.pt` beside it, if that tells of a job of Megatron-LM."""
     try:
         common = decode_file(files.open(COMMON)).root
     except CkptError as error:

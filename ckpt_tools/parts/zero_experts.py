@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.parts.zero_states import ModelState
+from ckpt_tools.parts.zero_states import ModelState
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 from ckpt_tools.values.boxes import Sizes

@@ -11,19 +11,19 @@ Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.contents import is_tensor
-from ckpt_tools.formats.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.formats.parts.grouping import Group
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.formats.parts.rank_parts import Part, PartReader
-from ckpt_tools.formats.sharded import joined
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
+from ckpt_tools.parts.merge import Merger, Share
+from ckpt_tools.parts.names import Group, group_of, item_group_of
+from ckpt_tools.parts.rank_parts import Part, PartReader
+from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import Drop
@@ -45,10 +45,16 @@ class Places(Protocol):
         ...
 
 
-def decode(
-    group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False,
-    places: Places | None = None, names: Names | None = None,
-) -> Decoded:  # fmt: skip
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read files that differ in the rank alone."""
+    group = group_of(names[0], names) or item_group_of(names[0], names)
+    assert group is not None, "they were found by their ranks"
+    return merge(group, files, partial=partial)
+
+
+def merge(
+    group: Group, files: Files, *, partial: bool = False, places: Places | None = None, names: Names | None = None
+) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:

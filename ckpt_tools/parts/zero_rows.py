@@ -16,9 +16,9 @@ from itertools import accumulate
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.parts import zero_experts
-from ckpt_tools.formats.parts.merging import Share
-from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState
+from ckpt_tools.parts import zero_experts
+from ckpt_tools.parts.merge import Share
+from ckpt_tools.parts.zero_states import ModelState, OptimizerState
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.boxes import Sizes

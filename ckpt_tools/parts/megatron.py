@@ -23,11 +23,11 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.parts.grouping import MP_RANK
-from ckpt_tools.formats.parts.merging import Held, Merger, along
-from ckpt_tools.formats.sharded import joined
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.merge import Held, Merger, along
+from ckpt_tools.parts.names import MP_RANK
+from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
@@ -174,7 +174,7 @@ class _Part:
         return as_dict(self.decoded.root)
 
 
-def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)

@@ -26,19 +26,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.parts import zero_experts
-from ckpt_tools.formats.parts.merging import Merger, along
-from ckpt_tools.formats.parts.zero_names import SliceFiles, ZeroFiles
-from ckpt_tools.formats.parts.zero_slice import NamedState, Slice
-from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
-from ckpt_tools.formats.sharded import joined
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.content import read
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts import zero_experts
+from ckpt_tools.parts.merge import Merger, along
+from ckpt_tools.parts.names import SliceFiles, ZeroFiles, zero_files
+from ckpt_tools.parts.sharded import joined
+from ckpt_tools.parts.zero_slice import NamedState, Slice
+from ckpt_tools.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair
 from ckpt_tools.tree.visit import reachable
@@ -235,14 +234,14 @@ _CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of 
 _NAMED = 100  # missing ranks, of which more are only counted
 _MOST_RANKS = 1 << 16  # of which some may be missing
 
-DecodeFile: TypeAlias = Callable[[Source], Decoded]
 
-
-def decode(found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every file and put the weights together; of tensor bytes only step counters."""
+    found = zero_files(names)
+    assert found is not None, "they were found by their names"
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    reading = _Reading(found, files, decode_file, partial=partial)
+    reading = _Reading(found, files, partial=partial)
     model = reading.model()
     made = joined(CONTAINER, model.weights, files, reading.read_files, {})
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
@@ -268,8 +267,8 @@ def decode(found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: 
 class _Reading:
     """The files of a folder on their way into one model."""
 
-    def __init__(self, found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: bool) -> None:
-        self.found, self.files, self.decode_file, self.partial = found, files, decode_file, partial
+    def __init__(self, found: ZeroFiles, files: Files, *, partial: bool) -> None:
+        self.found, self.files, self.partial = found, files, partial
         self.keys, self.read_files = Keys(), list[Decoded]()
         self.slices: dict[int, Slice] = {}
         self.missing = list[str]()
@@ -281,7 +280,7 @@ class _Reading:
 
     def root_of(self, name: str, *, renewed: bool = False) -> Node:
         """What a file holds; `renewed` if its tensors come into the tree as they are."""
-        self.read_files.append(self.decode_file(self.files.open(name)))
+        self.read_files.append(decode_file(self.files.open(name)))
         root = self.read_files[-1].root
         return self.keys.renew(root) if renewed else root
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.formats.parts.rank_parts import Part
-from ckpt_tools.formats.parts.zero_rows import Row
+from ckpt_tools.parts.merge import Merger, Share
+from ckpt_tools.parts.rank_parts import Part
+from ckpt_tools.parts.zero_rows import Row
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
 from ckpt_tools.values.boxes import Sizes

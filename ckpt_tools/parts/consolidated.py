@@ -14,19 +14,20 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.formats.base import Decoded, Keys
-from ckpt_tools.formats.parts.evidence import check_not_twice
-from ckpt_tools.formats.parts.grouping import CONSOLIDATED
-from ckpt_tools.formats.parts.merging import Held, Merger, along
-from ckpt_tools.formats.sharded import joined, partly
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.evidence import check_not_twice
+from ckpt_tools.parts.merge import Held, Merger, along
+from ckpt_tools.parts.names import CONSOLIDATED
+from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 
@@ -45,9 +46,7 @@ class Params:
     heads: int
 
 
-def decode(
-    names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False
-) -> Decoded:  # fmt: skip
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     ranks, missing = _ranks(names, partial=partial)
     parts = [decode_file(files.open(name)) for name in ranks]

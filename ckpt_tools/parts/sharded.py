@@ -22,34 +22,26 @@ from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Keys, Warned, repeated
-from ckpt_tools.formats.registry import Container, DecodeFile
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.names import taken_before
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Object, Pair, Storage, as_dict
 from ckpt_tools.tree.visit import reachable
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
-_HEAD = 4096
-
-
-def is_index(source: Source) -> bool:
-    """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
-    head = source.read(0, min(_HEAD, source.size))
-    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.HEADER.value:
-        return False
-    return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
 
 
 # --- reading
 
 
-def decode(
-    index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False, before: Sequence[str] = ()
-) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes."""
+    index = files.open(names[0])
+    before = taken_before(names[0], files.names()) if files.path == files.folder else []
     weight_map, metadata = _read_index(index)
     if others := sorted({*before} - {*weight_map.values()}):
         raise NotACheckpointError(
@@ -62,7 +54,7 @@ def decode(
     weight_map = {name: file for name, file in weight_map.items() if file not in missing}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
-    shards = {name: read_shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
+    shards = {name: read_shard(name, files) for name in sorted({*weight_map.values()})}
     places = places_of(shards)
     _check_map(weight_map, places, shards, index)
     found = renewed(shards.values())
@@ -135,7 +127,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
+def read_shard(name: str, files: Files) -> Decoded:
     """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
@@ -289,10 +281,3 @@ def parse_size(text: str | int) -> int:
     if not 1 <= size < 1 << 63:
         raise ValueError(text)
     return int(size)
-
-
-def _with_its_shards(source: Source, files: Files, decode_file: DecodeFile) -> Decoded | None:
-    return decode(files.adopt(source), files, decode_file) if is_index(source) else None
-
-
-CONTAINER = Container(lambda head: head.lstrip().startswith(b"{"), None, _with_its_shards)
