@@ -41,7 +41,7 @@ from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Pair, Storage, contiguous_stride
-from ckpt_tools.values.boxes import Chunk, Sizes, assemble, extent
+from ckpt_tools.values.boxes import Sizes, assemble, extent
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
 
@@ -383,7 +383,7 @@ class _Waiting:
 
     @cached_property
     def content(self) -> Content:
-        found = [Chunk(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
+        found = [(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
         return assemble(self.name, self.shape, self.dtype.itemsize, found)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
@@ -446,7 +446,7 @@ def _whole(name: str, boxes: list[tuple[Sizes, Entry]], keys: Keys) -> Entry:
     shape = extent([(offsets, entry.shape) for offsets, entry in boxes])
     if prod(shape) > MAX_ELEMENTS:
         raise TensorError(f"The parts of {name!r} make an impossible shape.")
-    parts = [Chunk(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
+    parts = [(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
     content = assemble(name, shape, dtype.itemsize, parts)
     storage = Storage(keys.next(), dtype, content.length, "cpu", content)
     return Entry(storage, dtype, shape, contiguous_stride(shape), 0)

@@ -24,7 +24,7 @@ from ckpt_tools.formats.base import Decoded, Keys
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
-from ckpt_tools.parts.merge import Share
+from ckpt_tools.parts.merge import Piece
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
 from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at
 from ckpt_tools.parts.sharded import joined
@@ -180,7 +180,7 @@ class _Places:
             self.rows[where] = rows
             self.rows.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
 
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
         """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole."""
         rows = self.rows.get(where)
         if rows is None:
@@ -215,7 +215,7 @@ def _where(text: object) -> Where:
     return tuple(path)
 
 
-def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Share]]:
+def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Piece]]:
     """The whole shape, and the boxes that one rank holds."""
     packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
     kind, data = packed["type"], packed["data"]
@@ -236,14 +236,14 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Sh
     return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
 
 
-def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Share:
+def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
     """A box of what one rank holds."""
     if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
         raise ValueError("another shape")
     if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
         raise ValueError("more than is there")
     offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
-    return Share(rank, at, sizes, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset))
+    return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
 
 
 def _placement(row: Row) -> Placement:

@@ -378,7 +378,7 @@ class _Merging:
         if self.sizes[0] > 1:
             cut = axis_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
             if cut is not None:
-                return along(self.merger, name, cut.axis, groups, pieces=cut.pieces)
+                return along(self.merger, name, cut.axis, groups, count=cut.pieces)
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _version(self) -> float:

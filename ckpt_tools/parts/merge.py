@@ -7,70 +7,95 @@ which reads them, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
-from ckpt_tools.values.boxes import Chunk, Sizes, assemble
+from ckpt_tools.tree.exchange import DROP, Drop
+from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
+from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """A box of a tensor that one rank holds, and its elements: an entry of the box's sizes in that rank's file."""
+class Piece:
+    """A box of a tensor that one rank holds: where it begins, and the elements, an entry in that rank's file."""
 
-    rank: int
     offsets: Sizes
-    sizes: Sizes
     entry: Entry
+    rank: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the box."""
+        return self.entry.shape
 
 
 class Merger:
-    """Puts the tensors of one checkpoint together. Names whose shares are the same in every file are tied."""
+    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
 
-    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None) -> None:
-        self.keys, self.called = keys, called or {}
+    With `partial` what is not whole is noted in `lost`, with why, and is no error.
+    """
+
+    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
+        self.keys, self.called, self.partial = keys, called or {}, partial
         self.tied: dict[Any, Entry] = {}
-        self.replicas: list[tuple[str, Share, Share]] = []
+        self.replicas: list[tuple[str, Piece, Piece]] = []
+        self.lost: dict[str, str] = {}
 
     def tensor(
-        self, name: str, dtype: DType, shape: Sizes, shares: Sequence[Share], *, measured: Sizes | None = None,
+        self, name: str, dtype: DType, shape: Sizes, pieces: Sequence[Piece], *, measured: Sizes | None = None,
         requires_grad: bool = False,
     ) -> Entry:  # fmt: skip
-        """One tensor."""
-        boxes: dict[tuple[Sizes, Sizes], Share] = {}
-        for share in (share for share in shares if prod(share.sizes)):
-            self._check_share(name, dtype, share)
-            first = boxes.setdefault((share.offsets, share.sizes), share)
-            if first is not share:
-                self.replicas.append((name, first, share))
+        """One tensor. `measured`: the shape that the pieces are boxes of, where that is not the tensor's."""
+        boxes: dict[tuple[Sizes, Sizes], Piece] = {}
+        for piece in (piece for piece in pieces if prod(piece.sizes)):
+            if piece.entry.dtype.name != dtype.name:
+                there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
+                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
+            first = boxes.setdefault((piece.offsets, piece.sizes), piece)
+            if first is not piece:
+                self.replicas.append((name, first, piece))
         whole = shape if measured is None else measured
-        self._check_covered(name, whole, list(boxes.values()), shares)
-        key = (dtype.name, shape, tuple((box, *_view(share.entry)) for box, share in boxes.items()))
+        self._check_covered(name, whole, list(boxes.values()), pieces)
+        key = (dtype.name, shape, tuple((box, *_view(piece.entry)) for box, piece in boxes.items()))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
-        chunks = [Chunk(*box, row_major(share.entry)) for box, share in boxes.items()]
-        content = assemble(name, whole, dtype.itemsize, chunks)
-        storage = Storage(self.keys.next(), dtype, content.length, _device(shares), content)
+        content = assemble(name, whole, dtype.itemsize, ((*box, row_major(piece.entry)) for box, piece in boxes.items()))
+        device = pieces[0].entry.storage.device if pieces else "cpu"
+        storage = Storage(self.keys.next(), dtype, content.length, device, content)
         self.tied[key] = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
         return self.tied[key]
 
     def replicated(self, name: str, entries: Sequence[tuple[int, Entry]]) -> Entry:
         """A tensor that every rank has whole: the first rank's, with the others to be compared."""
         rank, first = entries[0]
-        own = Share(rank, (0,) * len(first.shape), first.shape, first)
+        own = Piece((0,) * len(first.shape), first, rank)
         for other, entry in entries[1:]:
             if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
                 raise self._disagreeing([name], [rank, other], "have different shapes or dtypes")
-            self.replicas.append((name, own, replace(own, rank=other, entry=entry)))
+            self.replicas.append((name, own, Piece(own.offsets, entry, other)))
         return first
+
+    def unless_lost(self, name: str, make: Callable[[], Node]) -> Node | Drop:
+        """What is made under a name; DROP where that is not whole and no error."""
+        try:
+            return make()
+        except PartError as error:
+            if not (self.partial and error.rest):
+                raise
+            self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
+            return DROP
 
     def shown(self, *ranks: int) -> str:
         """Ranks as a message shows them."""
@@ -90,14 +115,10 @@ class Merger:
         self.replicas.clear()
         return wrong
 
-    def _check_share(self, name: str, dtype: DType, share: Share) -> None:
-        if share.entry.dtype.name != dtype.name:
-            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on {self.shown(share.rank)}.", rest=True)
-
-    def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
-        held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
+    def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Piece], pieces: Sequence[Piece]) -> None:
+        held, wanted = sum(prod(piece.sizes) for piece in boxes), prod(shape)
         if held < wanted:
-            ranks = sorted({share.rank for share in shares})
+            ranks = sorted({piece.rank for piece in pieces})
             where = f"on {self.shown(*ranks)}" if ranks else "here"
             raise PartError(
                 f"{name!r} is not whole: {held} of its {wanted} elements are {where}.",
@@ -118,30 +139,27 @@ def _view(entry: Entry) -> tuple[int, int, Sizes]:
     return id(entry.storage), entry.offset, entry.stride
 
 
-def _device(shares: Sequence[Share]) -> str | None:
-    return shares[0].entry.storage.device if shares else "cpu"
+# --- runs: what ranks hold one behind the other
 
 
 Held = Sequence[tuple[int, Entry]]  # ranks in the order of their runs, and what each holds
 
 
-def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, pieces: int = 1) -> Entry:
-    """One tensor out of the runs that ranks hold of it, in their order."""
+def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count: int = 1) -> Entry:
+    """One tensor out of the runs along a dimension that ranks hold, in their order; `count` runs each, first all first ones."""
     first = groups[0][0][1]
-    shares, size = list[Share](), 0
-    for held in groups:
-        for rank, entry in held:
-            if _around(first, axis) is None or _around(entry, axis) != _around(first, axis) or entry.shape[axis] % pieces:
-                one, two = (merger.shown(at) for at in (rank, groups[0][0][0]))
-                among = f", of {pieces} each" if pieces > 1 else ""
-                raise PartError(
-                    f"{name!r} is {list(entry.shape)} on {one}, and {list(first.shape)} on {two}.",
-                    why=f"They should be parts of one tensor along dimension {axis}{among}.",
-                )
-        shares += _shares(axis, held, pieces)
-        size = max(size, sum(entry.shape[axis] for _, entry in held))
+    for rank, entry in (row for held in groups for row in held):
+        if _around(first, axis) is None or _around(entry, axis) != _around(first, axis) or entry.shape[axis] % count:
+            one, two = (merger.shown(at) for at in (rank, groups[0][0][0]))
+            among = f", of {count} each" if count > 1 else ""
+            raise PartError(
+                f"{name!r} is {list(entry.shape)} on {one}, and {list(first.shape)} on {two}.",
+                why=f"They should be parts of one tensor along dimension {axis}{among}.",
+            )
+    pieces = [piece for held in groups for piece in _runs(axis, held, count)]
+    size = max(sum(entry.shape[axis] for _, entry in held) for held in groups)
     shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
-    return merger.tensor(name, first.dtype, shape, shares, requires_grad=first.requires_grad)
+    return merger.tensor(name, first.dtype, shape, pieces, requires_grad=first.requires_grad)
 
 
 def _around(entry: Entry, axis: int) -> tuple[int, ...] | None:
@@ -149,16 +167,49 @@ def _around(entry: Entry, axis: int) -> tuple[int, ...] | None:
     return (*entry.shape[:axis], -1, *entry.shape[axis + 1 :]) if axis < len(entry.shape) else None
 
 
-def _shares(axis: int, held: Held, pieces: int) -> Iterator[Share]:
+def _runs(axis: int, held: Held, count: int) -> Iterator[Piece]:
     at = 0
-    for piece in range(pieces):
+    for number in range(count):
         for rank, entry in held:
-            part = _piece(entry, axis, piece, pieces)
-            yield Share(rank, tuple(at if dim == axis else 0 for dim in range(len(part.shape))), part.shape, part)
-            at += part.shape[axis]
+            size = entry.shape[axis] // count
+            shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
+            run = replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])
+            yield Piece(tuple(at if dim == axis else 0 for dim in range(len(shape))), run, rank)
+            at += size
 
 
-def _piece(entry: Entry, axis: int, number: int, pieces: int) -> Entry:
-    size = entry.shape[axis] // pieces
-    shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
-    return replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])
+class Row:
+    """Entries of one dimension, one behind the other: an element's place tells its entry. Some may be missing (None)."""
+
+    def __init__(self, runs: Iterable[tuple[int, int, Entry | None]]) -> None:
+        self.runs = [run for run in runs if run[1]]  # rank, number of elements, entry
+        self.ends = list(accumulate(numel for _, numel, _ in self.runs))
+
+    def cut(self, start: int, count: int, at: int = 0) -> Iterator[Piece]:
+        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            rank, numel, entry = self.runs[number]
+            inside = start - (self.ends[number] - numel)
+            taken = min(count, numel - inside)
+            if entry is not None:
+                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+
+
+# --- several files as one
+
+
+def merged(container: str, root: Node, files: Files, parts: Sequence[Decoded], merger: Merger | None = None) -> Decoded:
+    """One Decoded of what ranks hold; with a merger what several of them hold is compared before it is used."""
+    made = joined(container, root, files, parts, {})
+    made.has_checksums = False  # those of the ranks' records are not looked at
+    if merger is not None:
+        made.lost = list(merger.lost.items())
+
+        def compare(root: Node) -> Node:
+            merger.check_replicas()
+            return root
+
+        made.locate = compare
+    return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
@@ -20,7 +21,7 @@ from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.parts.merge import Merger, Share
+from ckpt_tools.parts.merge import Merger, Piece
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
 from ckpt_tools.parts.sharded import joined
@@ -40,7 +41,7 @@ _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 class Places(Protocol):
     """What something beside the files says of plain tensors in them."""
 
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
         """The whole shape and the boxes of what is a part; None for what every rank has whole."""
         ...
 
@@ -230,7 +231,7 @@ class _Merging:
         self.objects += [node for node in nodes if type(node) is Object]
         parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]
         self._check_alike(name, parts)
-        shares = [Share(rank, box.offsets, box.sizes, box.entry) for rank, part in zip(self.ranks, parts, strict=True)
+        shares = [replace(box, rank=rank) for rank, part in zip(self.ranks, parts, strict=True)
                   for box in part.held]  # fmt: skip
         return self.merger.tensor(name, parts[0].dtype, parts[0].shape, shares, requires_grad=parts[0].requires_grad)
 

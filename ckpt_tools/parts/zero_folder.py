@@ -75,7 +75,7 @@ class Rules:
         if name in self.buffers or self.whole.fit(name) or not held[0][1].shape:
             return merger.replicated(name, held)
         pieces = 2 if self.swiglu.fit(name) else 1
-        return along(merger, name, 1 if self.rows.fit(name) else 0, [held], pieces=pieces)
+        return along(merger, name, 1 if self.rows.fit(name) else 0, [held], count=pieces)
 
 
 def _texts(node: Node) -> list[str]:

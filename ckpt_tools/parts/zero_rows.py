@@ -9,41 +9,19 @@ Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_exp
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.parts import zero_experts
-from ckpt_tools.parts.merge import Share
+from ckpt_tools.parts.merge import Piece, Row
 from ckpt_tools.parts.zero_states import ModelState, OptimizerState
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.boxes import Sizes
 
 _ALIGNMENT = 2  # elements a rank, to which stages 1 and 2 fill a group up
-
-
-class Row:
-    """Entries of one dimension, one behind the other: an element's place tells its entry. Some may be missing (None)."""
-
-    def __init__(self, pieces: Sequence[tuple[int, int, Entry | None]]) -> None:
-        self.pieces = [piece for piece in pieces if piece[1]]
-        self.ends = list(accumulate(numel for _, numel, _ in self.pieces))
-
-    def shares(self, start: int, count: int, at: int = 0) -> Iterator[Share]:
-        """Elements from `start` on, as shares of a flattened tensor from its element `at` on; fewer where the row ends."""
-        number = bisect_right(self.ends, start)
-        while count > 0 and number < len(self.ends):
-            rank, numel, entry = self.pieces[number]
-            inside = start - (self.ends[number] - numel)
-            taken = min(count, numel - inside)
-            if entry is not None:
-                cut = Entry(entry.storage, entry.dtype, (taken,), (1,), entry.offset + inside)
-                yield Share(rank, (at,), (taken,), cut)
-            start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +44,14 @@ class Group:
         """Elements that each rank has where each parameter is cut by itself."""
         return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
 
-    def cut(self, pieces: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Share]]]:
+    def cut(self, pieces: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies."""
         if self.part is None:
             yield from self._cut_one_by_one(pieces)
             return
         row, start = Row([piece for rank in self.ranks for piece in self._in_row(rank, pieces.get(rank))]), 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
-            yield name, shape, list(row.shares(start, prod(shape)))
+            yield name, shape, list(row.cut(start, prod(shape)))
             start += prod(shape) + padding
 
     def _in_row(self, rank: int, entries: Sequence[Entry] | None) -> Iterator[tuple[int, int, Entry | None]]:
@@ -83,16 +61,16 @@ class Group:
         else:
             yield from ((rank, entry.numel, entry) for entry in entries)
 
-    def _cut_one_by_one(self, pieces: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Share]]]:
+    def _cut_one_by_one(self, pieces: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         at = {rank: number for number, rank in enumerate(self.ranks) if rank in pieces}
         rows = {number: Row([(rank, entry.numel, entry) for entry in pieces[rank]]) for rank, number in at.items()}
         start = 0
         for name, shape in self.shapes.items():
             numel = prod(shape)
             part = -(-numel // len(self.ranks))
-            found = list[Share]()
+            found = list[Piece]()
             for number, row in rows.items():  # the last part is filled up; ranks behind it hold nothing but filling
-                found += row.shares(start, max(0, min(part, numel - number * part)), number * part)
+                found += row.cut(start, max(0, min(part, numel - number * part)), number * part)
             yield name, shape, found
             start += part
 
