@@ -195,7 +195,7 @@ ROWS = {
         "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), partial=False, decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.zero_folder", _deepspeed, by_name.checkpoint_folder, beside=_beside_zero, part=parts.of_zero
+        "ckpt_tools.parts.deepspeed", _deepspeed, by_name.checkpoint_folder, beside=_beside_zero, part=parts.of_zero
     ),
     "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
     "shards": Family("ckpt_tools.parts.loose_shards", _shards),

@@ -8,7 +8,7 @@ which reads them, before anything is written.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -133,6 +133,20 @@ class Merger:
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
             rest=True,
         )
+
+
+_NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
+
+
+def wrong_ranks(there: Collection[int], world: int, *, partial: bool) -> str:
+    """What is wrong with the ranks that are there of a world; "" where nothing is. `partial`: some may be missing."""
+    missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
+    beyond = sorted(rank for rank in there if rank >= world)
+    if not beyond and (partial or not missing):
+        return ""
+    if missing:
+        return f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
+    return f"{these_ranks(beyond)} would be beyond it"
 
 
 def _view(entry: Entry) -> tuple[int, int, Sizes]:

@@ -21,7 +21,7 @@ from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.parts.merge import Merger, Piece
+from ckpt_tools.parts.merge import Merger, Piece, wrong_ranks
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
 from ckpt_tools.parts.sharded import joined
@@ -34,7 +34,6 @@ from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
-_NAMED = 100  # missing ranks, of which more are only counted
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
@@ -77,19 +76,11 @@ def merge(
 
 
 def _check_world(group: Group, world: int, *, partial: bool) -> None:
-    missing = [rank for rank in range(min(world, len(group.names) + _NAMED)) if rank not in group.names]
-    beyond = [rank for rank in group.names if rank >= world]
-    if beyond or (missing and not partial):
-        rest = world - len(group.names) - len(missing)  # a name may say any number
-        what = (
-            f"missing: {these_ranks(missing, rest=max(rest, 0))}"
-            if missing
-            else f"{these_ranks(sorted(beyond))} would be beyond it"
-        )
+    if what := wrong_ranks(group.names, world, partial=partial):
         there = next(iter(group.names.values()))
         raise PartError(
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
-            fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
+            fix="Get the others too: a model needs the parts of all ranks.", rest=max(group.names) < world,
         )  # fmt: skip
 
 
