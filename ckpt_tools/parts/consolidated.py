@@ -15,7 +15,6 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
@@ -25,9 +24,9 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.evidence import check_not_twice
-from ckpt_tools.parts.merge import Held, Merger, along
+from ckpt_tools.parts.merge import Held, Merger, along, merged
 from ckpt_tools.parts.names import CONSOLIDATED
-from ckpt_tools.parts.sharded import joined, partly
+from ckpt_tools.parts.sharded import partly, renewed
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 
@@ -38,31 +37,21 @@ _FREQUENCIES = "rope.freqs"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
-    """What `params.json` or the tensors say of the whole model: its width, and that of all heads together."""
-
-    dim: int
-    heads: int
-
-
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     ranks, missing = _ranks(names, partial=partial)
-    parts = [decode_file(files.open(name)) for name in ranks]
     keys = Keys()
-    for part in parts:
-        part.root = keys.renew(part.root)
-    roots = [_flat(part) for part in parts]
-    merging = _Merging(roots, _params(files, roots[0]), keys)
-    if partial and not missing and not merging.has_all_heads:
+    parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
+    model = _Model([_flat(part) for part in parts], files, Merger(keys))
+    cut_off = model.missing_heads()
+    if cut_off is not None and partial and not missing:
         missing = ["those behind the last"]
-    made = joined(CONTAINER, merging.run() if not missing else merging.run_partial(), files, parts, {})
+    elif cut_off is not None and not missing:
+        raise cut_off
+    made = merged(CONTAINER, model.root(whole_only=bool(missing)), files, parts, model.compare)
     if missing:
-        made.lost = merging.lost
+        made.lost = list(model.lost.items())
         made.warnings.append(partly("files of ranks are", missing))
-    made.has_checksums = False  # those of the ranks' records are not looked at
-    made.locate = merging.locate
     return made
 
 
@@ -92,20 +81,6 @@ def _flat(part: Decoded) -> dict[str, Entry]:
     return entries
 
 
-def _params(files: Files, tensors: Mapping[str, Entry]) -> Params | None:
-    """What is known of the whole model; None where nothing is."""
-    norm = tensors.get(_NORM)
-    length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
-    said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
-    dim = said.get("dim", length)
-    if dim is None:
-        return None
-    if length not in (None, dim):
-        raise PartError(f"params.json says dim {dim}, and {_NORM!r} has {length} elements.", why="It is another model's.")
-    heads, size = said.get("n_heads"), said.get("head_dim")
-    return Params(dim, heads * size if heads is not None and size is not None else dim)
-
-
 def _read_params(source: Source) -> dict[str, int]:
     """The numbers that count."""
     limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
@@ -120,101 +95,83 @@ def _read_params(source: Source) -> dict[str, int]:
     return found
 
 
-class _Merging:
-    """The tensors of all ranks on their way into one state dict."""
+class _Model:
+    """The tensors of all ranks on their way into one state dict. `width`, `heads`: of the whole model and of its heads."""
 
-    def __init__(self, roots: Sequence[Mapping[str, Entry]], params: Params | None, keys: Keys) -> None:
-        self.roots, self.params = roots, params
-        self.merger = Merger(keys)
-        self.lost: list[tuple[str, str]] = []
+    def __init__(self, roots: Sequence[Mapping[str, Entry]], files: Files, merger: Merger) -> None:
+        self.roots, self.merger = roots, merger
+        self.lost: dict[str, str] = {}
         self.cut: dict[int, list[Entry]] = {}
-
-    def run(self) -> Node:
-        """The merged state dict, in the first rank's order."""
-        self._check_names()
-        for name in self.roots[0]:
-            if name.endswith(_ATTENTION):
-                self._check_world(name)
-        return Dict([(name, self._merged(name)) for name in self.roots[0]], ordered=True)
-
-    def run_partial(self) -> Node:
-        """What every rank has whole, by its name: norms, frequencies, biases of rows."""
-        self._check_names()
-        whole = [name for name in self.roots[0] if self._is_whole(name)]
-        why = "cut among the ranks, of which some are missing"
-        self.lost = [(name, why) for name in self.roots[0] if not self._is_whole(name)]
-        if not whole:
-            raise PartError(f"No tensor is whole in these files: {self.lost[0][0]!r} is {why}.")
-        held = {name: [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)] for name in whole}
-        return Dict([(name, self.merger.replicated(name, held[name])) for name in whole], ordered=True)
-
-    @property
-    def has_all_heads(self) -> bool:
-        """Whether the files are as many as the model was cut into, by the matrices that tell it."""
-        try:
-            for name in self.roots[0]:
-                if name.endswith(_ATTENTION) and all(name in tensors for tensors in self.roots):
-                    self._check_world(name)
-        except PartError:
-            return False
-        return True
-
-    def locate(self, root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are."""
-        self.merger.check_replicas()
-        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
-        return root
-
-    def _check_names(self) -> None:
-        every = dict.fromkeys(name for tensors in self.roots for name in tensors)
-        for rank, tensors in enumerate(self.roots):
+        every = dict.fromkeys(name for tensors in roots for name in tensors)
+        for rank, tensors in enumerate(roots):
             if missing := [name for name in every if name not in tensors]:
                 raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
-
-    def _check_world(self, name: str) -> None:
-        """As many files as the model was cut into: all heads must be there."""
-        held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
-        whole = self.params.heads if self.params is not None else held
-        if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
+        norm = roots[0].get(_NORM)
+        length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+        said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
+        self.width = said.get("dim", length)
+        if self.width is not None and length not in (None, self.width):
             raise PartError(
-                f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
-                why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
-            )  # fmt: skip
+                f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.", why="It is another model's."
+            )
+        self.heads = said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width
+
+    def missing_heads(self) -> PartError | None:
+        """That there are fewer files than the model was cut into, by the matrices that tell it."""
+        for name in (name for name in self.roots[0] if name.endswith(_ATTENTION)):
+            held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
+            whole = held if self.width is None or self.heads is None else self.heads
+            if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
+                return PartError(
+                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
+                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
+                )  # fmt: skip
+        return None
+
+    def root(self, *, whole_only: bool) -> Node:
+        """The merged state dict, in the first rank's order; `whole_only`: of what every rank has whole, by its name."""
+        if whole_only:
+            why = "cut among the ranks, of which some are missing"
+            self.lost = {name: why for name in self.roots[0] if not _is_whole(name)}
+            if len(self.lost) == len(self.roots[0]):
+                raise PartError(f"No tensor is whole in these files: {next(iter(self.lost))!r} is {why}.")
+        return Dict([(name, self._merged(name)) for name in self.roots[0] if name not in self.lost], ordered=True)
+
+    def compare(self) -> None:
+        """Compare what several ranks hold, and that no rank is there twice."""
+        self.merger.check_replicas()
+        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
 
     def _merged(self, name: str) -> Entry:
         held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
-        axis = self._axis(name, held) if len(held) > 1 else None
-        if axis is None:
+        if len(held) == 1 or _is_whole(name):
             return self.merger.replicated(name, held)
         for rank, entry in held:
             self.cut.setdefault(rank, []).append(entry)
+        kind = _kind(name)
+        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, held)
         return along(self.merger, name, axis, [held])
 
-    def _axis(self, name: str, held: Held) -> int | None:
-        """The dimension along which a tensor was cut; None where every rank has it whole."""
-        kind = name.rpartition(".")[0].rpartition(".")[2]
-        if self._is_whole(name):
-            return None
-        if kind in _COLUMNS or kind in _ROWS:
-            return 0 if kind in _COLUMNS else 1
-        return self._by_width(name, held, is_embedding=kind == "tok_embeddings")
-
-    def _is_whole(self, name: str) -> bool:
-        """Whether every rank has a tensor whole, by its name."""
-        module, _, role = name.rpartition(".")
-        kind = module.rpartition(".")[2]
-        return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and role != "weight")
-
-    def _by_width(self, name: str, held: Held, *, is_embedding: bool) -> int:
+    def _by_width(self, name: str, held: Held) -> int:
         """The dimension in which the model's width is reached."""
-        shape, dim = held[0][1].shape, self.params.dim if self.params is not None else -1
-        reached = [axis for axis, size in enumerate(shape) if size * len(held) == dim]
+        shape = held[0][1].shape
+        reached = [axis for axis, size in enumerate(shape) if size * len(held) == self.width]
         if len(reached) == 1:
             return reached[0]
-        if is_embedding and len(shape) == 2 and shape[1] == dim:
+        if _kind(name) == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
         raise PartError(
             f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(held)} ranks.",
             why="Neither is its name known, nor does one dimension reach the model's width.",
-            fix="" if self.params is not None else "params.json tells the width: put it beside the files.",
+            fix="" if self.width is not None else "params.json tells the width: put it beside the files.",
         )
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _is_whole(name: str) -> bool:
+    """Whether every rank has a tensor whole, by its name."""
+    kind = _kind(name)
+    return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))

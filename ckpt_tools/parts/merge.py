@@ -214,16 +214,17 @@ class Row:
 # --- several files as one
 
 
-def merged(container: str, root: Node, files: Files, parts: Sequence[Decoded], merger: Merger | None = None) -> Decoded:
-    """One Decoded of what ranks hold; with a merger what several of them hold is compared before it is used."""
+def merged(
+    container: str, root: Node, files: Files, parts: Sequence[Decoded], compare: Callable[[], None] | None = None
+) -> Decoded:
+    """One Decoded of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
     made = joined(container, root, files, parts, {})
     made.has_checksums = False  # those of the ranks' records are not looked at
-    if merger is not None:
-        made.lost = list(merger.lost.items())
 
-        def compare(root: Node) -> Node:
-            merger.check_replicas()
-            return root
+    def compared(root: Node) -> Node:
+        if compare is not None:
+            compare()
+        return root
 
-        made.locate = compare
+    made.locate = compared
     return made

@@ -71,9 +71,9 @@ def partly(what: str, missing: Sequence[str]) -> Warned:
     return Warned("parts-missing", f"{what} missing: {listed(missing)}; what is whole without them is taken")
 
 
-def renewed(parts: Iterable[Decoded]) -> list[Decoded]:
+def renewed(parts: Iterable[Decoded], keys: Keys | None = None) -> list[Decoded]:
     """The parts, each storage under a key that no other part's has."""
-    keys, found = Keys(), list(parts)
+    keys, found = keys or Keys(), list(parts)
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
     return found
