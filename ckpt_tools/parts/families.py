@@ -139,9 +139,9 @@ def _of_index(source: Source, head: bytes, _: Callable[[], list[str]]) -> Sequen
 def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
     if not head.startswith(b"GGUF") or by_name.shard_name(source.path.name) is None:
         return ()
-    from ckpt_tools.parts import gguf_splits
+    from ckpt_tools.parts import sharded
 
-    if not gguf_splits.is_split(source):
+    if not sharded.is_split(source):
         return ()
     return next((group for group in by_name.shard_groups(names()) if source.path.name in group), ())
 
@@ -198,8 +198,8 @@ ROWS = {
         "ckpt_tools.parts.deepspeed", _deepspeed, by_name.checkpoint_folder, beside=_beside_zero, part=parts.of_zero
     ),
     "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
-    "shards": Family("ckpt_tools.parts.loose_shards", _shards),
-    "gguf-splits": Family("ckpt_tools.parts.gguf_splits", _splits, stands_for=_of_split),
+    "shards": Family("ckpt_tools.parts.sharded", _shards, decode="decode_loose"),
+    "gguf-splits": Family("ckpt_tools.parts.sharded", _splits, stands_for=_of_split, decode="decode_splits"),
     "consolidated": Family(
         "ckpt_tools.parts.consolidated", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated
     ),

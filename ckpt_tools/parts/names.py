@@ -144,20 +144,29 @@ def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class ShardName:
-    """What the name of a shard says: `model-00001-of-00003.safetensors`."""
+    """How files of one kind of shard are called, `model-00001-of-00003.safetensors`; of one file, which one it is."""
 
     stem: str
-    number: int
-    count: int
     suffix: str
+    number: int = 0
+    count: int = 0
+
+    def shard(self, number: int, count: int) -> str:
+        """The file of a shard; `number` counts from 1."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The file of the index."""
+        return f"{self.stem}{self.suffix}{INDEX_SUFFIX}"
 
 
 def shard_name(name: str) -> ShardName | None:
     """What the name of a file says of a shard; None for any other."""
     match = _SHARD.fullmatch(name)
-    return ShardName(match["stem"], int(match["number"]), int(match["count"]), match["suffix"]) if match else None
+    return ShardName(match["stem"], match["suffix"], int(match["number"]), int(match["count"])) if match else None
 
 
 def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -37,7 +37,7 @@ from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.safety import danger_in, danger_note
-from ckpt_tools.parts import families, loose_shards
+from ckpt_tools.parts import families, sharded
 from ckpt_tools.parts.families import partition
 from ckpt_tools.parts.open import open_checkpoint, part_error
 from ckpt_tools.pickling.torch_objects import MAKERS
@@ -371,9 +371,9 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
             raise UsageError(
                 f"{path} holds no shards that lack an index.", fix="To repair anything else, name a file and an OUT."
             )
-        shards = loose_shards.read(layout.names, files)
-        text = loose_shards.missing_index(shards)
-        target = files.folder / loose_shards.index_name(layout.names[0])
+        shards = sharded.read_loose(layout.names, files)
+        text = sharded.missing_index(shards)
+        target = files.folder / sharded.index_name(layout.names[0])
         report = Repaired(str(path), str(target), "sharded", dry_run, "The index of the shards is missing.")
         report.tensors = report.saved = sum(count_tensors(decoded.root) for decoded in shards.values())
         report.tensor_bytes = report.saved_bytes = sum(decoded.storage_bytes for decoded in shards.values())
