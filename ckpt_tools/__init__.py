@@ -15,7 +15,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.open import Checkpoint, open_checkpoint
+    from ckpt_tools.formats.checkpoint import Checkpoint
     from ckpt_tools.operations.average import Averaged, average
     from ckpt_tools.operations.check.latest import latest_good
     from ckpt_tools.operations.check.report import Checked
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.scan import Scanned, scan
     from ckpt_tools.operations.show import Shown, show
     from ckpt_tools.operations.signing import Signed, Verified, sign, verify
+    from ckpt_tools.parts.open import open_checkpoint
     from ckpt_tools.render.html import Reported, report
     from ckpt_tools.torch.proving.prove import prove
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
@@ -48,7 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Averaged": "operations.average", "Checked": "operations.check.report", "Checkpoint": "formats.open",
+    "Averaged": "operations.average", "Checked": "operations.check.report", "Checkpoint": "formats.checkpoint",
     "Converted": "operations.convert.report", "Description": "operations.inspect", "Difference": "operations.compare.report",
     "Extracted": "operations.extract_lora", "Explanation": "operations.explain", "Matched": "operations.match",
     "Proved": "operations.proved", "Repaired": "operations.repair.report", "Reported": "render.html",
@@ -58,7 +59,7 @@ _HOMES = {
     "diff": "operations.compare.differences", "edit_in_place": "operations.convert.in_place",
     "extract_lora": "operations.extract_lora", "explain": "operations.explain", "inspect": "operations.inspect",
     "latest_good": "operations.check.latest", "match": "operations.match", "open": "torch.steps",
-    "open_checkpoint": "formats.open", "prove": "torch.proving.prove", "repair": "operations.repair.run",
+    "open_checkpoint": "parts.open", "prove": "torch.proving.prove", "repair": "operations.repair.run",
     "report": "render.html", "scan": "operations.scan", "show": "operations.show", "sign": "operations.signing",
     "stats": "operations.compare.stats", "verify": "operations.signing",
 }  # fmt: skip

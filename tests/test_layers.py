@@ -18,7 +18,8 @@ FLOORS = [
     ["io"],  # bytes in, bytes out; knows no tensor
     ["tree"],  # a checkpoint decoded: no bytes
     ["pickling", "values"],  # the machine that runs nothing; the door to torch for numbers
-    ["formats"],  # a module a format
+    ["formats"],  # a module a format of one file
+    ["parts"],  # checkpoints in several files; opens whatever a path is
     ["edit"],  # tree to tree
     ["matching"],  # who corresponds to whom: names and shapes, no file, no torch
     ["fit"],  # a checkpoint into a target
@@ -126,8 +127,8 @@ FACE: dict[str, set[str]] = {
 }  # fmt: skip
 ROOMS = sorted(FLOOR.keys() - {"errors", "limits", "torch"})
 TESTS = Path(__file__).parent
-# The command line, which all tests take from there; a container that is made up, of the parts that any is made of.
-ELSEWHERE = {"support/commands.py", "formats/test_registry.py"}
+# The command line, which all tests take from there; a container and a family that are made up, of what any is made of.
+ELSEWHERE = {"support/commands.py", "formats/test_registry.py", "formats/test_families.py"}
 NOT_YET = {
     "benchmarks/sparse.py", "faults/runs.py", "fuzz/beside.py", "fuzz/cases.py",
     "fuzz/readers.py",

@@ -133,7 +133,7 @@ def _print(form: str, reports: list[Checked], logged: list[Logged], *, quiet: bo
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
     """The one checkpoint whose digests go into a file: a folder that is one counts alone, whatever lies beside its shards."""
-    from ckpt_tools.formats.folders import find_layout
+    from ckpt_tools.parts.families import find_layout
     from ckpt_tools.tree.output_names import check_document_name
 
     check_document_name(output, "digests", ".digest")

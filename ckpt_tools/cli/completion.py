@@ -36,7 +36,7 @@ def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[str]:
 
 
 def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:
-    from ckpt_tools.formats.open import open_checkpoint
+    from ckpt_tools.parts.open import open_checkpoint
 
     arguments = [ctx.params.get(param.name or "") for param in ctx.command.params if isinstance(param, click.Argument)]
     given = [one for value in arguments for one in (value if isinstance(value, tuple) else (value,)) if one is not None]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
-from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors, names_quantised
+from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, names_quantised
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs

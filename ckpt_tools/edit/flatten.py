@@ -11,8 +11,15 @@ from typing import Any
 
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.contents import is_extra
-from ckpt_tools.formats.open import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor, tensors_by_name
+from ckpt_tools.formats.contents import (
+    StateDict,
+    find_optimizers,
+    find_state_dicts,
+    find_tensors,
+    is_extra,
+    is_tensor,
+    tensors_by_name,
+)
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import did_you_mean, dotted, listed, some

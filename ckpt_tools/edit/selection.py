@@ -6,7 +6,8 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, find_tensors, is_tensor
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, is_tensor
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit

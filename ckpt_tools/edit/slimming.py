@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ckpt_tools.edit.objects.losses import model_parts
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.open import StateDict, find_state_dicts, is_optimizer, is_tensor
+from ckpt_tools.formats.contents import StateDict, find_state_dicts, is_optimizer, is_tensor
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict

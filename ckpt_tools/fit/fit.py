@@ -14,7 +14,7 @@ from ckpt_tools.fit import plans
 from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.initialisers import Blank, Scheme, content, draw, resolve
 from ckpt_tools.fit.plans import Plan
-from ckpt_tools.formats.open import is_tensor, tensors_by_name
+from ckpt_tools.formats.contents import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Literal, Range, read
 from ckpt_tools.matching.extras import Extra, extras
 from ckpt_tools.matching.pairing import in_unknown_order

@@ -15,7 +15,7 @@ from ckpt_tools.io.content import CHUNK, Computed, Content, Literal, chunks
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
-from ckpt_tools.values.boxes import Chunk, assemble
+from ckpt_tools.values.boxes import assemble
 from ckpt_tools.values.gather import View, by_position, gathered, is_by_position
 from ckpt_tools.values.numeric import part, row_major, torch_dtype
 from ckpt_tools.values.pytorch import need_torch
@@ -71,7 +71,7 @@ def joined(entries: Sequence[Entry], layout: Layout, shape: Shape) -> Entry:
     ]
 
     def put(contents: Sequence[Content]) -> Content:
-        parts = [Chunk(offsets, sizes, content) for (offsets, sizes), content in zip(boxes, contents, strict=True)]
+        parts = [(offsets, sizes, content) for (offsets, sizes), content in zip(boxes, contents, strict=True)]
         return assemble("a part", layout.view, first.dtype.itemsize, parts)
 
     def work() -> Iterator[bytes | memoryview]:

@@ -15,12 +15,13 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.graphs import Compared, Question, compare_graphs
 from ckpt_tools.fit.options import COMPARING, PartnerOptions
 from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of
-from ckpt_tools.formats.open import Checkpoint, tensors_by_name
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major

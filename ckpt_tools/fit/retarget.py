@@ -26,10 +26,11 @@ from ckpt_tools.fit.plans import Plan, PlanStep, StepName, plan_of
 from ckpt_tools.fit.rows import BETWEEN, PatternPlan, PatternStep, Tie
 from ckpt_tools.fit.targets import Target, choose_state_dict, read_target
 from ckpt_tools.fit.values import Config, Values
-from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, is_tensor, tensors_by_name
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.records import Shape
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.tree.parametrized import Parametrized

@@ -23,7 +23,6 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckp
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
 from ckpt_tools.formats.compressed import Kind, inflate, kind_of
-from ckpt_tools.formats.folders import layout_of
 from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
@@ -70,6 +69,7 @@ class Readers:
     folder: Callable[[Files], Decoded]
     begins: Callable[[bytes], bool]
     tensors: Callable[[Decoded], int]
+    is_whole: Callable[[Path, list[str], Callable[[str], Source | None]], bool]
 
 
 def _inside(path: Path, name: str) -> Path:
@@ -148,7 +148,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
             raise NotACheckpointError(f"{tar.path} has no member {wanted!r}.", why=why)
         names = [wanted]
     else:
-        names = list(_candidates(tar, members, readers.begins))
+        names = list(_candidates(tar, members, readers))
     if not names:
         held = f"It holds {listed(order)}." if members else "It is empty."
         raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=held)
@@ -212,7 +212,7 @@ def _members(tar: Source) -> dict[str, Member]:
 _DEEPEST = 100  # folders in one another
 
 
-def _candidates(archive: Source, members: Mapping[str, Member], begins: Callable[[bytes], bool]) -> Iterator[str]:
+def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
     held: dict[str, list[str]] = {}
     for path in members:
@@ -223,24 +223,15 @@ def _candidates(archive: Source, members: Mapping[str, Member], begins: Callable
     for folder in sorted(held, key=lambda folder: f"{folder}/" if folder else ""):  # a folder is followed by all below it
         if last is not None and (not last or folder.startswith(f"{last}/")):
             taken.add(folder)
-        elif _is_whole(archive, folder, sorted(held[folder]), members):
+        elif readers.is_whole(_inside(archive.path, folder), sorted(held[folder]), _members_of(members, folder)):
             taken.add(folder)
             last = folder
             yield folder
     for path, member in members.items():
-        if path.rpartition("/")[0] not in taken and begins(member.read(0, min(_HEAD, member.size))):
+        if path.rpartition("/")[0] not in taken and readers.begins(member.read(0, min(_HEAD, member.size))):
             yield path
 
 
-def _is_whole(archive: Source, folder: str, names: list[str], members: Mapping[str, Member]) -> bool:
-    """Whether a folder of these names is one checkpoint; an index of something else makes none of it."""
-    layout = layout_of(_inside(archive.path, folder), names)
-    if layout is None:
-        return False
-    files = [members.get(f"{folder}/{name}" if folder else name) for name in layout.names]
-    index = files[0]
-    if layout.container == "sharded" and index is not None:
-        from ckpt_tools.formats import sharded
-
-        return sharded.is_index(index)
-    return None not in files
+def _members_of(members: Mapping[str, Member], folder: str) -> Callable[[str], Source | None]:
+    """Gives the member that a name means in a folder."""
+    return lambda name: members.get(f"{folder}/{name}" if folder else name)

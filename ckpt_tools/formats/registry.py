@@ -14,7 +14,7 @@ from ckpt_tools.formats.base import Decoded
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 
-DecodeFile = Callable[[Source], Decoded]
+Decode = Callable[[Source], Decoded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Container:
 
     Attributes:
         sniff: whether a file that starts with these bytes is one.
-        decode: reads one; None of what is nothing without other files.
-        with_others: reads one with the files beside it that belong to it; None where there are none.
+        decode: reads one.
+        with_others: reads one with the files beside it that belong to it.
         in_zips: whether it is read as a member of a zip, too.
     """
 
     sniff: Callable[[bytes], bool]
-    decode: DecodeFile | None
-    with_others: Callable[[Source, Files, DecodeFile], Decoded | None] | None = None
+    decode: Decode
+    with_others: Callable[[Source, Files], Decoded] | None = None
     in_zips: bool = False
 
 
@@ -45,7 +45,6 @@ ROWS = {
     "onnx": "ckpt_tools.formats.frameworks.onnx",
     "flax": "ckpt_tools.formats.frameworks.flax",
     "keras": "ckpt_tools.formats.frameworks.keras",
-    "sharded": "ckpt_tools.formats.sharded",
 }
 
 
@@ -59,4 +58,4 @@ def containers() -> Iterator[Container]:
 
 def begins_as_checkpoint(head: bytes) -> bool:
     """Whether a file that starts with these bytes is one of the containers of one file."""
-    return any(container.sniff(head) for container in containers() if container.decode is not None)
+    return any(container.sniff(head) for container in containers())

@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.polyglots import refuse_polyglot
-from ckpt_tools.formats.registry import DecodeFile, containers
+from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read
@@ -50,7 +50,7 @@ def is_npz(source: Source, directory: Directory) -> bool:
     return all(numpy_files.sniff(torch_zip.record_head(source, record, _HEAD)) for record in directory.records)
 
 
-def _kind(head: bytes) -> DecodeFile | None:
+def _kind(head: bytes) -> Decode | None:
     """The reader of a member that starts so, zips and pickles apart."""
     return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
 

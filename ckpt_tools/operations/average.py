@@ -14,18 +14,9 @@ from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    collector_paused,
-    find_state_dicts,
-    find_tensors,
-    is_tensor,
-    names_quantised,
-    naming,
-    tensors_outside,
-)
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, find_state_dicts, find_tensors, is_tensor, names_quantised, tensors_outside
+from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.compare.sides import check_effort
@@ -38,6 +29,7 @@ from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.operations.safety import danger_in
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import brief, dotted, listed, notebook
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending

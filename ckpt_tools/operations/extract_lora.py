@@ -20,13 +20,15 @@ from ckpt_tools.edit.lora.shapes import is_embedding, last_name, turned_by_biase
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.open import Checkpoint, collector_paused, tensors_by_name
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Content, Literal, Piece, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output_folder import check_folder, replacing_folder
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.options import ExtractOptions
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import brief, listed, notebook
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint, tensors_by_name
-from ckpt_tools.formats.parts.named import Partition, without_advice
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
+from ckpt_tools.parts.partition import Partition, without_advice
 from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending

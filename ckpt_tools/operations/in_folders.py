@@ -18,13 +18,13 @@ from pathlib import Path
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
-from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
-from ckpt_tools.formats.open import Checkpoint
-from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.families import Found, layout_of
+from ckpt_tools.parts.names import COMMON, DCP_METADATA, INDEX_SUFFIX, MP_RANK, ShardName, describes_items, shard_name
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -96,9 +96,9 @@ def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
         layout = layout_of(folder, list(names))
     except NotACheckpointError:  # several: each index by itself, the rest by what it is
         layout = None
-    if layout is not None and layout.container == "sharded" and not indexes:
+    if layout is not None and layout.family == "sharded" and not indexes:
         layout = None
-    if layout is not None and layout.container == "items" and not _describes_items(folder / layout.names[0]):
+    if layout is not None and layout.family == "items" and not _describes_items(folder / layout.names[0]):
         layout = None
     parts = {name for files in indexes.values() for name in files} | set(indexes) | _of_adapter(names)
     if layout is not None:
@@ -120,7 +120,7 @@ def _describes_items(path: Path) -> bool:
         return True
 
 
-def _own(layout: Layout, names: Sequence[str]) -> set[str]:
+def _own(layout: Found, names: Sequence[str]) -> set[str]:
     """The files of a folder's one checkpoint that no index names."""
     distributed = (
         {name for name in names if name.endswith(".distcp") or name == COMMON} if DCP_METADATA in layout.names else set()

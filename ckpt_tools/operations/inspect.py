@@ -14,20 +14,16 @@ from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.edit.objects.values import as_value
 from ckpt_tools.errors import LimitError, TensorError
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    Tensor,
-    collector_paused,
-    is_optimizer,
-    is_tensor,
-    names_quantised,
-    open_checkpoint,
-)
-from ckpt_tools.formats.parts.named import Partition, names_parts, partition
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import Tensor, is_optimizer, is_tensor, names_quantised
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
+from ckpt_tools.parts.families import partition
+from ckpt_tools.parts.open import open_checkpoint
+from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.findings import Finding
@@ -38,7 +34,7 @@ from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.visit import reachable, walk
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.parts.rank_parts import Part, PartReader
+    from ckpt_tools.parts.rank_parts import Part, PartReader
 
 
 # --- which tensors of a checkpoint are tied, and which merely lie on one storage
@@ -253,7 +249,7 @@ def _measure(checkpoint: Checkpoint, names: _Names) -> tuple[_Rows, _Rows, dict[
 
 
 def _part_reader() -> PartReader:
-    from ckpt_tools.formats.parts.rank_parts import PartReader
+    from ckpt_tools.parts.rank_parts import PartReader
 
     return PartReader()
 

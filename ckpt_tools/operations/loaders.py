@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
-from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.tree.nodes import Entry
 

@@ -11,11 +11,11 @@ from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.fit.graphs import Seen
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.targets import choose_state_dict, read_target
-from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.nodes import as_dict
 from ckpt_tools.tree.options import as_keywords

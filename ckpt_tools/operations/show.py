@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.formats.open import Checkpoint, Tensor
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import Tensor
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.options import natural

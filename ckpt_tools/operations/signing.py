@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError, missing
 from ckpt_tools.formats.base import unique
-from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import is_there, open_regular, replacing
 from ckpt_tools.io.parsers import load_json
@@ -28,6 +29,7 @@ from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.inspect import describe
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.scan import Scanned, files_of, scan_files
+from ckpt_tools.parts.open import open_checkpoint
 from ckpt_tools.text import brief, dotted, listed, notebook
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name

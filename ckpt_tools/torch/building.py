@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ckpt_tools.errors import CkptError, ObjectsError, TensorError, UsageError
-from ckpt_tools.formats.open import Checkpoint, is_tensor
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.io.content import Range, read_into
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES

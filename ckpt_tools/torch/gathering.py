@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_tools.errors import PartError, TensorError, UsageError
-from ckpt_tools.formats.parts.rank_parts import Placement, Sizes
+from ckpt_tools.parts.rank_parts import Placement, Sizes
 
 
 def is_dtensor(value: object) -> bool:
@@ -101,7 +101,7 @@ class _Gathering:
 
 def own_box(tensor: Any) -> tuple[Sizes, Sizes] | None:
     """Where this rank's part of a DTensor lies in the whole, and its sizes; None for a rank that is not in its mesh."""
-    from ckpt_tools.formats.parts.rank_parts import box_at
+    from ckpt_tools.parts.rank_parts import box_at
 
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -114,7 +114,7 @@ def own_box(tensor: Any) -> tuple[Sizes, Sizes] | None:
 
 
 def _placement(place: Any) -> Placement:
-    from ckpt_tools.formats.parts.rank_parts import Placement
+    from ckpt_tools.parts.rank_parts import Placement
 
     name = type(place).__name__
     if name in ("Shard", "_StridedShard"):

@@ -21,14 +21,16 @@ from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import Target, names_of, read_target
-from ckpt_tools.formats.open import Checkpoint, StateDict, collector_paused, is_extra, tensors_by_name
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Computed, Content, Deflated, Joined, chunks, read
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.options import LoadOptions
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from operator import mul
+from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TensorError
@@ -16,22 +17,17 @@ from ckpt_tools.values.numeric import part, trimmed
 Sizes = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Box(NamedTuple):
     """A box of a tensor: where it begins, how large it is, and its elements row-major."""
 
     offsets: Sizes
     sizes: Sizes
     content: Content
 
-    def start(self, shape: Sizes) -> int:
-        """Which element of the whole tensor, row-major, is its first."""
-        return sum(at * step for at, step in zip(self.offsets, contiguous_stride(shape), strict=True))
 
-
-def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) -> Content:
-    """The tensor's bytes, row-major."""
-    parts = sorted((chunk for chunk in chunks if prod(chunk.sizes)), key=lambda chunk: chunk.offsets)
+def assemble(name: str, shape: Sizes, itemsize: int, boxes: Iterable[tuple[Sizes, Sizes, Content]]) -> Content:
+    """The tensor's bytes, row-major, out of its boxes: offsets, sizes, elements."""
+    parts = sorted((Box(*box) for box in boxes if prod(box[1])), key=lambda chunk: chunk.offsets)
     for chunk in parts:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
             at >= 0 and at + size <= whole for at, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
@@ -44,15 +40,17 @@ def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) ->
     if not parts:
         return Literal(b"")
     if all(_is_run(chunk.sizes, shape) for chunk in parts):
-        ends = [chunk.start(shape) + prod(chunk.sizes) for chunk in parts]
-        if any(end != after.start(shape) for end, after in zip(ends, parts[1:], strict=False)):
+        strides = contiguous_stride(shape)
+        starts = [sum(map(mul, chunk.offsets, strides)) for chunk in parts]
+        ends = [start + prod(chunk.sizes) for start, chunk in zip(starts, parts, strict=True)]
+        if ends[:-1] != starts[1:]:
             raise _overlapping(name)
         return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
     _check_apart(name, parts)
     return _in_boxes(shape, itemsize, parts, 0, prod(shape) * itemsize)
 
 
-def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Chunk], start: int, length: int) -> Content:
+def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, length: int) -> Content:
     """A range of the bytes, put together from the chunks that have a box of it."""
     first, last = start // itemsize, -(-(start + length) // itemsize)
 
@@ -70,7 +68,7 @@ def _is_run(sizes: Sizes, shape: Sizes) -> bool:
     return all(size == whole for size, whole in zip(sizes[first + 1 :], shape[first + 1 :], strict=True))
 
 
-def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
+def _check_apart(name: str, parts: Sequence[Box]) -> None:
     """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
     if _is_grid(parts):
         return
@@ -83,7 +81,7 @@ def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
                 raise _overlapping(name)
 
 
-def _is_grid(parts: Sequence[Chunk]) -> bool:
+def _is_grid(parts: Sequence[Box]) -> bool:
     """Whether every box ends where the next ones along each dimension begin, as all devices cut alike: none overlap then."""
     if len({chunk.offsets for chunk in parts}) < len(parts):
         return False
@@ -100,7 +98,7 @@ def _overlapping(name: str) -> TensorError:
     return TensorError(f"Two chunks of {name!r} overlap.", why="They could hold different values for one element.")
 
 
-def _common(offsets: Sizes, sizes: Sizes, chunk: Chunk) -> tuple[Sizes, Sizes] | None:
+def _common(offsets: Sizes, sizes: Sizes, chunk: Box) -> tuple[Sizes, Sizes] | None:
     """Where a box and a chunk have elements in common: offsets and sizes."""
     low = tuple(map(max, offsets, chunk.offsets))
     high = tuple(min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
@@ -123,7 +121,7 @@ def _boxes(shape: Sizes, itemsize: int, first: int, last: int) -> Iterator[tuple
         first += rows * strides[dim]
 
 
-def _gather(shape: Sizes, itemsize: int, parts: Sequence[Chunk], first: int, last: int) -> Iterator[memoryview]:
+def _gather(shape: Sizes, itemsize: int, parts: Sequence[Box], first: int, last: int) -> Iterator[memoryview]:
     import torch
 
     for offsets, sizes in _boxes(shape, itemsize, first, last):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import ckpt_tools
-from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.operations.signing import PAYLOAD_TYPE, seal
+from ckpt_tools.parts.open import open_checkpoint
 from tests.fuzz import headers, raw, tars
 from tests.fuzz.guard import FindingError
 from tests.fuzz.values import text

@@ -14,10 +14,12 @@ from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
-from ckpt_tools.formats.open import Checkpoint, find_state_dicts, open_checkpoint, open_source, tensors_by_name
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_state_dicts, tensors_by_name
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry, Node, as_dict

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
-from ckpt_tools.formats.open import open_source
 from ckpt_tools.io.address import Address
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.parts.open import open_source
 
 CONFIG = "adapter_config.json"
 # Initialisations that take something out of the base, which the file of the base does not tell

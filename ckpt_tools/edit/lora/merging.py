@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckpt_tools.edit.lora.adapter import Adapter
 from ckpt_tools.edit.lora.planning import Base, Merged, Planning
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats.open import find_tensors, tensors_by_name
+from ckpt_tools.formats.contents import find_tensors, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType

@@ -10,7 +10,8 @@ from typing import Any
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, Role, is_factor, read_name
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.open import Checkpoint, tensors_by_name
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.tree.nodes import Entry
 
 _NUMBERED = re.compile(r".*_\d+_(?=.)")  # of a name with underscores for dots: what comes before the last words

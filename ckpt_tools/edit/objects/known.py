@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.formats.open import find_tensors
+from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.pickling.weights_only import ALLOWED, is_newer_dtype
 from ckpt_tools.text import dotted, some
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Where

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import ObjectsError
-from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, find_state_dicts, find_tensors, is_extra, is_tensor
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, Tensor, find_state_dicts, find_tensors, is_extra, is_tensor
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping

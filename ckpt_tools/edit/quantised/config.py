@@ -13,11 +13,12 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
-from ckpt_tools.formats.open import Checkpoint, open_source
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.address import Address
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.open import open_source
 
 CONFIG = "config.json"
 OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant_config.json"))  # GPTQ's, AWQ's, ModelOpt's

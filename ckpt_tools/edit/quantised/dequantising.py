@@ -10,7 +10,7 @@ from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.edit.quantised.parts import Quantised
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride

@@ -14,7 +14,8 @@ from ckpt_tools.edit.quantised.config import Config, read_config
 from ckpt_tools.edit.quantised.grid import granularity, lay_out
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, by_plain_name, mismatch, roles_of
 from ckpt_tools.errors import CkptError, ConvertError
-from ckpt_tools.formats.open import Checkpoint, tensors_by_name
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import listed

@@ -21,18 +21,14 @@ from math import prod
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.formats.frameworks.cursor import Cursor
-from ckpt_tools.formats.parts import loose_shards
-from ckpt_tools.formats.parts.grouping import shard_groups, shard_name
-from ckpt_tools.formats.registry import Container, DecodeFile
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
-from ckpt_tools.formats.sharded import joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
@@ -275,54 +271,4 @@ def schemes(decoded: Decoded) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-# --- a model in several files
-
-
-def split_count(decoded: Decoded) -> int:
-    """How many files the model is in, as one of them says."""
-    text = decoded.metadata.get("split.count", "1")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
-
-
-def decode_splits(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
-    """The files of one model as one checkpoint, in their order."""
-    found = {name: read_shard(name, files, decode_file) for name in loose_shards.complete(names, partial=partial)}
-    missing = loose_shards.missing_shards([*found])
-    for number, (name, decoded) in enumerate(found.items()):
-        said = decoded.metadata.get("split.no", str(number))
-        if decoded.container != "gguf" or (not missing and (said != str(number) or split_count(decoded) != len(found))):
-            raise PartError(
-                f"{name} is not number {number + 1} of {len(found)}, as its name says.",
-                why=f"It calls itself number {said[:9]}, counted from 0, of {split_count(decoded)}.",
-            )
-    places_of(found)
-    parts = renewed(found.values())
-    root = Dict([item for part in parts for item in as_dict(part.root).items], ordered=True)
-    texts = _without_splits(own_metadata(parts, {}))
-    made = joined("gguf", root, files, parts, texts)
-    made.encodings = {name: kind for part in parts for name, kind in part.encodings.items()}
-    made.warnings = [row for row in made.warnings if "quantised" not in row.found] + stored_types(made.encodings)
-    if missing:
-        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(found)} files are", missing))
-    return made
-
-
-def _without_splits(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The keys of a model that is whole."""
-    kept = {key: kind for key, kind in types_in(metadata).items() if not key.startswith("split.")}
-    texts = {key: text for key, text in metadata.items() if not key.startswith("split.") and key != GGUF_TYPES}
-    return texts | ({GGUF_TYPES: json.dumps(kept, separators=(",", ":"))} if kept else {})
-
-
-def _with_its_splits(source: Source, files: Files, decode_file: DecodeFile) -> Decoded:
-    """One GGUF, with the other files of its model where it says that there are some."""
-    decoded = decode_file(source)
-    if split_count(decoded) == 1 or shard_name(source.path.name) is None:
-        return decoded
-    names = next(group for group in shard_groups(files.names()) if source.path.name in group)
-    found = decode_splits(names, files, decode_file)
-    source.close()
-    return found
-
-
-CONTAINER = Container(sniff, decode, _with_its_splits)
+CONTAINER = Container(sniff, decode)

@@ -20,7 +20,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.formats.frameworks.cursor import Cursor
-from ckpt_tools.formats.registry import Container, DecodeFile
+from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -371,10 +371,10 @@ def _one_a_byte(content: Content, count: int, *, signed: bool) -> Computed:
     return Computed(count, work, content)
 
 
-def _with_other_files(source: Source, files: Files, decode_file: DecodeFile) -> Decoded:
+def _with_other_files(source: Source, files: Files) -> Decoded:
     """A model, with the files beside it that have elements of it."""
     with limits.of_file(source.size):
-        return decode(files.adopt(source), files)
+        return decode(source, files)
 
 
 CONTAINER = Container(sniff, decode, _with_other_files)

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_tensor
-from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.output import is_address, is_there, missing
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many
 from ckpt_tools.operations.in_folders import find_checkpoints
+from ckpt_tools.parts.open import open_checkpoint
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.options import natural

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.operations.loaders import TORCH_LOAD, how_it_loads
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import listed

@@ -11,7 +11,7 @@ from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats import zip_archives
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, is_zip
-from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source

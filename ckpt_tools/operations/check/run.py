@@ -25,9 +25,8 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded
-from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint, open_source
-from ckpt_tools.formats.parts.named import partition, without_advice
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Content, Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
@@ -42,6 +41,10 @@ from ckpt_tools.operations.check.report import Checked, Verdict
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.operations.safety import Safety, of_checkpoint, of_unreadable
+from ckpt_tools.parts.families import partition
+from ckpt_tools.parts.names import INDEX_SUFFIX
+from ckpt_tools.parts.open import open_checkpoint, open_source
+from ckpt_tools.parts.partition import without_advice
 from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending

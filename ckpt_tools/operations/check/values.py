@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.formats.open import StateDict
+from ckpt_tools.formats.contents import StateDict
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Entry, Where
 from ckpt_tools.values.counting import ValueCount

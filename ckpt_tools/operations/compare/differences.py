@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, collector_paused
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, Tensor
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.report import (
@@ -27,6 +28,7 @@ from ckpt_tools.operations.compare.report import (
 )
 from ckpt_tools.operations.compare.sides import Array, Plain, Side, as_texts, check_effort, open_side
 from ckpt_tools.operations.inspect import value_text
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where

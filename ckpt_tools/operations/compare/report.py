@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.formats.open import StateDict, tensors_by_name
+from ckpt_tools.formats.contents import StateDict, tensors_by_name
 from ckpt_tools.matching import match
 from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.compare.sides import Side

@@ -15,8 +15,10 @@ from ckpt_tools.edit.objects.values import as_array, as_value
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import LimitError, NothingMatchedError
-from ckpt_tools.formats.open import Checkpoint, StateDict, Tensor, is_tensor, names_quantised, naming
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, Tensor, is_tensor, names_quantised
 from ckpt_tools.formats.safetensors import ALIASES, GGUF_TYPES, STATE_DICT_METADATA
+from ckpt_tools.formats.single import naming
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import dotted

@@ -12,8 +12,8 @@ from ckpt_tools.edit.checksums import Leaving, leaving
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.open import Checkpoint, collector_paused
-from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
@@ -21,6 +21,7 @@ from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
@@ -29,7 +30,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 if TYPE_CHECKING:
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
-    from ckpt_tools.formats.parts.flat_rows import Names
+    from ckpt_tools.parts.flat_rows import Names
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
@@ -96,7 +97,7 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
         return open_whole(source, partial=options.partial, names=_names(options))
     except PartError as error:
         if error.rest and not options.partial:
-            from ckpt_tools.formats.parts.siblings import has_partial
+            from ckpt_tools.parts.open import has_partial
 
             if has_partial(source):
                 error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()

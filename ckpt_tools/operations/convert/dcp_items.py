@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats import zip_writer
-from ckpt_tools.formats.contents import find_optimizers, parameter_numbers
-from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.contents import find_optimizers, is_tensor, parameter_numbers
 from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node

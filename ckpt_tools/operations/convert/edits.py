@@ -16,7 +16,8 @@ from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, tensors_by_name, tensors_outside
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, tensors_by_name, tensors_outside
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions

@@ -17,11 +17,12 @@ from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
 from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
-from ckpt_tools.formats import folders, safetensors, sharded, zip_writer
-from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.open import Checkpoint, begins_as_checkpoint, collector_paused, tensors_by_name
+from ckpt_tools.formats import safetensors, zip_writer
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.packed import Folder
-from ckpt_tools.formats.parts.rank_files import CONTAINER as RANK_FILES
+from ckpt_tools.formats.registry import begins_as_checkpoint
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io import attributes
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
@@ -35,6 +36,9 @@ from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.parts import sharded
+from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
+from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
 from ckpt_tools.tree.nodes import Dict, Node
 from ckpt_tools.values.pytorch import need_torch
 
@@ -215,7 +219,7 @@ class FolderTarget:
         if self.kind == "dcp":
             need_torch("A distributed checkpoint is written by PyTorch's own writer.")
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
-        found = sorted(name for name in self._names() if name in folders.ONE_FILE or re.fullmatch(others, name))
+        found = sorted(name for name in self._names() if name in ONE_FILE or re.fullmatch(others, name))
         if found:
             raise OutputError(
                 f"{self.path} holds a checkpoint of another kind ({found[0]}).",

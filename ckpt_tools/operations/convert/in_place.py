@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from ckpt_tools.errors import ConvertError, OutputError
-from ckpt_tools.formats.folders import DCP_METADATA
 from ckpt_tools.io.output import Source, check_space, is_address
 from ckpt_tools.operations.convert.conversion import open_input
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
 from ckpt_tools.operations.in_folders import indexed_files
+from ckpt_tools.parts.names import DCP_METADATA
 from ckpt_tools.text import printable
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format

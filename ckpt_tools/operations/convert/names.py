@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.operations.convert.options import NameOptions
 from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
 from ckpt_tools.text import listed

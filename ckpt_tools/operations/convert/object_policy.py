@@ -8,7 +8,8 @@ from ckpt_tools.edit.objects import losses, plain
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
-from ckpt_tools.formats.open import Checkpoint, find_state_dicts, find_tensors
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_state_dicts, find_tensors
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted

@@ -18,7 +18,7 @@ from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format, check_format, check_one_file, names_file, output_format
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.open import Checkpoint
+    from ckpt_tools.formats.checkpoint import Checkpoint
     from ckpt_tools.io.ranks import Ranks
 
 
@@ -93,7 +93,7 @@ def open_output(stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs
 
 def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: Format | None) -> int:
     """Bytes of tensors in a shard, from what --shard-size says."""
-    from ckpt_tools.formats.sharded import parse_size
+    from ckpt_tools.parts.sharded import parse_size
 
     check_format(format)
     if format in ("dcp", "pth-legacy", "gguf"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit import renaming
-from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, MOST_DOTS, strip_inner, strip_module, unwrap

@@ -22,11 +22,11 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
-from ckpt_tools.formats import dcp, safetensors, torch_legacy
+from ckpt_tools.formats import safetensors, torch_legacy
 from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, Decoded, Keys, is_zip
-from ckpt_tools.formats.folders import DCP_METADATA
-from ckpt_tools.formats.open import HEAD, Checkpoint, collector_paused, may_be_packed, naming, open_checkpoint, open_source
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.safetensors import MAX_HEADER
+from ckpt_tools.formats.single import HEAD, collector_paused, may_be_packed, naming
 from ckpt_tools.formats.zip_directory import END, END64, LOCAL, LOCATOR64, PROGRAM, SIGNATURE_LOCAL, RecordRange, is_mended
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import CHUNK, Content, Deflated, Range
@@ -38,6 +38,9 @@ from ckpt_tools.operations.check.reading import DamagedRecord, read_checkpoint
 from ckpt_tools.operations.repair.flipped_bits import FlippedBits, flipped_back, told
 from ckpt_tools.operations.repair.salvage import LostArchive, Salvaged, filled, salvage_legacy, salvage_walked
 from ckpt_tools.operations.repair.zip_walk import Found, Walked, follows, pickles_of, walk_zip
+from ckpt_tools.parts import dcp
+from ckpt_tools.parts.names import DCP_METADATA
+from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.tree.findings import counted_bytes, mending
 from ckpt_tools.tree.nodes import List, Node, Storage
 from ckpt_tools.tree.visit import reachable

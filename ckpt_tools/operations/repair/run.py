@@ -19,21 +19,11 @@ from ckpt_tools.fit.fit import Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import params_of, read_target
-from ckpt_tools.formats import folders, safetensors, zip_writer
+from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    collector_paused,
-    count_tensors,
-    decode_file,
-    find_state_dicts,
-    find_tensors,
-    naming,
-    open_checkpoint,
-)
-from ckpt_tools.formats.parts import loose_shards
-from ckpt_tools.formats.parts.named import part_error, partition
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import StateDict, count_tensors, find_state_dicts, find_tensors
+from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
@@ -47,6 +37,9 @@ from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.safety import danger_in, danger_note
+from ckpt_tools.parts import families, sharded
+from ckpt_tools.parts.families import partition
+from ckpt_tools.parts.open import open_checkpoint, part_error
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
@@ -373,14 +366,14 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
     """Write the index that a folder of shards lacks; the shards stay as they are."""
     started = time.perf_counter()
     with contextlib.closing(Files(Path(path), Path(path))) as files, collector_paused(), naming(files):
-        layout = folders.layout(files.folder, files.names())
-        if layout.container != "shards":
+        layout = families.layout(files.folder, files.names())
+        if layout.family != "shards":
             raise UsageError(
                 f"{path} holds no shards that lack an index.", fix="To repair anything else, name a file and an OUT."
             )
-        shards = loose_shards.read(layout.names, files, decode_file)
-        text = loose_shards.missing_index(shards)
-        target = files.folder / loose_shards.index_name(layout.names[0])
+        shards = sharded.read_loose(layout.names, files)
+        text = sharded.missing_index(shards)
+        target = files.folder / sharded.index_name(layout.names[0])
         report = Repaired(str(path), str(target), "sharded", dry_run, "The index of the shards is missing.")
         report.tensors = report.saved = sum(count_tensors(decoded.root) for decoded in shards.values())
         report.tensor_bytes = report.saved_bytes = sum(decoded.storage_bytes for decoded in shards.values())

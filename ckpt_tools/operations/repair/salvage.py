@@ -14,7 +14,7 @@ from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.open import find_tensors
+from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.torch_zip import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
 from ckpt_tools.io.output import Source

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.open import collector_paused
+from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.guarding import samples

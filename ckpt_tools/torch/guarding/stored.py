@@ -11,11 +11,12 @@ from functools import cached_property, lru_cache
 from ckpt_tools.edit import casts
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS
-from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.open import Checkpoint, open_checkpoint
-from ckpt_tools.formats.parts.named import open_whole, partition
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Content, Joined, Literal, Range, read
 from ckpt_tools.io.output import Source
+from ckpt_tools.parts.families import partition
+from ckpt_tools.parts.names import INDEX_SUFFIX
+from ckpt_tools.parts.open import open_checkpoint, open_whole
 from ckpt_tools.text import dotted
 from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.samples import SMALL, Runs

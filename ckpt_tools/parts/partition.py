@@ -7,28 +7,24 @@ Source: torch/distributed (DTensor, ShardedTensor; see rank_parts.py), deepspeed
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.base import PART_CONTAINERS, Warned
-from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
-from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.tree import visit
+from ckpt_tools.errors import TensorError
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_tensors
+from ckpt_tools.parts.names import CONSOLIDATED, is_zero_file
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.parts.flat_rows import Names
-    from ckpt_tools.formats.parts.rank_parts import Part
-    from ckpt_tools.formats.parts.siblings import Siblings
+    from ckpt_tools.parts.rank_parts import Part
 
+Beside: TypeAlias = Callable[[], int | None]  # the ranks whose files are beside it; None where there are no others
 _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
     "torch's get_model_state_dict with full_state_dict=True."
@@ -51,120 +47,10 @@ class Partition:
     tensors: int | None = None
 
 
-def partition(checkpoint: Checkpoint) -> Partition | None:
-    """What part of what a checkpoint is; None for anything that is not a part, or whole on this rank."""
-    if checkpoint.container in ("dcp", *PART_CONTAINERS):
-        return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
-    if checkpoint.container == "safetensors":
-        return _of_item(checkpoint)
-    root = checkpoint.root
-    found = (_of_tensors(root) if names_parts(checkpoint) else None) or _of_item(checkpoint)
-    if found is None and type(root) is Dict:
-        named = root.named
-        found = (
-            _of_zero(named)
-            or _of_zero_model(checkpoint, named)
-            or _of_megatron(named)
-            or _of_consolidated(checkpoint)
-            or _of_module(checkpoint)
-        )
-    if found is not None and (others := _others(checkpoint)) is not None:
-        path = shlex.quote(str(checkpoint.path))
-        if others.count == found.world:
-            return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
-        if found.family == "DeepSpeed":
-            return replace(found, fix=f"With the files beside it, it becomes the model: ckpt convert {path} OUT.safetensors")
-    return found
-
-
 def names_parts(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint names the classes of distributed tensors: without them it has none."""
     names = checkpoint.decoded.globals
     return any(name.module.startswith("torch.distributed.") and name.name in ("DTensor", "ShardedTensor") for name in names)
-
-
-def _others(checkpoint: Checkpoint) -> Siblings | None:
-    """The files of the other ranks beside this one."""
-    from ckpt_tools.formats.parts.siblings import siblings
-
-    return siblings(checkpoint)
-
-
-def open_whole(
-    path: File, *, partial: bool = False, names: Callable[[], Names] | None = None
-) -> Checkpoint:  # fmt: skip
-    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare."""
-    path = as_path(path)
-    try:
-        return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
-    except PartError as error:
-        if names is None or not error.unnamed:
-            raise
-        from ckpt_tools.formats.parts.siblings import open_named
-
-        return _whole(open_named(path, names()))
-
-
-def _whole(checkpoint: Checkpoint) -> Checkpoint:
-    try:
-        if (part := partition(checkpoint)) is not None:
-            checkpoint = _with_others(checkpoint, part)
-        take_whole(checkpoint)
-        if checkpoint.container in PART_CONTAINERS:
-            checkpoint.locate()  # compares what several ranks hold, before anything is made of it
-    except BaseException:
-        checkpoint.close()
-        raise
-    return checkpoint
-
-
-def _open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
-    from ckpt_tools.formats.parts.siblings import open_partial
-
-    return open_partial(path)
-
-
-def _with_others(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
-    """The whole that one process's part is of, which is closed."""
-    from ckpt_tools.formats.parts.siblings import open_with
-
-    others = _others(checkpoint)
-    if others is None:
-        raise part_error(checkpoint, part)
-    checkpoint.close()
-    return open_with(checkpoint.path, others)
-
-
-def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
-    """The error for a part that is to be used as a model."""
-    return PartError(f"{checkpoint.path} is a part of a model, not a whole one: {part.found}.", fix=part.fix)
-
-
-def take_whole(checkpoint: Checkpoint) -> None:
-    """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
-    if not names_parts(checkpoint):
-        return
-    from ckpt_tools.formats.parts.rank_parts import PartReader
-    from ckpt_tools.tree import exchange
-
-    reader, taken = PartReader(), list[Object]()
-
-    def swap(node: Node) -> Node:
-        part = reader.read(node) if type(node) is Object else None
-        if type(node) is not Object or part is None or not part.is_whole:
-            return node
-        taken.append(node)
-        entry = next(box.entry for box in part.held if box.sizes == part.shape)
-        return replace(entry, requires_grad=part.requires_grad)
-
-    decoded = checkpoint.decoded
-    checkpoint.root = decoded.root = exchange.replace(checkpoint.root, swap)
-    if taken:
-        left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
-        gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
-        decoded.globals = [name for name in decoded.globals if name not in gone]
-        text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
-        decoded.warnings = [*decoded.warnings, Warned("distributed-tensors", text)]
 
 
 def without_advice(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -175,12 +61,14 @@ def without_advice(findings: Iterable[Finding]) -> Iterator[Finding]:
 # --- DTensor and ShardedTensor
 
 
-def _of_tensors(root: Node) -> Partition | None:
+def of_tensors(checkpoint: Checkpoint) -> Partition | None:
     """By the tensors of which only a part is here."""
-    from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
+    if not names_parts(checkpoint):
+        return None
+    from ckpt_tools.parts.rank_parts import PART_KINDS, Part, PartReader
 
     reader, parts, unread, count = PartReader(), list[Part](), list[str](), 0
-    for tensor in find_tensors(root):
+    for tensor in find_tensors(checkpoint.root):
         count += 1
         if tensor.unusual is None or tensor.unusual.kind not in PART_KINDS:
             continue
@@ -236,22 +124,28 @@ def family_of(parts: Sequence[Part]) -> str:
 _ITEM = r".+_\d{1,6}\.(?:pt|safetensors)"  # compiled where one may be: most files are no part
 
 
-def _of_item(checkpoint: Checkpoint) -> Partition | None:
+def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
-    beside = checkpoint.path.parent / "metadata.pkl"
-    if not isinstance(beside, Path) or not beside.is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
+    described = checkpoint.path.parent / "metadata.pkl"
+    if not isinstance(described, Path) or not re.fullmatch(_ITEM, checkpoint.path.name) or not described.is_file():
         return None
-    others = _others(checkpoint)
-    if others is None or (others.count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
+    count = beside()
+    if count is None or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
         return None
-    found = f"one of {others.count} ranks' files of an item that torch_checkpointing saved"
-    return Partition(found, _GATHER, "torch_checkpointing", None, others.count)
+    found = f"one of {count} ranks' files of an item that torch_checkpointing saved"
+    return Partition(found, _GATHER, "torch_checkpointing", None, count)
 
 
 # --- DeepSpeed
 
 
-def _of_zero(root: Mapping[str, Node]) -> Partition | None:
+def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
+    """By what DeepSpeed calls what is in it, or by its name where that alone says it."""
+    root = checkpoint.root
+    return (_of_ranks(root) or _of_model(checkpoint, root, beside) or _of_module(checkpoint)) if type(root) is Dict else None
+
+
+def _of_ranks(root: Dict) -> Partition | None:
     optimizer = root.get("optimizer_state_dict")
     if type(optimizer) is Dict and any(key in optimizer for key in _ZERO_KEYS):
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
@@ -265,18 +159,14 @@ def _of_zero(root: Mapping[str, Node]) -> Partition | None:
     return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
 
 
-def _of_zero_model(checkpoint: Checkpoint, root: Mapping[str, Node]) -> Partition | None:
+def _of_model(checkpoint: Checkpoint, root: Dict, beside: Beside) -> Partition | None:
     """Under stages 0 to 2 a model file is whole, in 16 bits; with others beside it, or with experts, it is one of several."""
-    if "param_shapes" not in root:
-        return None
-    from ckpt_tools.formats.parts.zero_names import is_zero_file
-
-    if not is_zero_file(checkpoint.name):
+    if "param_shapes" not in root or not is_zero_file(checkpoint.name):
         return None
     experts = root.get("num_experts")
     if type(experts) is List and experts.items:
         found = "the 16-bit weights of a DeepSpeed checkpoint but for the experts, which have files of their own"
-    elif _others(checkpoint) is None:
+    elif beside() is None:
         return None
     else:
         found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
@@ -292,7 +182,7 @@ def _partition_count(node: Node) -> int | None:
 _ZERO_KEYS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
 
 
-def _of_zero_3(root: Mapping[str, Node]) -> Partition | None:
+def _of_zero_3(root: Dict) -> Partition | None:
     """Stage 3: the names are there, and the tensors have no elements."""
     weights = root.get("module")
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
@@ -312,14 +202,7 @@ _MODULES = {
 }
 
 
-# NeMo's folders of ranks in a .nemo; a model of one rank has none. Source: nemo/collections/nlp/parts/nlp_overrides.py.
-_NEMO_RANK = r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt"
-
-
 def _of_module(checkpoint: Checkpoint) -> Partition | None:
-    if checkpoint.packed is not None and re.fullmatch(_NEMO_RANK, checkpoint.packed.member):
-        fix = "NeMo's own scripts write it for one rank (tensor_model_parallel_size=1)."
-        return Partition("one rank's part of a model of NeMo", fix, "Megatron-LM")
     if not checkpoint.name.endswith("model_states.pt"):
         return None
     found = (what for rule, what in _MODULES.items() if re.fullmatch(rule, checkpoint.name))
@@ -330,26 +213,21 @@ def _of_module(checkpoint: Checkpoint) -> Partition | None:
 # --- Meta's Llama
 
 
-def _of_consolidated(checkpoint: Checkpoint) -> Partition | None:
+def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By its name, and by the files beside it or what its shapes say."""
-    if not checkpoint.name.startswith("consolidated."):
-        return None
-    from ckpt_tools.formats.parts.grouping import CONSOLIDATED
-
     match = CONSOLIDATED.fullmatch(checkpoint.name)
-    if match is None:
+    if match is None or type(checkpoint.root) is not Dict:
         return None
-    others = _others(checkpoint)
-    world = others.count if others is not None else _parts_by_shape(checkpoint.root)
+    world = beside() or _parts_by_shape(checkpoint.root)
     if world == 1:
         return None
     found = f"{_rank_text(int(match[1]), world)} of Meta's model parallelism"
     return Partition(found, "Get all consolidated.*.pth of the model into one folder.", "Meta", int(match[1]), world)
 
 
-def _parts_by_shape(root: Node) -> int:
+def _parts_by_shape(root: Dict) -> int:
     """Of how many parts a rank's file is one, by the shapes in it; 1 for a whole model, and for what does not tell."""
-    tensors = dict(root.items) if type(root) is Dict else {}
+    tensors = dict(root.items)
     norm = tensors.get("norm.weight")
     rows = next((node for name, node in tensors.items() if str(name).endswith("attention.wo.weight")), None)
     if type(norm) is not Entry or type(rows) is not Entry or len(norm.shape) != 1 or len(rows.shape) != 2:
@@ -361,7 +239,18 @@ def _parts_by_shape(root: Node) -> int:
 # --- Megatron-LM
 
 
-def _of_megatron(root: Mapping[str, Node]) -> Partition | None:
+# NeMo's folders of ranks in a .nemo; a model of one rank has none. Source: nemo/collections/nlp/parts/nlp_overrides.py.
+_NEMO_RANK = r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt"
+
+
+def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
+    """By its arguments; a member of a .nemo by its folder."""
+    root = checkpoint.root
+    if type(root) is not Dict:
+        return None
+    if checkpoint.packed is not None and re.fullmatch(_NEMO_RANK, checkpoint.packed.member):
+        fix = "NeMo's own scripts write it for one rank (tensor_model_parallel_size=1)."
+        return Partition("one rank's part of a model of NeMo", fix, "Megatron-LM")
     arguments = root.get("args")
     state = arguments if type(arguments) is Dict else attributes(arguments)  # a dict where it was made plain
     if state is None or "checkpoint_version" not in root:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools.errors import CkptError, PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.parts.grouping import COMMON
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.merge import Merger, Piece
+from ckpt_tools.parts.names import COMMON
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 
@@ -34,10 +34,8 @@ _EXTRA = "._extra_state"
 _MOST_LAYERS = 100_000
 
 
-def complete(decoded: Decoded, files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
-    """A dcp with the `common.pt` beside it, if there is one that tells of a job of Megatron-LM."""
-    if COMMON not in files.names():
-        return decoded
+def complete(decoded: Decoded, files: Files) -> Decoded:
+    """A dcp with the `common.pt` beside it, if that tells of a job of Megatron-LM."""
     try:
         common = decode_file(files.open(COMMON)).root
     except CkptError as error:
@@ -120,5 +118,5 @@ def _joined(merger: Merger, name: str, first: Entry, second: Entry | None) -> En
         raise PartError(f"{name + '_w'!r} is one half of a matrix, and the other is missing or of another shape.")
     rows, *rest = first.shape
     start = (rows, *(0 for _ in rest))
-    shares = [Share(0, (0,) * len(first.shape), first.shape, first), Share(1, start, second.shape, second)]
-    return merger.tensor(name, first.dtype, (2 * rows, *rest), shares)
+    pieces = [Piece((0,) * len(first.shape), first), Piece(start, second, 1)]
+    return merger.tensor(name, first.dtype, (2 * rows, *rest), pieces)

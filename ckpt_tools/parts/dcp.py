@@ -15,7 +15,7 @@ ranks has tens of thousands of archives, and `inspect` needs none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,19 +27,21 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError,
 from ckpt_tools.formats import safetensors, zip_archives
 from ckpt_tools.formats.base import Decoded, Keys, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
-from ckpt_tools.formats.sharded import joined, partly
 from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
+from ckpt_tools.parts import torch_dist
+from ckpt_tools.parts.names import COMMON
+from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Pair, Storage, contiguous_stride
-from ckpt_tools.values.boxes import Chunk, Sizes, assemble, extent
+from ckpt_tools.values.boxes import Sizes, assemble, extent
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
 
@@ -61,9 +63,9 @@ class _Place:
 # --- a folder with .metadata
 
 
-def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
-    """Read `.metadata` and the values; no tensor bytes."""
-    record, machine = _record(source)
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read `.metadata` and the values; no tensor bytes. A `common.pt` beside it is Megatron-core's."""
+    record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
     missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
@@ -96,7 +98,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
     if missing:
         decoded.lost = lost
         decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
-    return decoded
+    return torch_dist.complete(decoded, files) if COMMON in files.names() else decoded
 
 
 def length_of(source: Source, name: str) -> int:
@@ -381,7 +383,7 @@ class _Waiting:
 
     @cached_property
     def content(self) -> Content:
-        found = [Chunk(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
+        found = [(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
         return assemble(self.name, self.shape, self.dtype.itemsize, found)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
@@ -409,7 +411,7 @@ def _properties(node: Node) -> tuple[DType, bool]:
 # --- safetensors files that each hold a part
 
 
-def decode_safetensors(names: tuple[str, ...], files: Files) -> Decoded:
+def decode_safetensors(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the headers of the files that HuggingFaceStorageWriter wrote, one or more a rank."""
     parts = []
     found: dict[str, list[tuple[Sizes, Entry]]] = {}
@@ -444,7 +446,7 @@ def _whole(name: str, boxes: list[tuple[Sizes, Entry]], keys: Keys) -> Entry:
     shape = extent([(offsets, entry.shape) for offsets, entry in boxes])
     if prod(shape) > MAX_ELEMENTS:
         raise TensorError(f"The parts of {name!r} make an impossible shape.")
-    parts = [Chunk(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
+    parts = [(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
     content = assemble(name, shape, dtype.itemsize, parts)
     storage = Storage(keys.next(), dtype, content.length, "cpu", content)
     return Entry(storage, dtype, shape, contiguous_stride(shape), 0)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import read
+from ckpt_tools.parts.merge import Piece
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
@@ -48,22 +49,13 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A box of the whole tensor that is here, and its elements."""
-
-    offsets: Sizes
-    sizes: Sizes
-    entry: Entry
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """What one rank holds of one tensor."""
 
     kind: Literal["dtensor", "sharded"]
     dtype: DType
     shape: Sizes
-    held: tuple[Held, ...]
+    held: tuple[Piece, ...]
     rank: int | None
     world: int
     listed: tuple[tuple[Sizes, Sizes], ...] = ()
@@ -124,7 +116,7 @@ class PartReader:
         placements = tuple(_placement(place, len(shape)) for place in _row(spec["placements"]))
         if len(placements) != len(mesh.shape):
             raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
-        held: tuple[Held, ...] = ()
+        held: tuple[Piece, ...] = ()
         if coordinate is not None:
             order = _shard_order(spec.get("shard_order"), placements)
             offsets, sizes = box_at(shape, mesh.shape, placements, coordinate, order)
@@ -133,7 +125,7 @@ class PartReader:
                     f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {rank}.",
                     why=f"Its place in the mesh, {list(coordinate)}, stands for {list(sizes)}.",
                 )
-            held = (Held(offsets, sizes, entry),)
+            held = (Piece(offsets, entry),)
         grad = rebuilt_from[6] is True
         return Part("dtensor", dtype, shape, held, rank, world, (), mesh, placements, grad)
 
@@ -286,7 +278,7 @@ def _sharded(node: Object, dtype: DType, shape: Sizes) -> Part:
         entry, (offsets, sizes) = record["tensor"], _box(record["metadata"], shape)
         if type(entry) is not Entry or entry.shape != sizes or (offsets, sizes) not in listed:
             raise TensorError(f"A ShardedTensor of shape {list(shape)} holds a shard that is not what its metadata lists.")
-        held.append(Held(offsets, sizes, entry))
+        held.append(Piece(offsets, entry))
     rank, world = known.get("global_rank"), known.get("global_world_size")
     world = world if type(world) is int else len(listed)
     return Part("sharded", dtype, shape, tuple(held), rank if type(rank) is int else None, world, listed)

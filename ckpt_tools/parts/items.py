@@ -10,22 +10,24 @@ Source: torch_checkpointing 0.1 (distributed_metadata.py, dtensor_metadata.py, d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, Keys
-from ckpt_tools.formats.parts import rank_files
-from ckpt_tools.formats.parts.grouping import ITEM_METADATA, Group, item_groups
-from ckpt_tools.formats.parts.merging import Share
-from ckpt_tools.formats.parts.rank_parts import MOST_RANKS, Placement, box_at
-from ckpt_tools.formats.sharded import joined
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts import rank_files
+from ckpt_tools.parts.merge import Piece
+from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
+from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at
+from ckpt_tools.parts.sharded import joined
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
 
@@ -37,15 +39,14 @@ Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
 
 
-def decode(
-    files: Files, decode_file: Callable[[Source], Decoded], only: str | None = None, *, partial: bool = False
-) -> Decoded:
-    """Read every item's files and put its tensors together; with `only` that item alone is the whole tree."""
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
     groups = {name: _group(name, files_of, world) for name, files_of in _files_of(described, files.names(), world).items()}
-    if only is not None:
-        return rank_files.decode(groups[only], files, decode_file, places=_Places(described.get(only)))
-    parts = {name: rank_files.decode(group, files, decode_file, partial=partial, places=_Places(described.get(name)))
+    if files.path != files.folder:
+        only = next(name for name, group in groups.items() if files.path.name in group.names.values())
+        return rank_files.merge(groups[only], files, partial=partial, places=_Places(described.get(only)))
+    parts = {name: rank_files.merge(group, files, partial=partial, places=_Places(described.get(name)))
              for name, group in groups.items()}  # fmt: skip
     keys = Keys()
     made = joined(rank_files.CONTAINER, _together(parts, keys), files, list(parts.values()), {})
@@ -71,11 +72,16 @@ def _lost(parts: Mapping[str, Decoded]) -> list[tuple[str, str]]:
     return [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
 
 
-def item_of(name: str, files: Files, decode_file: Callable[[Source], Decoded]) -> str | None:
-    """The item that a file holds a rank's part of; None for a file that metadata.pkl does not know."""
-    described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
-    found = _files_of(described, files.names(), world)
-    return next((item for item, files_of in found.items() if name in files_of.values()), None)
+def describes(path: Path, group: Group) -> bool:
+    """Whether the metadata.pkl beside a file describes the item that the file's name says it is a part of."""
+    with contextlib.closing(Files(path, path.parent)) as files:
+        about = files.open(ITEM_METADATA)
+        if not describes_items(about.read(0, min(HEAD, about.size))):
+            return False
+        described, world = _described(decode_file(about).root)
+        found = _files_of(described, files.names(), world)
+    item = next((item for item, files_of in found.items() if path.name in files_of.values()), None)
+    return f"{item}_" == group.stem
 
 
 def _group(name: str, files_of: Mapping[int, str], world: int) -> Group:
@@ -174,7 +180,7 @@ class _Places:
             self.rows[where] = rows
             self.rows.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
 
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
         """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole."""
         rows = self.rows.get(where)
         if rows is None:
@@ -209,7 +215,7 @@ def _where(text: object) -> Where:
     return tuple(path)
 
 
-def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Share]]:
+def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Piece]]:
     """The whole shape, and the boxes that one rank holds."""
     packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
     kind, data = packed["type"], packed["data"]
@@ -230,14 +236,14 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Sh
     return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
 
 
-def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Share:
+def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
     """A box of what one rank holds."""
     if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
         raise ValueError("another shape")
     if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
         raise ValueError("more than is there")
     offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
-    return Share(rank, at, sizes, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset))
+    return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
 
 
 def _placement(row: Row) -> Placement:

@@ -11,19 +11,20 @@ Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.contents import is_tensor
-from ckpt_tools.formats.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.formats.parts.grouping import Group
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.formats.parts.rank_parts import Part, PartReader
-from ckpt_tools.formats.sharded import joined
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
+from ckpt_tools.parts.merge import Merger, Piece, wrong_ranks
+from ckpt_tools.parts.names import Group, group_of, item_group_of
+from ckpt_tools.parts.rank_parts import Part, PartReader
+from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import Drop
@@ -33,22 +34,27 @@ from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
-_NAMED = 100  # missing ranks, of which more are only counted
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
 class Places(Protocol):
     """What something beside the files says of plain tensors in them."""
 
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
         """The whole shape and the boxes of what is a part; None for what every rank has whole."""
         ...
 
 
-def decode(
-    group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False,
-    places: Places | None = None, names: Names | None = None,
-) -> Decoded:  # fmt: skip
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read files that differ in the rank alone."""
+    group = group_of(names[0], names) or item_group_of(names[0], names)
+    assert group is not None, "they were found by their ranks"
+    return merge(group, files, partial=partial)
+
+
+def merge(
+    group: Group, files: Files, *, partial: bool = False, places: Places | None = None, names: Names | None = None
+) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
@@ -70,19 +76,11 @@ def decode(
 
 
 def _check_world(group: Group, world: int, *, partial: bool) -> None:
-    missing = [rank for rank in range(min(world, len(group.names) + _NAMED)) if rank not in group.names]
-    beyond = [rank for rank in group.names if rank >= world]
-    if beyond or (missing and not partial):
-        rest = world - len(group.names) - len(missing)  # a name may say any number
-        what = (
-            f"missing: {these_ranks(missing, rest=max(rest, 0))}"
-            if missing
-            else f"{these_ranks(sorted(beyond))} would be beyond it"
-        )
+    if what := wrong_ranks(group.names, world, partial=partial):
         there = next(iter(group.names.values()))
         raise PartError(
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
-            fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
+            fix="Get the others too: a model needs the parts of all ranks.", rest=max(group.names) < world,
         )  # fmt: skip
 
 
@@ -224,7 +222,7 @@ class _Merging:
         self.objects += [node for node in nodes if type(node) is Object]
         parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]
         self._check_alike(name, parts)
-        shares = [Share(rank, box.offsets, box.sizes, box.entry) for rank, part in zip(self.ranks, parts, strict=True)
+        shares = [replace(box, rank=rank) for rank, part in zip(self.ranks, parts, strict=True)
                   for box in part.held]  # fmt: skip
         return self.merger.tensor(name, parts[0].dtype, parts[0].shape, shares, requires_grad=parts[0].requires_grad)
 

@@ -23,11 +23,10 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.parts.grouping import MP_RANK
-from ckpt_tools.formats.parts.merging import Held, Merger, along
-from ckpt_tools.formats.sharded import joined
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.merge import Held, Merger, along, merged
+from ckpt_tools.parts.names import MP_RANK
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
@@ -174,7 +173,7 @@ class _Part:
         return as_dict(self.decoded.root)
 
 
-def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
@@ -188,10 +187,8 @@ def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], D
     _check_agreeing(parts)
     merging = _Merging(parts, sizes, keys)
     root = merging.run()
-    made = joined(CONTAINER, root, files, [part.decoded for part in parts], {})
-    made.has_checksums = False  # those of the ranks' records are not looked at
+    made = merged(CONTAINER, root, files, [part.decoded for part in parts], merging.merger.check_replicas)
     made.warnings += _notes(parts, merging)
-    made.locate = merging.locate
     return made
 
 
@@ -271,9 +268,7 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
     for part in parts:
         for kind in (*(f"{kind}_model_parallel_size" for kind in _KINDS), *_AGREEING):
             if part.arguments.get(kind) != first.arguments.get(kind):
-                raise PartError(
-                    f"The args of {first.folder} and {part.folder} say another {kind}.", why="They are of two jobs."
-                )
+                raise PartError(f"The args of {first.folder} and {part.folder} say another {kind}.", why=_TWO_JOBS)
         for key in ("iteration", "checkpoint_version"):
             if part.root.get(key) != first.root.get(key):
                 raise PartError(
@@ -286,9 +281,8 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
 
 def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
-    left += (
-        ["distrib_optim.pt"] if any((part.decoded.source.path.parent / "distrib_optim.pt").exists() for part in parts) else []
-    )
+    if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
+        left.append(_OPTIMIZER)
     found = [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
     extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
     found += [Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state): left out")] if extra else []
@@ -325,11 +319,6 @@ class _Merging:
             if key in [f"{kind}_model_parallel_size" for kind in _KINDS] and value is not None:
                 self.arguments.items[number] = (key, 1)
         return Dict(items)
-
-    def locate(self, root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are."""
-        self.merger.check_replicas()
-        return root
 
     def _hold(self) -> None:
         """Note of each name in the whole model who holds a part of it, in the order of the layers."""
@@ -378,7 +367,7 @@ class _Merging:
         if self.sizes[0] > 1:
             cut = axis_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
             if cut is not None:
-                return along(self.merger, name, cut.axis, groups, pieces=cut.pieces)
+                return along(self.merger, name, cut.axis, groups, count=cut.pieces)
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _version(self) -> float:

@@ -4,6 +4,8 @@
     model-00001-of-00003.safetensors    MUST  the files that weight_map names, in the index's folder
     pytorch_model.bin.index.json, pytorch_model-00001-of-00003.bin    the same with torch-zip files
 
+Without an index the names say how many there are: all of them, with names of their own, are the checkpoint.
+
 Source: huggingface_hub's `serialization/_base.py` and `_torch.py` (`split_torch_state_dict_into_shards`), transformers'
 `load_sharded_checkpoint`. A tied name of a safetensors shard stands in that shard's metadata, not in weight_map: other
 loaders look for a tensor of its own under every name of weight_map. The index repeats it, with its place among all names.
@@ -14,42 +16,35 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Keys, Warned, repeated
-from ckpt_tools.formats.registry import Container, DecodeFile
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.text import listed
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Object, Pair, Storage, as_dict
+from ckpt_tools.io.temporaries import SUFFIX
+from ckpt_tools.parts.names import ShardName, shard_name, taken_before
+from ckpt_tools.text import listed, printable
+from ckpt_tools.tree.nodes import Dict, Node, Pair, Storage, as_dict
 from ckpt_tools.tree.visit import reachable
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
-_HEAD = 4096
-
-
-def is_index(source: Source) -> bool:
-    """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
-    head = source.read(0, min(_HEAD, source.size))
-    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.HEADER.value:
-        return False
-    return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
 
 
 # --- reading
 
 
-def decode(
-    index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False, before: Sequence[str] = ()
-) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes."""
+    index = files.open(names[0])
+    before = taken_before(names[0], files.names()) if files.path == files.folder else []
     weight_map, metadata = _read_index(index)
     if others := sorted({*before} - {*weight_map.values()}):
         raise NotACheckpointError(
@@ -62,7 +57,7 @@ def decode(
     weight_map = {name: file for name, file in weight_map.items() if file not in missing}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
-    shards = {name: read_shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
+    shards = {name: read_shard(name, files) for name in sorted({*weight_map.values()})}
     places = places_of(shards)
     _check_map(weight_map, places, shards, index)
     found = renewed(shards.values())
@@ -79,9 +74,9 @@ def partly(what: str, missing: Sequence[str]) -> Warned:
     return Warned("parts-missing", f"{what} missing: {listed(missing)}; what is whole without them is taken")
 
 
-def renewed(parts: Iterable[Decoded]) -> list[Decoded]:
+def renewed(parts: Iterable[Decoded], keys: Keys | None = None) -> list[Decoded]:
     """The parts, each storage under a key that no other part's has."""
-    keys, found = Keys(), list(parts)
+    keys, found = keys or Keys(), list(parts)
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
     return found
@@ -135,7 +130,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
+def read_shard(name: str, files: Files) -> Decoded:
     """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
@@ -202,27 +197,127 @@ def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict
     return found
 
 
+# --- shards whose index is gone: their names say how many there are
+
+
+def read_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> dict[str, Decoded]:
+    """The structure of every shard, in order; no tensor bytes."""
+    if any(name.endswith(SUFFIX) for name in files.names()):
+        raise PartError(
+            f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
+            why="The shards may be those of two checkpoints.", fix="Write it again.",
+        )  # fmt: skip
+    there, missing = _numbered(names)
+    if missing and not partial:
+        raise _incomplete(there, missing)
+    return {name: read_shard(name, files) for name in there}
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The shards in the order of their numbers, and the names of those that are missing."""
+    said = [(found, name) for name in names if (found := shard_name(name)) is not None]
+    kind, count = said[0][0], said[0][0].count
+    numbers = {found.number: name for found, name in said}
+    if doubled := [name for found, name in said if numbers[found.number] != name]:
+        raise PartError(f"The shard {doubled[0]} is there twice, under another name.", fix="Remove one of the two.")
+    if beyond := [name for found, name in said if not 1 <= found.number <= count]:
+        raise PartError(f"{listed(beyond)}: a shard of {count} has another number.", fix="Give it its name back.")
+    missing = [kind.shard(number, count) for number in range(1, count + 1) if number not in numbers]
+    return [numbers[number] for number in sorted(numbers)], missing
+
+
+def _incomplete(there: Sequence[str], missing: Sequence[str]) -> PartError:
+    return PartError(
+        f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
+        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=True,
+    )  # fmt: skip
+
+
+def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """The shards as one checkpoint, in the order of their numbers."""
+    shards = read_loose(names, files, partial=partial)
+    made = _one_after_another("sharded", shards, files)
+    if missing := _numbered(names)[1]:
+        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(shards)} shards are", missing))
+        return made
+    fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
+    text = f"the index of the {len(shards)} shards is missing; all of them are here"
+    made.warnings.append(Warned("no-index", text, index_name(names[0]), fix=fix))
+    return made
+
+
+def _one_after_another(container: str, shards: Mapping[str, Decoded], files: Files) -> Decoded:
+    places_of(shards)
+    found = renewed(shards.values())
+    root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
+    return joined(container, root, files, found, own_metadata(found, {}))
+
+
+def index_name(shard: str) -> str:
+    """The name of the index that a shard's siblings should have beside them."""
+    said = shard_name(shard)
+    assert said is not None, "callers have checked that it is one"
+    return said.index
+
+
+def missing_index(shards: Mapping[str, Decoded]) -> bytes:
+    """The index of the shards, as JSON: `ckpt repair FOLDER` puts it beside them."""
+    places = places_of(shards)
+    numbers = {name: number for number, name in enumerate(places)}
+    rows = (row for decoded in shards.values() for row in safetensors.aliases_in(decoded.metadata).items())
+    aliases = {name: {"of": row["of"], "index": numbers[name]} for name, row in rows}
+    metadata = {safetensors.ALIASES: json.dumps(aliases, separators=(",", ":"))} if aliases else {}
+    total = sum(decoded.storage_bytes for decoded in shards.values())
+    return index_text({name: file for name, file in places.items() if name not in aliases}, total, metadata)
+
+
+# --- a model in several GGUF files, each of which says its number and their count
+
+
+def is_split(source: Source) -> bool:
+    """Whether a GGUF says that there are others of its model."""
+    from ckpt_tools.formats.frameworks import gguf
+
+    with limits.of_file(source.size):
+        return _split_count(gguf.decode(source)) > 1
+
+
+def _split_count(decoded: Decoded) -> int:
+    """How many files the model is in, as one of them says."""
+    text = decoded.metadata.get("split.count", "1")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
+
+
+def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """The files of one model as one checkpoint, in their order."""
+    from ckpt_tools.formats.frameworks import gguf
+
+    there, missing = _numbered(names)
+    if missing and not partial:
+        raise _incomplete(there, missing)
+    found = {name: read_shard(name, files) for name in there}
+    for number, (name, decoded) in enumerate(found.items()):
+        said = decoded.metadata.get("split.no", str(number))
+        if decoded.container != "gguf" or (not missing and (said != str(number) or _split_count(decoded) != len(found))):
+            raise PartError(
+                f"{name} is not number {number + 1} of {len(found)}, as its name says.",
+                why=f"It calls itself number {said[:9]}, counted from 0, of {_split_count(decoded)}.",
+            )
+    made = _one_after_another("gguf", found, files)
+    types = {key: kind for key, kind in gguf.types_in(made.metadata).items() if not key.startswith("split.")}
+    texts = {key: text for key, text in made.metadata.items() if not key.startswith("split.") and key != safetensors.GGUF_TYPES}
+    made.metadata = texts | ({safetensors.GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
+    made.encodings = {name: kind for part in found.values() for name, kind in part.encodings.items()}
+    made.warnings = [row for row in made.warnings if "quantised" not in row.found] + gguf.stored_types(made.encodings)
+    if missing:
+        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(found)} files are", missing))
+    return made
+
+
 # --- laying out
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Names:
-    """How the ecosystem calls the files of one kind of shard."""
-
-    stem: str
-    suffix: str
-
-    def shard(self, number: int, count: int) -> str:
-        """The file of a shard; `number` counts from 1."""
-        return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        """The file of the index."""
-        return f"{self.stem}{self.suffix}.index.json"
-
-
-SAFETENSORS, TORCH = Names("model", ".safetensors"), Names("pytorch_model", ".bin")
+SAFETENSORS, TORCH = ShardName("model", ".safetensors"), ShardName("pytorch_model", ".bin")
 
 
 def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
@@ -248,16 +343,6 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
     if len(text) > limits.HEADER.value:
         raise ConvertError(f"The index would take {len(text)} bytes; {limits.HEADER.value} is the limit.")
     return text
-
-
-def tensor_bytes(node: Entry | Object) -> int:
-    """Bytes of a tensor as an index counts them."""
-    if type(node) is Entry:
-        return node.nbytes
-    unusual = unusual_tensor(node)
-    if unusual is not None and unusual.kind == "meta":
-        return 0
-    return sum({id(part): part.nbytes for part in reachable(node) if type(part) is Storage}.values())
 
 
 def storage_groups(items: Sequence[tuple[str, Node]]) -> list[tuple[list[str], int]]:
@@ -289,10 +374,3 @@ def parse_size(text: str | int) -> int:
     if not 1 <= size < 1 << 63:
         raise ValueError(text)
     return int(size)
-
-
-def _with_its_shards(source: Source, files: Files, decode_file: DecodeFile) -> Decoded | None:
-    return decode(files.adopt(source), files, decode_file) if is_index(source) else None
-
-
-CONTAINER = Container(lambda head: head.lstrip().startswith(b"{"), None, _with_its_shards)

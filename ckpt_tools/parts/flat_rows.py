@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.parts.merging import Merger, Share
-from ckpt_tools.formats.parts.rank_parts import Part
-from ckpt_tools.formats.parts.zero_rows import Row
+from ckpt_tools.parts.merge import Merger, Piece, Row
+from ckpt_tools.parts.rank_parts import Part
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
 from ckpt_tools.values.boxes import Sizes
@@ -89,14 +88,14 @@ class Splitting:
         boxes = sorted(
             (box.offsets[0], rank, box.entry) for rank, part in parts.items() for box in part.held if box.entry.numel
         )
-        shares = [Share(rank, (at,), entry.shape, entry) for at, rank, entry in boxes]
-        self.merger.tensor(dotted(where), first.dtype, first.shape, shares)  # which sees to it that all of it is here, once
+        pieces = [Piece((at,), entry, rank) for at, rank, entry in boxes]
+        self.merger.tensor(dotted(where), first.dtype, first.shape, pieces)  # which sees to it that all of it is here, once
         starts = self._starts(where, names, first)
         row = Row([(rank, entry.numel, entry) for _, rank, entry in boxes])
         made = {}
         for name, start in zip(names, starts, strict=True):
             shape = self.names.shapes[name]
-            found = list(row.shares(start, prod(shape)))
+            found = list(row.cut(start, prod(shape)))
             made[name] = self.merger.tensor(name, first.dtype, shape, found, measured=(prod(shape),))
         return made
 

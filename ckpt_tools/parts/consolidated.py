@@ -1,0 +1,177 @@
+"""consolidated: Meta's layout of Llama, a file for each rank of model parallelism.
+
+    consolidated.00.pth, consolidated.01.pth ...    MUST  flat state dicts of the same names, a run of most tensors in each
+    params.json                                     MAY   {"dim": 4096, "n_heads": 32, ...}
+
+The files do not say where they were cut. The names do: columns (`wq wk wv w1 w3 output`) are cut along dimension 0, rows
+(`wo w2`) along dimension 1, norms and `rope.freqs` are whole in all. Llama 1 and 2 cut `tok_embeddings` along dimension 1,
+Llama 3 along 0: the dimension in which `dim` is reached decides; so it does for a name that is not known. `dim` is also the
+length of `norm.weight`.
+
+Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding), transformers'
+`models/llama/convert_llama_weights_to_hf.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt_tools import limits
+from ckpt_tools.errors import DamagedFileError, PartError
+from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.single import decode_file
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.evidence import check_not_twice
+from ckpt_tools.parts.merge import Held, Merger, along, merged
+from ckpt_tools.parts.names import CONSOLIDATED
+from ckpt_tools.parts.sharded import partly, renewed
+from ckpt_tools.text import some, these_ranks
+from ckpt_tools.tree.nodes import Dict, Entry, Node
+
+CONTAINER = "consolidated"
+_COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
+_ROWS = frozenset(("wo", "w2"))
+_FREQUENCIES = "rope.freqs"
+_NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
+
+
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
+    ranks, missing = _ranks(names, partial=partial)
+    keys = Keys()
+    parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
+    model = _Model([_flat(part) for part in parts], files, Merger(keys))
+    cut_off = model.missing_heads()
+    if cut_off is not None and partial and not missing:
+        missing = ["those behind the last"]
+    elif cut_off is not None and not missing:
+        raise cut_off
+    made = merged(CONTAINER, model.root(whole_only=bool(missing)), files, parts, model.compare)
+    if missing:
+        made.lost = list(model.lost.items())
+        made.warnings.append(partly("files of ranks are", missing))
+    return made
+
+
+def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
+    """The files by rank, every rank once, and those that are missing."""
+    found: dict[int, str] = {}
+    for name in names:
+        match = CONSOLIDATED.fullmatch(name)
+        assert match is not None, "callers have checked that it is one"
+        if int(match[1]) in found:
+            raise PartError(f"{found[int(match[1])]} and {name} are one rank's.", fix="Remove one of the two.")
+        found[int(match[1])] = name
+    missing = [rank for rank in range(max(found) + 1) if rank not in found]
+    if missing and not partial:
+        raise PartError(
+            f"{names[-1]} is one of {max(found) + 1} parts at least; missing: {these_ranks(missing)}.",
+            fix="Get the others too: a model needs the parts of all ranks.", rest=True,
+        )  # fmt: skip
+    return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
+
+
+def _flat(part: Decoded) -> dict[str, Entry]:
+    root = part.root if type(part.root) is Dict else Dict()
+    entries = {name: node for name, node in root.items if type(name) is str and type(node) is Entry}
+    if type(part.root) is not Dict or len(entries) != len(root.items):
+        raise PartError(f"{part.source.path.name} holds something else than one mapping of names to tensors.")
+    return entries
+
+
+def _read_params(source: Source) -> dict[str, int]:
+    """The numbers that count."""
+    limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
+    try:
+        content = load_json(source.read(0, source.size))
+    except ValueError as error:
+        raise DamagedFileError(f"{source.path} is not JSON.", why=f"{error}.") from None
+    rows = content if isinstance(content, dict) else {}
+    found = {key: rows[key] for key in ("dim", "n_heads", "head_dim") if rows.get(key) is not None}
+    if any(type(value) is not int or not 0 < value < 1 << 40 for value in found.values()):
+        raise DamagedFileError(f"{source.path} has a dimension that is not a number, or impossible.")
+    return found
+
+
+class _Model:
+    """The tensors of all ranks on their way into one state dict. `width`, `heads`: of the whole model and of its heads."""
+
+    def __init__(self, roots: Sequence[Mapping[str, Entry]], files: Files, merger: Merger) -> None:
+        self.roots, self.merger = roots, merger
+        self.lost: dict[str, str] = {}
+        self.cut: dict[int, list[Entry]] = {}
+        every = dict.fromkeys(name for tensors in roots for name in tensors)
+        for rank, tensors in enumerate(roots):
+            if missing := [name for name in every if name not in tensors]:
+                raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
+        norm = roots[0].get(_NORM)
+        length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+        said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
+        self.width = said.get("dim", length)
+        if self.width is not None and length not in (None, self.width):
+            raise PartError(
+                f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.", why="It is another model's."
+            )
+        self.heads = said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width
+
+    def missing_heads(self) -> PartError | None:
+        """That there are fewer files than the model was cut into, by the matrices that tell it."""
+        for name in (name for name in self.roots[0] if name.endswith(_ATTENTION)):
+            held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
+            whole = held if self.width is None or self.heads is None else self.heads
+            if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
+                return PartError(
+                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
+                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
+                )  # fmt: skip
+        return None
+
+    def root(self, *, whole_only: bool) -> Node:
+        """The merged state dict, in the first rank's order; `whole_only`: of what every rank has whole, by its name."""
+        if whole_only:
+            why = "cut among the ranks, of which some are missing"
+            self.lost = {name: why for name in self.roots[0] if not _is_whole(name)}
+            if len(self.lost) == len(self.roots[0]):
+                raise PartError(f"No tensor is whole in these files: {next(iter(self.lost))!r} is {why}.")
+        return Dict([(name, self._merged(name)) for name in self.roots[0] if name not in self.lost], ordered=True)
+
+    def compare(self) -> None:
+        """Compare what several ranks hold, and that no rank is there twice."""
+        self.merger.check_replicas()
+        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
+
+    def _merged(self, name: str) -> Entry:
+        held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
+        if len(held) == 1 or _is_whole(name):
+            return self.merger.replicated(name, held)
+        for rank, entry in held:
+            self.cut.setdefault(rank, []).append(entry)
+        kind = _kind(name)
+        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, held)
+        return along(self.merger, name, axis, [held])
+
+    def _by_width(self, name: str, held: Held) -> int:
+        """The dimension in which the model's width is reached."""
+        shape = held[0][1].shape
+        reached = [axis for axis, size in enumerate(shape) if size * len(held) == self.width]
+        if len(reached) == 1:
+            return reached[0]
+        if _kind(name) == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
+            return 0
+        raise PartError(
+            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(held)} ranks.",
+            why="Neither is its name known, nor does one dimension reach the model's width.",
+            fix="" if self.width is not None else "params.json tells the width: put it beside the files.",
+        )
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _is_whole(name: str) -> bool:
+    """Whether every rank has a tensor whole, by its name."""
+    kind = _kind(name)
+    return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))

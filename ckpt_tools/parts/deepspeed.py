@@ -1,0 +1,396 @@
+"""deepspeed: a folder of DeepSpeed, whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO).
+
+    mp_rank_00_model_states.pt                       MUST but under stage 3: names, shapes, 16-bit weights, buffers
+    zero_pp_rank_R_mp_rank_00_model_states.pt        MUST under stage 3, one a rank: names, shapes, buffers, frozen weights
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt MUST under ZeRO, one a rank: rows of fp32 weights, of the optimizer
+    ... mp_rank_01 ...                               the same of every tensor parallel rank, or stage of a pipeline
+    layer_0_expert_3_mp_rank_00_model_states.pt      experts of a mixture; layer_03-model_states.pt: layers of a pipeline
+    latest                                           beside the folder: its name
+
+The tree is the state dict of the fp32 weights, in the model's order. Beside it, for `--select`, are `module` (not under
+stage 3: the 16-bit weights), `optimizer` (as torch's `get_optimizer_state_dict` has it, by the parameters' names) and
+`training` (the model, the optimizer, and what else the model file holds).
+
+Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py. deepspeed_files.py reads what each
+file says, deepspeed_slice.py makes a model of the ranks of one slice.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.single import decode_file
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.deepspeed_files import (
+    ModelState,
+    OptimizerState,
+    Rules,
+    check_experts,
+    read_model,
+    read_optimizer,
+    with_experts,
+    with_layers,
+)
+from ckpt_tools.parts.deepspeed_slice import Slice, optimizer_of
+from ckpt_tools.parts.merge import Merger, merged, wrong_ranks
+from ckpt_tools.parts.names import SliceFiles, ZeroFiles, zero_files
+from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair, as_dict
+from ckpt_tools.tree.visit import reachable
+
+CONTAINER = "deepspeed"
+_SAVE = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+# What a model file says about the parts, which is not a part any more.
+_OF_PARTS = frozenset((
+    "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
+))  # fmt: skip
+_MOST_RANKS = 1 << 16  # of which some may be missing
+
+
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """Read the structure of every file and put the weights together; of tensor bytes only step counters."""
+    found = zero_files(names)
+    assert found is not None, "they were found by their names"
+    if found.doubled:
+        raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
+    reading = _Reading(found, files, partial=partial)
+    model = reading.model()
+    made = merged(CONTAINER, model.weights, files, reading.read_files)
+    made.globals = [node for node in reachable(made.root) if type(node) is Global]
+    made.unusual = []  # these are said of the ranks' files, not of the whole
+    made.warnings += [_beside(reading.first, files.path), *reading.missing_parts()]
+    made.others = _others(model, reading.first)
+    made.lost = list(model.lost.items())
+    if model.lost and not model.weights.items:
+        name, why = made.lost[0]
+        raise PartError(f"No tensor is whole in these files: {name!r} {why}, and {len(model.lost) - 1} more.")
+
+    def locate(root: Node) -> Node:
+        model.check_evidence()
+        if wrong := model.differing_buffers():
+            text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
+            made.warnings.append(Warned("parts-differ", text))
+        return root
+
+    made.locate = locate
+    return made
+
+
+class _Reading:
+    """The files of a folder on their way into one model."""
+
+    def __init__(self, found: ZeroFiles, files: Files, *, partial: bool) -> None:
+        self.found, self.files, self.partial = found, files, partial
+        self.keys, self.read_files = Keys(), list[Decoded]()
+        self.slices: dict[int, Slice] = {}
+        self.missing = list[str]()
+
+    @property
+    def first(self) -> Slice:
+        """The first slice that is there."""
+        return next(iter(self.slices.values()))
+
+    def root_of(self, name: str, *, renewed: bool = False) -> Node:
+        """What a file holds; `renewed` if its tensors come into the tree as they are."""
+        self.read_files.append(decode_file(self.files.open(name)))
+        root = self.read_files[-1].root
+        return self.keys.renew(root) if renewed else root
+
+    def model(self) -> Slice | Slices:
+        """All slices as one model."""
+        found = self.found
+        if found.experts and (found.layers or len(found.slices) > 1):
+            raise PartError(
+                f"{next(iter(found.experts.values()))} and {len(found.experts) - 1} more are experts of a mixture "
+                "whose model is cut in another way too, which is not read.", fix=_SAVE,
+            )  # fmt: skip
+        if found.beside and found.optimizers:
+            raise PartError(f"{found.beside[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
+        self.slices = {number: self._slice(number, own) for number, own in sorted(found.slices.items())}
+        if self._check_slices() == 1 and not found.layers:
+            return self.first
+        return Slices(self.slices, self.keys, self._rules(), self._layers(), partial=self.partial)
+
+    def missing_parts(self) -> list[Warned]:
+        """With `partial`: which parts are missing."""
+        own = [f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for number, each in self.slices.items() for rank in each.missing]
+        missing = self.missing + own
+        text = f"files of ranks are missing: {listed(missing)}; what is whole without them is taken"
+        return [Warned("parts-missing", text)] if missing else []
+
+    def _slice(self, number: int, own: SliceFiles) -> Slice:
+        optimizers = {rank: read_optimizer(name, self.root_of(name)) for rank, name in sorted(own.optimizers.items())}
+        world = self._check_optimizers(optimizers) if optimizers else 1
+        models = self._models(number, own, optimizers, world)
+        if not optimizers and any(model.shapes for model in models.values()):
+            raise PartError(
+                "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
+                fix="Get the files of all ranks. A model file by itself, in a folder of its own, is the 16-bit weights.",
+            )
+        return Slice(models, optimizers, self.keys, world, partial=self.partial)
+
+    def _models(
+        self, number: int, own: SliceFiles, optimizers: Mapping[int, OptimizerState], world: int
+    ) -> dict[int, ModelState]:
+        """The model files by rank: one for all but under stage 3."""
+        is_stage_3 = any(state.is_stage_3 for state in optimizers.values())
+        whole = {0: own.whole} if own.whole is not None else {}
+        names, others = (own.models, whole) if is_stage_3 else (whole, own.models)
+        if others:
+            other = next(iter(others.values()))
+            raise PartError(
+                f"{other} is of another stage of ZeRO than the optimizer's parts.", fix="Remove what is of another save."
+            )
+        if not names:
+            missing = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
+            raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
+        models = {rank: self._read_model(name, rank == min(names)) for rank, name in sorted(names.items())}
+        if is_stage_3:
+            _check_world("files *_model_states.pt, one a rank", models, world, partial=self.partial)
+        _check_models(models, world if optimizers else None)
+        return models
+
+    def _read_model(self, name: str, is_first: bool) -> ModelState:
+        model = read_model(name, self.root_of(name, renewed=is_first), in_layers=bool(self.found.layers))
+        if not (self.found.experts and is_first):
+            return model
+        roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.found.experts.items())]
+        check_experts(model, {key[:2] for key in self.found.experts})
+        return replace(model, module=with_experts(model.module, roots))
+
+    def _check_optimizers(self, optimizers: Mapping[int, OptimizerState]) -> int:
+        """The number of ranks that all files say; all are of one step."""
+        worlds = {state.world for state in optimizers.values()}
+        if len(worlds) > 1:
+            said = listed([f"rank {rank} of {state.world}" for rank, state in optimizers.items()])
+            raise PartError(
+                f"The optimizer's parts are of several jobs: {said}.", why="They were saved by other numbers of ranks."
+            )
+        (world,) = worlds
+        _check_world("files *_optim_states.pt, one a rank", optimizers, world, partial=self.partial)
+        steps = {rank: state.steps for rank, state in optimizers.items()}
+        one = min(steps)
+        if other := [rank for rank in steps if steps[rank] != steps[one]]:
+            own, theirs = (listed(list(dict.fromkeys(steps[rank]))) or "no" for rank in (one, other[0]))
+            raise PartError(
+                f"The optimizer has made {own} steps on rank {one}, and {theirs} on {these_ranks(other)}.",
+                why="They were saved at different steps.",
+            )
+        return world
+
+    def _check_slices(self) -> int:
+        """How many there should be; all are of one step, and of as many ranks."""
+        first = self.first
+        for number, own in self.slices.items():
+            if own.model.step != first.model.step or own.world != first.world:
+                raise PartError(
+                    f"mp_rank_{number:02d} is of step {own.model.step} and {own.world} ranks, {first.model.file} of step "
+                    f"{first.model.step} and {first.world}.", why="They were saved at different steps, or by several jobs.",
+                )  # fmt: skip
+        said = first.model.root.get("mp_world_size")
+        count = said if type(said) is int else max(self.slices) + 1
+        kind = "slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
+        _check_world(kind, self.slices, count, partial=self.partial and bool(self.found.layers))
+        self.missing = [f"mp_rank_{number:02d}_*" for number in range(count) if number not in self.slices]
+        return count
+
+    def _rules(self) -> Rules | None:
+        """How tensor parallel ranks are joined; None for the stages of a pipeline."""
+        if not self.found.layers:
+            info = self.first.model.rules
+            if info is None:
+                raise PartError(
+                    f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut.",
+                    why="A checkpoint of Megatron-DeepSpeed or AutoTP says it as universal_checkpoint_info.", fix=_SAVE,
+                )  # fmt: skip
+            return Rules(info, self.first.model.buffers)
+        if several := sorted({rank for _, rank in self.found.layers} - {0}):
+            raise PartError(
+                f"These are stages of a pipeline, each cut among {len(several) + 1} tensor parallel ranks, which is not read.",
+                fix=_SAVE,
+            )
+        return None
+
+    def _layers(self) -> Dict | None:
+        """The 16-bit weights of a pipeline; None for another model."""
+        if not self.found.layers:
+            return None
+        shapes = {name: shape for own in self.slices.values() for group in own.model.shapes for name, shape in group.items()}
+        roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.found.layers.items())}
+        return with_layers(roots, shapes)
+
+
+def _check_world(kind: str, ranks: Mapping[int, object], world: int, *, partial: bool) -> None:
+    if what := wrong_ranks(ranks, world, partial=partial and world <= _MOST_RANKS):
+        raise PartError(
+            f"The checkpoint has {world} {kind}; {what}.", why=f"{len(ranks)} are there.",
+            fix="Get the others too: every rank holds a part of every weight.", rest=max(ranks) < world,
+        )  # fmt: skip
+
+
+def _check_models(models: Mapping[int, ModelState], world: int | None) -> None:
+    first = next(iter(models.values()))
+    for rank, model in models.items():
+        if world is not None and model.world is not None and model.world != world:
+            raise PartError(f"{model.file} is of a job of {model.world} ranks; here are the optimizer's files of {world}.")
+        if model.step != first.step:
+            raise PartError(
+                f"'global_steps' is {first.step} in {first.file}, and {model.step} in {model.file}.",
+                why="They were saved at different steps.",
+            )
+        if (model.shapes, model.frozen) != (first.shapes, first.frozen) or model.names != first.names:
+            raise PartError(f"{model.file} has other parameters on rank {rank} than {first.file}.")
+
+
+# --- what `--select` takes instead of the weights
+
+
+def _beside(first: Slice, path: Path) -> Warned:
+    is_zero = first.first is not None
+    found = [f"{name} ({what})" for name, what in (
+        ("module", "" if first.is_stage_3 else "the weights as they were trained with"),
+        ("optimizer", "its state by the parameters' names" if first.first is not None and first.first.states else ""),
+        ("training", "model, optimizer and what else was saved" if is_zero else ""),
+    ) if what]  # fmt: skip
+    fix = f"ckpt convert {shlex.quote(str(path))} training.pth --select training" if is_zero else ""
+    what = "the fp32 weights" if is_zero else "the weights"
+    return Warned("beside-the-weights", f"without `select` it is {what}; `select` takes {', '.join(found)}", "", "info", fix)
+
+
+def _others(model: Slice | Slices, first: Slice) -> dict[str, Callable[[], Node]]:
+    """Made when it is wanted. Without ZeRO the optimizer's state has no names."""
+
+    def training() -> Node:
+        """The model, the optimizer, and what else the model file holds (steps, epochs, a scheduler)."""
+        rest = [(key, value) for key, value in first.model.root.items if key not in _OF_PARTS and key != "model"]
+        has_state = first.first is not None and first.first.states
+        state: list[Pair] = [("optimizer", model.optimizer())] if has_state else []
+        return Dict([("model", model.weights), *state, *rest])
+
+    if first.first is None:
+        return {"module": model.module}
+    return {"module": model.module, "optimizer": model.optimizer, "training": training}
+
+
+# --- several slices of a DeepSpeed checkpoint as one model
+
+
+def _items(node: Node) -> Sequence[Node]:
+    return node.items if type(node) is List else ()
+
+
+class Slices:
+    """Several slices on their way into one model. `rules`: of tensor parallel ranks; None for the stages of a pipeline."""
+
+    def __init__(
+        self, slices: Mapping[int, Slice], keys: Keys, rules: Rules | None, layers: Dict | None, *, partial: bool
+    ) -> None:
+        self.slices, self.rules, self.layers = slices, rules, layers.named if layers is not None else None
+        self.merger = Merger(keys, {number: f"mp_rank_{number:02d}" for number in slices}, partial=partial)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The weights that are not whole, and why."""
+        return self.merger.lost
+
+    @cached_property
+    def weights(self) -> Dict:
+        """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
+        if not self.merger.partial:
+            self._check_layers()
+        found = self._joined({number: own.weights for number, own in self.slices.items()})
+        for own in self.slices.values():
+            self.lost.update({name: why for name, why in own.lost.items() if name not in found})
+        rest = {name: value for name, value in (self.layers or {}).items() if name not in self.lost}
+        return Dict([*({**rest, **found}).items()], ordered=True)
+
+    def _check_layers(self) -> None:
+        """Each layer with weights in the optimizer has its file: what is frozen, and buffers, are in there alone."""
+        if self.layers is None:
+            return
+        there = {name.partition(".")[0] for name in self.layers}
+        names = [name for own in self.slices.values() for name in own.model.names]
+        numbers = dict.fromkeys(number for name in names if (number := name.partition(".")[0]).isdecimal())
+        if missing := [number for number in numbers if number not in there]:
+            raise PartError(
+                f"Layers have no file: {listed([f'layer_{int(number):02d}-model_states.pt' for number in missing])}.",
+                why="Frozen weights and buffers of a pipeline are in there alone.", fix="Get the files of all layers.",
+                rest=True,
+            )  # fmt: skip
+
+    def module(self) -> Dict:
+        """The weights as they were trained with."""
+        if self.layers is None:
+            found = self._joined({number: own.module() for number, own in self.slices.items()})
+            self.merger.check_replicas()
+            return Dict(list(found.items()), ordered=True)
+        if missing := [name for name in self.weights.named if name not in (self.layers or {})]:
+            raise PartError(f"No file layer_*-model_states.pt has {listed(missing)}.", fix="Get the files of all layers.")
+        return Dict(list(self.layers.items()), ordered=True)
+
+    def optimizer(self) -> Dict:
+        """The optimizer's state by the parameters' names; the rest as the first slice has it."""
+        every = {number: own.optimizer() for number, own in self.slices.items()}
+        found: dict[str, dict[int, Dict]] = {}
+        for number, own in every.items():
+            for name, values in as_dict(own.get("state")).named.items():
+                found.setdefault(name, {})[number] = as_dict(values)
+        made = {name: self._state(name, held) for name, held in found.items()}
+        self.merger.check_replicas()
+        first, *rest = ([as_dict(group) for group in _items(own.get("param_groups"))] for own in every.values())
+        for at, group in enumerate(first):
+            others = [groups[at] for groups in rest if at < len(groups)]
+            names = dict.fromkeys(name for own in (group, *others) for name in _items(own.get("params")))
+            group.items[-1] = ("params", List(list(names)))
+        return optimizer_of(made, first)
+
+    def check_evidence(self) -> None:
+        """What the bytes say against the names of the files."""
+        for own in self.slices.values():
+            own.check_evidence(self.layers)
+
+    def differing_buffers(self) -> list[str]:
+        """What each slice says of its own; and what several slices have whole is compared."""
+        found = [name for own in self.slices.values() for name in own.differing_buffers()]
+        self.merger.check_replicas()
+        return found
+
+    def _state(self, name: str, held: Mapping[int, Dict]) -> Dict:
+        """The optimizer's state of one parameter: what has its shape is joined as it is."""
+        (first, *_) = held.values()
+        rows = list[Pair]()
+        for key, value in first.items:
+            own = [(number, values.get(key)) for number, values in held.items()] if type(key) is str else []
+            is_cut = type(value) is Entry and value.shape and own and all(type(entry) is Entry for _, entry in own)
+            rows.append((key, self._one(name, own) if is_cut else value))
+        return Dict(rows)
+
+    def _joined(self, roots: Mapping[int, Dict]) -> dict[str, Node]:
+        every: dict[str, list[tuple[int, Node]]] = {}
+        for number, root in roots.items():
+            for name, value in root.named.items():
+                every.setdefault(name, []).append((number, value))
+        made = {name: self.merger.unless_lost(name, partial(self._one, name, held)) for name, held in every.items()}
+        return {name: value for name, value in made.items() if value is not DROP}
+
+    def _one(self, name: str, held: Sequence[tuple[int, Node]]) -> Node:
+        """One tensor, or value, of what the slices have under a name."""
+        if len(held) == 1 and self.rules is None:
+            return held[0][1]
+        entries = [(number, entry) for number, entry in held if type(entry) is Entry]
+        if self.rules is not None and len(held) < len(self.slices):
+            lacking = [f"mp_rank_{number:02d}" for number in self.slices if number not in dict(held)]
+            raise PartError(f"{name!r} is not whole: {listed(lacking)} do not have it.", rest=True)
+        if not entries:
+            return held[0][1]
+        if len(entries) < len(held):
+            raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
+        return self.merger.replicated(name, entries) if self.rules is None else self.rules.join(self.merger, name, entries)

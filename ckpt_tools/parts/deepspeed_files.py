@@ -1,0 +1,289 @@
+"""What the files of a DeepSpeed checkpoint say: facts by name out of the trees of their pickles.
+
+    layer_0_expert_3_mp_rank_00_model_states.pt     one expert of a mixture, under the number that it has in the whole layer
+    layer_03-model_states.pt                        one layer of a pipeline, by the names in the layer
+
+Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`); `state_dict` in deepspeed/runtime/zero/
+stage_1_and_2.py and stage3.py, and in deepspeed/runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.io.content import read
+from ckpt_tools.parts.merge import Merger, along
+from ckpt_tools.pickling.torch_objects import sizes_of
+from ckpt_tools.text import listed
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Pair
+from ckpt_tools.values.boxes import Sizes
+from ckpt_tools.values.numeric import row_major
+
+EXPERT = re.compile(r"(?P<layer>.*?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<number>\d{1,6})\.(?P<rest>.*)")
+_MIXTURE = "deepspeed_moe."
+_STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelState:
+    """What a model file says."""
+
+    file: str
+    root: Dict
+    module: Dict
+    buffers: frozenset[str]
+    shapes: tuple[dict[str, Sizes], ...]
+    frozen: dict[str, Sizes]
+    fragments: dict[str, Entry]
+    shared: dict[str, str]
+    world: int | None
+    step: int | None
+    rules: Dict | None
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters in the optimizer."""
+        return [name for group in self.shapes for name in group]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """What one rank's optimizer file says."""
+
+    file: str
+    is_stage_3: bool
+    flat: tuple[Entry, ...]
+    world: int
+    counts: tuple[int, ...]
+    paddings: tuple[Sizes, ...] | None
+    states: dict[int, Dict]
+    groups: tuple[Dict, ...]
+
+    @property
+    def steps(self) -> list[object]:
+        """How often each group was stepped, by the state (torch) or by the group (Apex)."""
+        every = (*(values for _, values in sorted(self.states.items())), *self.groups)
+        return [step for values in every for step in _step(values.get("step"))]
+
+
+def _step(step: Node) -> Iterator[object]:
+    if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
+        yield struct.unpack(_CODES[step.dtype.name], read(row_major(step)))[0]
+    elif type(step) in (int, float):
+        yield step
+
+
+def read_model(file: str, root: Node, *, in_layers: bool = False) -> ModelState:
+    """The facts of a model file."""
+    module = root.get("module") if type(root) is Dict else None
+    module = Dict(ordered=True) if module is None and in_layers else module
+    if type(root) is not Dict or type(module) is not Dict:
+        raise _malformed(file, "it has no weights (`module`)")
+    shapes = tuple(_shapes(file, group) for group in _listed(root.get("param_shapes")))
+    names = [name for group in shapes for name in group]
+    if len(names) != len(set(names)):
+        raise _malformed(file, "a parameter is in two groups")
+    fragments = {name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry}
+    world, step, rules = root.get("dp_world_size"), root.get("global_steps"), root.get("universal_checkpoint_info")
+    return ModelState(
+        file, root, module, frozenset(name for name in _listed(root.get("buffer_names")) if type(name) is str),
+        shapes, _shapes(file, root.get("frozen_param_shapes")), fragments,
+        {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
+        world if type(world) is int else None, step if type(step) is int else None, rules if type(rules) is Dict else None,
+    )  # fmt: skip
+
+
+def read_optimizer(file: str, root: Node) -> OptimizerState:
+    """The facts of a rank's optimizer file."""
+    state = root.get("optimizer_state_dict") if type(root) is Dict else None
+    if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
+        raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
+    if "ds_zero_partition_groups" in state:
+        raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
+    is_stage_3 = _STAGE_3 in state
+    counts = tuple(count for count in _listed(state.get("partition_count")) if type(count) is int)
+    if not counts or min(counts) < 1:
+        raise _malformed(file, "it has no partition_count")
+    rows = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
+    flat = tuple(entry for entry in rows if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
+    if len(flat) != len(rows):
+        raise _malformed(file, "its weights are not rows")
+    world = max(counts)
+    counts = counts if len(counts) == len(flat) else (world,) * len(flat)
+    inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
+    groups = inner.get("param_groups") if type(inner) is Dict else None
+    return OptimizerState(
+        file, is_stage_3, flat, world, counts, _paddings(file, state.get("param_alignment_paddings")),
+        dict(_states(inner)), tuple(group for group in _listed(groups) if type(group) is Dict),
+    )  # fmt: skip
+
+
+def _states(inner: Node) -> Iterator[tuple[int, Dict]]:
+    """The states by the number of their row; an elastic checkpoint of old versions has a list of them."""
+    found = enumerate(inner.items) if type(inner) is List else _pairs(inner.get("state") if type(inner) is Dict else None)
+    return ((number, state) for number, state in found if type(number) is int and type(state) is Dict)
+
+
+def _paddings(file: str, node: Node) -> tuple[Sizes, ...] | None:
+    if node is None:
+        return None
+    found = [sizes_of(group) for group in _listed(node)]
+    if any(group is None or min(group, default=0) < 0 for group in found):
+        raise _malformed(file, "its param_alignment_paddings are not numbers")
+    return tuple(group for group in found if group is not None)
+
+
+def _shapes(file: str, node: Node) -> dict[str, Sizes]:
+    shapes = {}
+    for name, value in _items(node):
+        shape = sizes_of(value)
+        if shape is None or min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS:
+            raise _malformed(file, f"the shape of {name!r} is not one")
+        shapes[name] = shape
+    return shapes
+
+
+def _listed(node: Node) -> Sequence[Node]:
+    """The elements of a list; of anything else but None, that alone."""
+    if type(node) is List:
+        return node.items
+    return node if type(node) is tuple else () if node is None else (node,)
+
+
+def _pairs(node: Node) -> Sequence[tuple[Node, Node]]:
+    return node.items if type(node) is Dict else ()
+
+
+def _items(node: Node) -> Iterator[tuple[str, Node]]:
+    return ((name, value) for name, value in _pairs(node) if type(name) is str)
+
+
+def _malformed(file: str, why: str) -> PartError:
+    return PartError(f"{file} cannot be joined with the others: {why}.")
+
+
+# --- experts and layers, in files of their own
+
+
+def check_experts(model: ModelState, there: AbstractSet[tuple[int, int]]) -> None:
+    """Every layer has the files of all its experts, as many as the model file says."""
+    rows = [count for count in _listed(model.root.get("num_experts")) if type(count) is int]
+    expected = (
+        (layer, expert) for layer, count in enumerate(rows[:_MOST_LAYERS]) for expert in range(min(count, _MOST_LAYERS))
+    )
+    if missing := [f"layer_{layer}_expert_{expert}_*" for layer, expert in expected if (layer, expert) not in there]:
+        raise PartError(f"Experts are missing: {listed(missing)}.", fix="Get the files of all experts.")
+
+
+def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
+    """The 16-bit weights with those of the experts, each behind what else its mixture has."""
+    names = {name for name, _ in module.items if type(name) is str}
+    last = {str(name).partition(_MIXTURE)[0]: number for number, (name, _) in enumerate(module.items) if _MIXTURE in str(name)}
+    placed: list[tuple[int, Pair]] = list(enumerate(module.items))
+    for file, root in found:
+        for name, value in root.items if type(root) is Dict else [(None, None)]:
+            match = EXPERT.fullmatch(name) if isinstance(name, str) else None
+            if match is None or type(value) is not Entry:
+                raise PartError(f"{file} holds something else than an expert's tensors.")
+            if name in names:
+                raise PartError(f"{file} holds {name!r}, which another file holds too.")
+            names.add(match.string)
+            placed.append((last.get(match["layer"], len(module.items)), (name, value)))
+    root = Dict([item for _, item in sorted(placed, key=lambda row: row[0])], ordered=True)
+    root.attributes = module.attributes
+    return root
+
+
+_TIED = "tied_modules."
+
+
+def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> Dict:
+    """The 16-bit weights of a pipeline's layers by their names in the model; `shapes`: of the weights in the optimizer."""
+    tied: dict[str, dict[str, Sizes]] = {}
+    for name, shape in shapes.items():
+        key, found, rest = name.removeprefix(_TIED).partition(".")
+        if name.startswith(_TIED) and found:
+            tied.setdefault(key, {})[rest] = shape
+    known = {name.partition(".")[0] for name in shapes}
+    made: dict[str, Node] = {}
+    for file, (number, root) in roots.items():
+        if type(root) is not Dict or any(type(name) is not str for name, _ in root.items):
+            raise PartError(f"{file} holds something else than the weights of a layer by name.")
+        prefix = f"{number}." if str(number) in known else _prefix_of_tied(file, number, root, tied)
+        for name, value in root.named.items():
+            made.setdefault(f"{prefix}{name}", value)
+    return Dict(list(made.items()), ordered=True)
+
+
+def _prefix_of_tied(file: str, number: int, root: Dict, tied: Mapping[str, Mapping[str, Sizes]]) -> str:
+    """What a layer is called of which the optimizer has no weight under its number: a tied one, or one that is not trained."""
+    own = {name: value.shape for name, value in root.named.items() if type(value) is Entry}
+    fitting = [key for key, shapes in tied.items() if all(own.get(name) == shape for name, shape in shapes.items())]
+    if len(fitting) > 1:
+        raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
+    return f"{_TIED}{fitting[0]}." if fitting else f"{number}."
+
+
+# --- how tensor parallel ranks were cut
+
+
+_SWIGLU, _ROWS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"
+_WHOLE = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+# A text, single characters of any kind, digits; what is repeated may be so three times: more can take for ever.
+_MOST = 1000
+_PATTERN = re.compile(r"(?:(?:\w|[-/:,@ .]|\\d|\\\W)(?:[+*](?!(?:.*[+*]){3}))?)*", re.ASCII)
+
+
+class Rules:
+    """How tensor parallel ranks are joined, by `universal_checkpoint_info`. It speaks of parameters; buffers are whole."""
+
+    def __init__(self, info: Dict, buffers: AbstractSet[str]) -> None:
+        self.buffers = buffers
+        self.whole = _patterns([text for key in _WHOLE for text in _texts(info.get(key))])
+        self.swiglu, self.rows = _patterns(_texts(info.get(_SWIGLU))), _patterns(_texts(info.get(_ROWS)))
+        several = info.get("parameter_with_sub_params")
+        rows = several.items if type(several) is List else []
+        cut = [text for row in rows if type(row) is Dict for text in _texts(row.get("patterns"))]
+        self.refused = _patterns([*cut, *_texts(info.get("autotp_unsupported_parameter_patterns"))])
+
+    def join(self, merger: Merger, name: str, held: Sequence[tuple[int, Entry]]) -> Entry:
+        """One tensor of what each slice has of it."""
+        if _fits(self.refused, name):
+            raise PartError(
+                f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.", rest=True
+            )
+        if name in self.buffers or _fits(self.whole, name) or not held[0][1].shape:
+            return merger.replicated(name, held)
+        return along(merger, name, 1 if _fits(self.rows, name) else 0, [held], count=2 if _fits(self.swiglu, name) else 1)
+
+
+def _texts(node: Node) -> list[str]:
+    """The texts of a list, or the keys of a dict."""
+    found = node.items if type(node) is List else [key for key, _ in node.items] if type(node) is Dict else node
+    return [text for text in (found if isinstance(found, (list, tuple)) else ()) if type(text) is str]
+
+
+def _patterns(texts: Sequence[str]) -> list[re.Pattern[str]]:
+    """The patterns of one list, each of which fits from a name's beginning on."""
+    if len(texts) > _MOST or any(len(text) > _MOST for text in texts):
+        raise PartError(f"universal_checkpoint_info has more than {_MOST} patterns, or longer ones, in one list.")
+    found = []
+    for pattern in texts:
+        text = pattern.removeprefix("^")
+        to_end = text.endswith("$") and not text.endswith("\\$")
+        if not _PATTERN.fullmatch(text.removesuffix("$") if to_end else text):
+            raise PartError(f"universal_checkpoint_info tells names by the pattern {pattern[:100]!r}, which is not read.")
+        found.append(re.compile(text, re.ASCII))
+    return found
+
+
+def _fits(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.match(name) for pattern in patterns)

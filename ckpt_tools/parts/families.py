@@ -1,0 +1,344 @@
+"""The ways in which a checkpoint is in several files, a row each. docs/parts.md says how to add one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.errors import NotACheckpointError
+from ckpt_tools.formats.base import PART_CONTAINERS, Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts import names as by_name
+from ckpt_tools.parts import partition as parts
+from ckpt_tools.parts.partition import Partition
+from ckpt_tools.tree.nodes import Global
+
+
+class Beside(NamedTuple):
+    """The files that belong to one of them: their folder, their names in it, and of how many ranks they are."""
+
+    folder: Path
+    names: tuple[str, ...]
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A way in which a checkpoint is in several files.
+
+    Attributes:
+        module: reads them: `decode(names, files, *, partial) -> Decoded`.
+        find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
+        inside: the folder in a folder whose files are meant; the folder itself where none is.
+        stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
+        beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
+        part: what part of the whole a file is by itself. The last argument counts the ranks whose files are beside it.
+        partial: whether what is whole can be told where files are missing.
+        decode: the function's name, where the module has several.
+    """
+
+    module: str
+    find: Callable[[Path, Sequence[str]], Sequence[str]] | None = None
+    inside: Callable[[Path], Path] | None = None
+    stands_for: Callable[[Source, bytes, Callable[[], list[str]]], Sequence[str]] | None = None
+    beside: Callable[[Path, Sequence[str], Sequence[Global]], Beside | None] | None = None
+    part: Callable[[Checkpoint, Callable[[], int | None]], Partition | None] | None = None
+    partial: bool = True
+    decode: str = "decode"
+
+
+class Found(NamedTuple):
+    """The files of one checkpoint, and the name of the row that reads them."""
+
+    family: str
+    folder: Path
+    names: tuple[str, ...]
+    ranks: int = 0
+
+    def decode(self, files: Files, *, partial: bool = False) -> Decoded:
+        """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
+        row = ROWS[self.family]
+        decoded = getattr(import_module(row.module), row.decode)(self.names, files, partial=partial)
+        assert isinstance(decoded, Decoded)
+        return decoded
+
+
+# --- which files belong together
+
+
+def _dcp(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    if by_name.DCP_METADATA not in names:
+        return ()
+    if indexes := by_name.indexes(names):
+        raise _several(folder, [by_name.DCP_METADATA, *indexes])
+    return (by_name.DCP_METADATA,)
+
+
+def _index(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    indexes = by_name.indexes(names)
+    if len(indexes) > 1:
+        raise _several(folder, indexes)
+    return indexes
+
+
+def _deepspeed(_: Path, names: Sequence[str]) -> Sequence[str]:
+    found = by_name.zero_files(names)
+    return found.names if found is not None else ()
+
+
+def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
+    items = by_name.item_groups(names) if by_name.ITEM_METADATA in names else {}
+    return (by_name.ITEM_METADATA, *(name for group in items.values() for name in group.values())) if items else ()
+
+
+def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    groups = by_name.shard_groups(names)
+    if len(groups) > 1:
+        raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")
+    return groups[0] if groups and not groups[0][0].endswith(".gguf") else ()
+
+
+def _splits(_: Path, names: Sequence[str]) -> Sequence[str]:
+    groups = by_name.shard_groups(names)
+    return groups[0] if groups else ()
+
+
+def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    found = by_name.consolidated_files(names)
+    if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
+        raise _several(folder, [*found[:4], *whole], "transformers and diffusers take the last, Meta's code the others.")
+    return found
+
+
+def _ranks(_: Path, names: Sequence[str]) -> Sequence[str]:
+    group = by_name.model_group(names)
+    return group.every if group is not None else ()
+
+
+def _several(folder: Path, names: Sequence[str], why: str = "Each index is one of its own.") -> NotACheckpointError:
+    listed = ", ".join(names[:5])
+    fix = f"Name one of them: {folder / names[-1]}"
+    return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why=why, fix=fix)
+
+
+# --- a file that stands for others
+
+
+def _of_index(source: Source, head: bytes, _: Callable[[], list[str]]) -> Sequence[str]:
+    return (source.path.name,) if by_name.is_index(source, head) else ()
+
+
+def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
+    if not head.startswith(b"GGUF") or by_name.shard_name(source.path.name) is None:
+        return ()
+    from ckpt_tools.parts import sharded
+
+    if not sharded.is_split(source):
+        return ()
+    return next((group for group in by_name.shard_groups(names()) if source.path.name in group), ())
+
+
+# --- the files beside one
+
+
+def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
+    if path.name != by_name.MEGATRON_FILE or not by_name.MP_RANK.fullmatch(path.parent.name):
+        return None
+    folder = path.parent.parent
+    found = by_name.megatron_files(os.listdir(folder))
+    return Beside(folder, found, len(found))
+
+
+def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
+    found = by_name.consolidated_files(names)
+    return Beside(path.parent, found, len(found)) if path.name in found else None
+
+
+def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
+    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
+    return Beside(path.parent, found.names, len(found.optimizers)) if found is not None else None
+
+
+def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
+    group = by_name.group_of(path.name, names)
+    if group is None and any(str(name) == "torch.distributed.tensor.DTensor" for name in known):
+        group = by_name.item_group_of(path.name, names)
+    return Beside(path.parent, group.every, len(group.names)) if group is not None else None
+
+
+def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
+    """The files of one item, where the metadata.pkl beside them says so; others have such names too."""
+    group = by_name.item_group_of(path.name, names) if by_name.ITEM_METADATA in names else None
+    if group is None:
+        return None
+    from ckpt_tools.parts import items
+
+    if not items.describes(path, group):
+        return None
+    return Beside(path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names))
+
+
+# --- the table
+
+ROWS = {
+    "dcp": Family("ckpt_tools.parts.dcp", _dcp, by_name.iteration_folder),
+    "sharded": Family("ckpt_tools.parts.sharded", _index, stands_for=_of_index),
+    "dcp-safetensors": Family(
+        "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), partial=False, decode="decode_safetensors"
+    ),
+    "deepspeed": Family(
+        "ckpt_tools.parts.deepspeed", _deepspeed, by_name.checkpoint_folder, beside=_beside_zero, part=parts.of_zero
+    ),
+    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
+    "shards": Family("ckpt_tools.parts.sharded", _shards, decode="decode_loose"),
+    "gguf-splits": Family("ckpt_tools.parts.sharded", _splits, stands_for=_of_split, decode="decode_splits"),
+    "consolidated": Family(
+        "ckpt_tools.parts.consolidated", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated
+    ),
+    "megatron": Family(
+        "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
+        part=parts.of_megatron, partial=False,  # nothing says how long a tensor is that was cut
+    ),
+    "rank-files": Family("ckpt_tools.parts.rank_files", _ranks, beside=_beside_rank),
+}  # fmt: skip
+
+
+def layout_of(folder: str | os.PathLike[str], names: Sequence[str]) -> Found | None:
+    """The one checkpoint that a folder with these files is; None where it is not one."""
+    for name, row in ROWS.items():
+        if row.find is not None and (found := row.find(Path(folder), names)):
+            return Found(name, Path(folder), tuple(found))
+    return None
+
+
+def find_layout(folder: str | os.PathLike[str]) -> Found | None:
+    """The one checkpoint that a folder is, None where it is not one."""
+    folder = folder_of_files(Path(folder))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
+    return layout_of(folder, names)
+
+
+def folder_of_files(folder: Path) -> Path:
+    """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts."""
+    for row in ROWS.values():
+        if row.inside is not None:
+            folder = row.inside(folder)
+    return folder
+
+
+def files_of(source: Source, head: bytes, names: Callable[[], list[str]]) -> Found | None:
+    """The files that one file stands for, by what is in it: an index of shards."""
+    for name, row in ROWS.items():
+        if row.stands_for is not None and (found := row.stands_for(source, head, names)):
+            return Found(name, source.path.parent, tuple(found))
+    return None
+
+
+def siblings(path: Path, known: Sequence[Global] = ()) -> Found | None:
+    """The files of the checkpoint that a local file is one of, by its name and its globals, as far as they are there."""
+    names = os.listdir(path.parent)
+    for name, row in ROWS.items():
+        if row.beside is not None and (found := row.beside(path, names, known)) is not None:
+            return Found(name, *found)
+    return None
+
+
+def others(checkpoint: Checkpoint) -> Found | None:
+    """The files of the other ranks beside one rank's file; None where there are none."""
+    if type(checkpoint.decoded.source) is not Source or is_address(str(checkpoint.path)):
+        return None
+    found = siblings(checkpoint.path, checkpoint.decoded.globals)
+    return found if found is not None and len(found.names) > 1 else None
+
+
+def partition(checkpoint: Checkpoint) -> Partition | None:
+    """What part of what a checkpoint is; None for anything that is not a part, or whole on this rank."""
+    if checkpoint.container in ("dcp", *PART_CONTAINERS):
+        return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
+
+    def beside() -> int | None:
+        return found.ranks if (found := others(checkpoint)) is not None else None
+
+    found = parts.of_tensors(checkpoint)
+    for row in ROWS.values():
+        if found is None and row.part is not None:
+            found = row.part(checkpoint, beside)
+    if found is not None and (count := beside()) is not None:
+        path = shlex.quote(str(checkpoint.path))
+        if count == found.world:
+            return replace(found, fix=f"All {count} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+        if found.family == "DeepSpeed":
+            return replace(found, fix=f"With the files beside it, it becomes the model: ckpt convert {path} OUT.safetensors")
+    return found
+
+
+# --- folders that are none
+
+
+_OTHERS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
+_ADAPTER, _CONFIG = "adapter_config.json", "config.json"  # PEFT's, transformers'
+_NO_MODEL = re.compile(r"optim|sched|rng_state|random_state|scaler|sampler|training_args|custom_checkpoint")
+_OF_RANK = re.compile(r"rank_?\d+\b(?=.*\.)")
+
+
+def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
+    """The one file of weights in the folder of a model as transformers and diffusers save it; None for any other folder."""
+    found = [name for name in names if name in by_name.ONE_FILE]
+    return found[0] if _CONFIG in names and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
+
+
+def layout(folder: Path, names: list[str]) -> Found:
+    """The one checkpoint that a folder should be."""
+    found = layout_of(folder, sorted(names))
+    if found is None:
+        files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_OTHERS))]
+        raise NotACheckpointError(
+            f"{folder} is a directory, and not a checkpoint.", why=_what_is_missing(names), fix=_named_in(folder, names, files)
+        )
+    return found
+
+
+def _what_is_missing(names: Iterable[str]) -> str:
+    """Why a folder is not one checkpoint."""
+    missing = "It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata)"
+    ranks = sorted(name for name in names if _OF_RANK.search(name) and name.endswith(_OTHERS))
+    kinds = {re.sub(r"\d+", "", name) for name in ranks}
+    if not kinds:
+        return f"{missing}, no files of ranks."
+    one = "files of ranks that are not one model's" if len(kinds) > 1 else "files of ranks beside others"
+    return f"{missing} of its own; it has {one}: {', '.join(ranks[:4])}."
+
+
+def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
+    """What to give in the place of a folder: a checkpoint in it, or all of its files."""
+    if _ADAPTER in names:
+        return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
+    models = [name for name in files if not _NO_MODEL.search(name)] or files
+    named = ": ".join(["Name a checkpoint in it", *([", ".join(models[:4])] if models else [])])
+    endings = {os.path.splitext(name)[1] for name in files}
+    if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_OTHERS):
+        return f"{named}."
+    return f"{named}. ckpt convert {shlex.quote(str(folder))}/*{endings.pop()} --to-dir DIR takes all of them."
+
+
+def _checkpoint_folders(folder: Path, names: list[str]) -> list[str]:
+    """Those of the names that are folders with a checkpoint's files."""
+    return [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        return find_layout(folder) is not None
+    except NotACheckpointError:
+        return False

@@ -1,0 +1,230 @@
+"""The core of every family of parts: tensors put together from the boxes of them that ranks hold.
+
+Boxes that are whole rows stay ranges of their files, others are put together in blocks while they are read (`values.boxes`). A
+box that several ranks hold is taken from the first of them; whether the others hold the same is compared by `check_replicas`,
+which reads them, before anything is written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts.sharded import joined
+from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.exchange import DROP, Drop
+from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
+from ckpt_tools.values.boxes import Sizes, assemble
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.same_bytes import same_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor that one rank holds: where it begins, and the elements, an entry in that rank's file."""
+
+    offsets: Sizes
+    entry: Entry
+    rank: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the box."""
+        return self.entry.shape
+
+
+class Merger:
+    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
+
+    With `partial` what is not whole is noted in `lost`, with why, and is no error.
+    """
+
+    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
+        self.keys, self.called, self.partial = keys, called or {}, partial
+        self.tied: dict[Any, Entry] = {}
+        self.replicas: list[tuple[str, Piece, Piece]] = []
+        self.lost: dict[str, str] = {}
+
+    def tensor(
+        self, name: str, dtype: DType, shape: Sizes, pieces: Sequence[Piece], *, measured: Sizes | None = None,
+        requires_grad: bool = False,
+    ) -> Entry:  # fmt: skip
+        """One tensor. `measured`: the shape that the pieces are boxes of, where that is not the tensor's."""
+        boxes: dict[tuple[Sizes, Sizes], Piece] = {}
+        for piece in (piece for piece in pieces if prod(piece.sizes)):
+            if piece.entry.dtype.name != dtype.name:
+                there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
+                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
+            first = boxes.setdefault((piece.offsets, piece.sizes), piece)
+            if first is not piece:
+                self.replicas.append((name, first, piece))
+        whole = shape if measured is None else measured
+        self._check_covered(name, whole, list(boxes.values()), pieces)
+        key = (dtype.name, shape, tuple((box, *_view(piece.entry)) for box, piece in boxes.items()))
+        if prod(shape) and key in self.tied:
+            return replace(self.tied[key], requires_grad=requires_grad)
+        content = assemble(name, whole, dtype.itemsize, ((*box, row_major(piece.entry)) for box, piece in boxes.items()))
+        device = pieces[0].entry.storage.device if pieces else "cpu"
+        storage = Storage(self.keys.next(), dtype, content.length, device, content)
+        self.tied[key] = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        return self.tied[key]
+
+    def replicated(self, name: str, entries: Sequence[tuple[int, Entry]]) -> Entry:
+        """A tensor that every rank has whole: the first rank's, with the others to be compared."""
+        rank, first = entries[0]
+        own = Piece((0,) * len(first.shape), first, rank)
+        for other, entry in entries[1:]:
+            if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
+                raise self._disagreeing([name], [rank, other], "have different shapes or dtypes")
+            self.replicas.append((name, own, Piece(own.offsets, entry, other)))
+        return first
+
+    def unless_lost(self, name: str, make: Callable[[], Node]) -> Node | Drop:
+        """What is made under a name; DROP where that is not whole and no error."""
+        try:
+            return make()
+        except PartError as error:
+            if not (self.partial and error.rest):
+                raise
+            self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
+            return DROP
+
+    def shown(self, *ranks: int) -> str:
+        """Ranks as a message shows them."""
+        return these_ranks([self.called.get(rank, rank) for rank in ranks])
+
+    def check_replicas(self) -> None:
+        """Read what several ranks hold, and compare it."""
+        if wrong := self.differing():
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+
+    def differing(self) -> dict[str, set[int]]:
+        """The names of which ranks hold different values, with these ranks; reads them, once."""
+        wrong: dict[str, set[int]] = {}
+        for name, one, other in self.replicas:
+            if one.entry.numel and not same_bytes(one.entry, other.entry):
+                wrong.setdefault(name, set()).update((one.rank, other.rank))
+        self.replicas.clear()
+        return wrong
+
+    def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Piece], pieces: Sequence[Piece]) -> None:
+        held, wanted = sum(prod(piece.sizes) for piece in boxes), prod(shape)
+        if held < wanted:
+            ranks = sorted({piece.rank for piece in pieces})
+            where = f"on {self.shown(*ranks)}" if ranks else "here"
+            raise PartError(
+                f"{name!r} is not whole: {held} of its {wanted} elements are {where}.",
+                why="A part is missing, or is of another job.",
+                rest=True,
+            )
+
+    def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
+        return PartError(
+            f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
+            why="All of them have it whole, and it must be the same.",
+            fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
+            rest=True,
+        )
+
+
+_NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
+
+
+def wrong_ranks(there: Collection[int], world: int, *, partial: bool) -> str:
+    """What is wrong with the ranks that are there of a world; "" where nothing is. `partial`: some may be missing."""
+    missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
+    beyond = sorted(rank for rank in there if rank >= world)
+    if not beyond and (partial or not missing):
+        return ""
+    if missing:
+        return f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
+    return f"{these_ranks(beyond)} would be beyond it"
+
+
+def _view(entry: Entry) -> tuple[int, int, Sizes]:
+    return id(entry.storage), entry.offset, entry.stride
+
+
+# --- runs: what ranks hold one behind the other
+
+
+Held = Sequence[tuple[int, Entry]]  # ranks in the order of their runs, and what each holds
+
+
+def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count: int = 1) -> Entry:
+    """One tensor out of the runs along a dimension that ranks hold, in their order; `count` runs each, first all first ones."""
+    first = groups[0][0][1]
+    for rank, entry in (row for held in groups for row in held):
+        if _around(first, axis) is None or _around(entry, axis) != _around(first, axis) or entry.shape[axis] % count:
+            one, two = (merger.shown(at) for at in (rank, groups[0][0][0]))
+            among = f", of {count} each" if count > 1 else ""
+            raise PartError(
+                f"{name!r} is {list(entry.shape)} on {one}, and {list(first.shape)} on {two}.",
+                why=f"They should be parts of one tensor along dimension {axis}{among}.",
+            )
+    pieces = [piece for held in groups for piece in _runs(axis, held, count)]
+    size = max(sum(entry.shape[axis] for _, entry in held) for held in groups)
+    shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+    return merger.tensor(name, first.dtype, shape, pieces, requires_grad=first.requires_grad)
+
+
+def _around(entry: Entry, axis: int) -> tuple[int, ...] | None:
+    """The sizes of the other dimensions; None without the dimension."""
+    return (*entry.shape[:axis], -1, *entry.shape[axis + 1 :]) if axis < len(entry.shape) else None
+
+
+def _runs(axis: int, held: Held, count: int) -> Iterator[Piece]:
+    at = 0
+    for number in range(count):
+        for rank, entry in held:
+            size = entry.shape[axis] // count
+            shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
+            run = replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])
+            yield Piece(tuple(at if dim == axis else 0 for dim in range(len(shape))), run, rank)
+            at += size
+
+
+class Row:
+    """Entries of one dimension, one behind the other: an element's place tells its entry. Some may be missing (None)."""
+
+    def __init__(self, runs: Iterable[tuple[int, int, Entry | None]]) -> None:
+        self.runs = [run for run in runs if run[1]]  # rank, number of elements, entry
+        self.ends = list(accumulate(numel for _, numel, _ in self.runs))
+
+    def cut(self, start: int, count: int, at: int = 0) -> Iterator[Piece]:
+        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            rank, numel, entry = self.runs[number]
+            inside = start - (self.ends[number] - numel)
+            taken = min(count, numel - inside)
+            if entry is not None:
+                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+
+
+# --- several files as one
+
+
+def merged(
+    container: str, root: Node, files: Files, parts: Sequence[Decoded], compare: Callable[[], None] | None = None
+) -> Decoded:
+    """One Decoded of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
+    made = joined(container, root, files, parts, {})
+    made.has_checksums = False  # those of the ranks' records are not looked at
+
+    def compared(root: Node) -> Node:
+        if compare is not None:
+            compare()
+        return root
+
+    made.locate = compared
+    return made

@@ -1,0 +1,301 @@
+"""Which files of a folder belong together, told by their names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_tools import limits
+from ckpt_tools.errors import NotACheckpointError
+from ckpt_tools.io.output import Source
+
+_NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
+_WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)")
+CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
+MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+_LATEST_ITERATION, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32
+MEGATRON_FILE = "model_optim_rng.pt"
+ITEM_METADATA = "metadata.pkl"
+COMMON = "common.pt"  # beside a torch_dist checkpoint: what every rank of Megatron-LM has
+_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)")
+INDEX_SUFFIX = ".index.json"
+DCP_METADATA = ".metadata"
+# What transformers and diffusers call the weights of a model that is in one file, beside its config.json
+ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+_DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Group:
+    """The files of one checkpoint."""
+
+    stem: str
+    names: Mapping[int, str]
+    world: int | None
+    every: tuple[str, ...]
+
+
+def group_of(name: str, names: Sequence[str]) -> Group | None:
+    """The files that differ from this one in the rank alone; None for a name without a rank."""
+    match = _NAME.fullmatch(name)
+    return _groups(names).get((match["head"], match["tail"])) if match is not None else None
+
+
+def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
+    """The groups among these names, by what stands before the rank and behind it."""
+    ranks: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name in sorted(names):
+        if (match := _NAME.fullmatch(name)) and not _DEEPSPEED.search(name):
+            ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
+    return {key: _group(key[0], rows) for key, rows in ranks.items()}
+
+
+def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
+    world = _WORLD.search(head)
+    first = dict(reversed(rows))  # of two files of one rank the first
+    names = {rank: first[rank] for rank, _ in rows}
+    return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
+
+
+def describes_items(head: bytes) -> bool:
+    """Whether a metadata.pkl that starts so is torch_checkpointing's; many things are called so."""
+    return b"nested_path_to_metadata" in head
+
+
+def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """The files that torch_checkpointing calls by their item and rank, `model_0.pt`: by item and rank; all ranks from 0 on."""
+    found: dict[str, dict[int, str]] = {}
+    for name in sorted(names):
+        if match := _ITEM.fullmatch(name):
+            found.setdefault(match["item"], {})[int(match["rank"])] = name
+    return {item: group for item, group in found.items() if set(group) == set(range(len(group)))}
+
+
+def item_group_of(name: str, names: Sequence[str]) -> Group | None:
+    """The files of the item that a file called `model_0.pt` is a rank's part of."""
+    for item, group in item_groups(names).items():
+        if name in group.values():
+            return Group(f"{item}_", group, None, tuple(group.values()))
+    return None
+
+
+def model_group(names: Sequence[str]) -> Group | None:
+    """The files in a folder that are its model: the only rank files there are, or those called so; None where that is open."""
+    groups = [group for group in _groups(names).values() if group.world is not None or len(group.names) > 1]
+    if len(groups) > 1:
+        groups = [group for group in groups if group.stem.lower().startswith("model")]
+    return groups[0] if len(groups) == 1 else None
+
+
+def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
+    return tuple(sorted(name for name in names if CONSOLIDATED.fullmatch(name)))
+
+
+def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
+    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if MP_RANK.fullmatch(name))
+
+
+def iteration_folder(folder: Path) -> Path:
+    """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts."""
+    try:
+        with open(folder / _LATEST_ITERATION, "rb") as file:
+            said = file.read(_MOST_DIGITS).strip().decode("ascii", "replace")
+    except OSError:
+        return folder
+    name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
+    if not name or not (folder / name).is_dir():
+        raise NotACheckpointError(
+            f"{folder / _LATEST_ITERATION} says {said!r}, and there is no such checkpoint.",
+            why="It should be a number, or release, and the folder is beside it.", fix="Name the folder that is wanted.",
+        )  # fmt: skip
+    return folder / name
+
+
+_OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
+# torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
+_DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+
+
+def indexes(names: Sequence[str]) -> tuple[str, ...]:
+    """The indexes of shards among these names."""
+    return tuple(name for name in names if name.endswith(INDEX_SUFFIX) and not name.endswith(_OTHER_LIBRARIES))
+
+
+def is_index(source: Source, head: bytes) -> bool:
+    """Whether a file that starts so is the index of a sharded checkpoint: a JSON object that has a weight_map."""
+    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.HEADER.value:
+        return False
+    return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
+
+
+def taken_before(index: str, names: Sequence[str]) -> list[str]:
+    """The files of a whole model in a folder that transformers and diffusers take before an index in it."""
+    return [name for name in names if name in ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
+
+
+def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
+    """The files that torch's HuggingFaceStorageWriter gives every rank."""
+    return tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """How files of one kind of shard are called, `model-00001-of-00003.safetensors`; of one file, which one it is."""
+
+    stem: str
+    suffix: str
+    number: int = 0
+    count: int = 0
+
+    def shard(self, number: int, count: int) -> str:
+        """The file of a shard; `number` counts from 1."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The file of the index."""
+        return f"{self.stem}{self.suffix}{INDEX_SUFFIX}"
+
+
+def shard_name(name: str) -> ShardName | None:
+    """What the name of a file says of a shard; None for any other."""
+    match = _SHARD.fullmatch(name)
+    return ShardName(match["stem"], match["suffix"], int(match["number"]), int(match["count"])) if match else None
+
+
+def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The files that call themselves shards, those together that differ in the number alone."""
+    groups: dict[tuple[str, int, str], list[str]] = {}
+    for name in sorted(names):
+        if said := shard_name(name):
+            groups.setdefault((said.stem, said.count, said.suffix), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+# --- DeepSpeed: deepspeed/runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
+# `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/utils/zero_to_fp32.py (`latest`)
+
+_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_?optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
+_EXPERTS = re.compile(r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")  # without ZeRO, and without names
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<slice>\d{1,6}))?-model_states\.pt")
+_TAG = re.compile(r"global_step\d+")
+_LATEST = "latest"
+_TAG_LENGTH = 1024
+
+
+@dataclass(slots=True)
+class SliceFiles:
+    """The files of one slice of the model: of a tensor parallel rank, or of a stage of a pipeline."""
+
+    whole: str | None = None
+    models: dict[int, str] = field(default_factory=dict)
+    optimizers: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ZeroFiles:
+    """The files of one DeepSpeed checkpoint, by what they hold."""
+
+    slices: dict[int, SliceFiles] = field(default_factory=dict)
+    doubled: list[str] = field(default_factory=list)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[str]:
+        """The optimizer's parts of all slices."""
+        return [name for own in self.slices.values() for name in own.optimizers.values()]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        found = [own.whole for own in self.slices.values() if own.whole is not None]
+        for own in self.slices.values():
+            found += [*own.models.values(), *own.optimizers.values()]
+        return (*found, *self.doubled, *self.experts.values(), *self.layers.values(), *self.beside)
+
+
+def zero_files(names: Sequence[str]) -> ZeroFiles | None:
+    """The files of a DeepSpeed checkpoint among these; None where there are none."""
+    found = ZeroFiles()
+    for name in sorted(names):
+        _sort_in(name, found)
+    return found if found.slices else None
+
+
+def _sort_in(name: str, found: ZeroFiles) -> None:
+    if match := _EXPERTS.fullmatch(name):
+        key = (int(match["layer"] or 0), int(match["expert"]), int(match["slice"]))
+        _take(name, found.experts.setdefault(key, name), found)
+    elif match := _LAYER.fullmatch(name):
+        _take(name, found.layers.setdefault((int(match["layer"]), int(match["slice"] or 0)), name), found)
+    elif match := _OPTIMIZER.fullmatch(name):
+        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
+        _take(name, own.optimizers.setdefault(int(match["rank"]), name), found)
+    elif match := _MODEL.fullmatch(name):
+        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
+        if match["rank"] is not None:
+            _take(name, own.models.setdefault(int(match["rank"]), name), found)
+        else:
+            own.whole = own.whole if own.whole is not None else name
+            _take(name, own.whole, found)
+    elif _EXPERT_OPTIMIZER.fullmatch(name):
+        found.beside.append(name)
+
+
+def _take(name: str, there: str, found: ZeroFiles) -> None:
+    """Whether a file is the only one of what it holds."""
+    if there != name:
+        found.doubled.append(name)
+
+
+def is_zero_file(name: str) -> bool:
+    """Whether a file has the name of a rank's part, of the model file beside those, of an expert or of a pipeline's layer."""
+    return any(rule.fullmatch(name) for rule in (_OPTIMIZER, _MODEL, _EXPERTS, _LAYER))
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """The folder with the files: the one that `latest` names, or the only step there is; else the folder itself."""
+    try:
+        names = os.listdir(folder)
+        tag = _latest(folder / _LATEST) if _LATEST in names else None
+    except OSError:
+        return folder  # told about when it is read
+    tags = sorted((name for name in names if _TAG.fullmatch(name) or name == tag), key=len)
+    tags = [name for name in tags if _has_files(folder / name)]
+    if tag in tags or (tag is None and len(tags) == 1):
+        return folder / (tag if tag is not None else tags[0])
+    if not tags or zero_files(names) is not None:
+        return folder
+    if tag is not None:
+        raise NotACheckpointError(
+            f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there.",
+            fix=f"Name one of them: {folder / tags[-1]}",
+        )
+    raise NotACheckpointError(
+        f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one.",
+        fix=f"Name one of them: {folder / tags[-1]}",
+    )
+
+
+def _latest(path: Path) -> str | None:
+    if not path.is_file():  # a pipe would never end
+        return None
+    with path.open("rb") as file:
+        return file.read(_TAG_LENGTH).decode("utf-8", "replace").strip()
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return zero_files(os.listdir(folder)) is not None
+    except OSError:
+        return False

@@ -1,0 +1,255 @@
+"""Open a checkpoint, whatever its path is: a file, a folder, an index, an archive, an address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import NotACheckpointError, PartError
+from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import count_tensors
+from ckpt_tools.formats.polyglots import refuse_polyglot
+from ckpt_tools.formats.registry import begins_as_checkpoint, containers
+from ckpt_tools.formats.single import HEAD, collector_paused, decode_content, decode_file, may_be_packed, naming
+from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files, source_of
+from ckpt_tools.parts import families
+from ckpt_tools.parts.families import Found, partition
+from ckpt_tools.parts.names import group_of, is_index, model_group
+from ckpt_tools.parts.partition import Partition, names_parts
+from ckpt_tools.tree import visit
+from ckpt_tools.tree.nodes import Global, Node, Object
+from ckpt_tools.tree.options import natural
+
+if TYPE_CHECKING:
+    from ckpt_tools.parts.flat_rows import Names
+
+
+@natural
+def open_checkpoint(path: File) -> Checkpoint:
+    """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
+
+    Args:
+        path: a file, open or not, whose container is found by content, not by extension; the index of a sharded checkpoint;
+            a folder that is one checkpoint; a tar or a compressed file with one in it, `model.tar!member` where there are
+            several.
+
+    Returns:
+        The open checkpoint.
+
+    Raises:
+        NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
+        version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
+    """
+    place, member = archive_and_member(as_path(path))
+    return _opened(open_source(place), lambda source: _decode(source, member))
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """The source for a path: a file, the files of a folder, or something remote."""
+    if isinstance(path, Handed):
+        return source_of(path)
+    if is_address(path):
+        from ckpt_tools.io.remote import open_remote
+
+        return _in_folder(open_remote(os.fspath(path)))
+    if not os.path.isdir(path):
+        return Source(path)
+    return _in_folder(Files(Path(path), families.folder_of_files(Path(path))))
+
+
+def _in_folder(source: Source) -> Source:
+    """Of the files of a folder the one with the weights, where that is how the folder of a model is laid out."""
+    if not isinstance(source, Files):
+        return source
+    name = families.weights_of(source.folder, source.names())
+    return source if name is None else open_source(f"{source.folder}/{name}")
+
+
+def _opened(source: Source, decode: Callable[[Source], Decoded]) -> Checkpoint:
+    """What is decoded of a source, which is closed where that fails."""
+    try:
+        with collector_paused(), naming(source):
+            return Checkpoint(decode(source))
+    except BaseException:
+        source.close()
+        raise
+
+
+def _decode(source: Source, member: str) -> Decoded:
+    """Decode a folder; what an archive holds; a file, with the others that it stands for."""
+    if isinstance(source, Files):
+        return decode_folder(source)
+    head = source.read(0, min(HEAD, source.size))
+    refuse_polyglot(source, head)
+    if may_be_packed(head):
+        from ckpt_tools.formats import packed
+
+        if packed.is_packed(source, head):
+            readers = packed.Readers(
+                decode_content, decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root), _is_whole
+            )
+            return packed.decode(source, head, member, readers)
+    if member:
+        raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
+    found = families.files_of(source, head, lambda: files_beside(source).names())
+    if found is not None:
+        return _with_others(source, found.decode)
+    container = next((row for row in containers() if row.sniff(head)), None)
+    if container is None or container.with_others is None:
+        return decode_file(source)
+    read = container.with_others
+    return _with_others(source, lambda files: read(source, files))
+
+
+def _with_others(source: Source, decode: Callable[[Files], Decoded]) -> Decoded:
+    """What is decoded of a file and of others beside it."""
+    files = files_beside(source)
+    files.adopt(source)
+    try:
+        return decode(files)
+    except BaseException:
+        files.close()
+        raise
+
+
+def _is_whole(folder: Path, names: list[str], member: Callable[[str], Source | None]) -> bool:
+    """Whether a folder in an archive is one checkpoint; an index of something else makes none of it."""
+    found = families.layout_of(folder, names)
+    if found is None:
+        return False
+    members = [member(name) for name in found.names]
+    if found.family == "sharded" and (index := members[0]) is not None:
+        return is_index(index, index.read(0, min(HEAD, index.size)))
+    return None not in members
+
+
+def files_beside(source: Source) -> Files:
+    """The files of the folder that a file is in."""
+    if is_address(str(source.path)):
+        from ckpt_tools.io import remote
+
+        assert isinstance(source, remote.RemoteSource)
+        return remote.files_beside(source)
+    return Files(source.path, source.path.parent)
+
+
+def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
+    """Decode a folder as the family that its files name. `partial`: what is whole of it, where the family can tell."""
+    return families.layout(files.folder, files.names()).decode(files, partial=partial)
+
+
+# --- whole checkpoints
+
+
+def open_whole(path: File, *, partial: bool = False, names: Callable[[], Names] | None = None) -> Checkpoint:
+    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare."""
+    path = as_path(path)
+    try:
+        return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
+    except PartError as error:
+        if names is None or not error.unnamed:
+            raise
+        return _whole(_open_named(Path(path), names()))
+
+
+def _whole(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        if (part := partition(checkpoint)) is not None:
+            checkpoint = _of_all_ranks(checkpoint, part)
+        take_whole(checkpoint)
+        if checkpoint.container in PART_CONTAINERS:
+            checkpoint.locate()  # compares what several ranks hold, before anything is made of it
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _of_all_ranks(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
+    """The whole that one process's part is of; the part is closed."""
+    found = families.others(checkpoint)
+    if found is None:
+        raise part_error(checkpoint, part)
+    checkpoint.close()
+    return _opened(Files(checkpoint.path, found.folder), _reading(found))
+
+
+def _reading(found: Found, *, partial: bool = False) -> Callable[[Source], Decoded]:
+    def decode(source: Source) -> Decoded:
+        assert isinstance(source, Files)
+        return found.decode(source, partial=partial)
+
+    return decode
+
+
+def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
+    """The error for a part that is to be used as a model."""
+    return PartError(f"{checkpoint.path} is a part of a model, not a whole one: {part.found}.", fix=part.fix)
+
+
+def _open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """What is whole of the files that are at a path; None for anything but files that are parts of one checkpoint."""
+    found = _partial_at(path)
+    if found is None:
+        return None
+    place = Path(path)
+    files = open_source(place) if place.is_dir() else Files(place, place.parent)
+    return _opened(files, _reading(found, partial=True))
+
+
+def has_partial(path: str | os.PathLike[str]) -> bool:
+    """Whether of what is at a path that can be told which is whole where other files are missing."""
+    return _partial_at(path) is not None
+
+
+def _partial_at(path: str | os.PathLike[str]) -> Found | None:
+    place = Path(path)
+    if is_address(path) or not place.exists():
+        return None
+    found = families.find_layout(place) if place.is_dir() else families.siblings(place)
+    return found if found is not None and families.ROWS[found.family].partial else None
+
+
+def _open_named(place: Path, names: Names) -> Checkpoint:
+    """The files of ranks that are at a path, with rows of parameters cut into a target's tensors."""
+    from ckpt_tools.parts import rank_files
+
+    folder = place if place.is_dir() else place.parent
+    every = os.listdir(folder)
+    group = group_of(place.name, every) if folder != place else model_group(every)
+    assert group is not None, "callers have seen that they are files of ranks"
+    files = Files(place, folder)
+    return _opened(files, lambda _: rank_files.merge(group, files, names=names))
+
+
+def take_whole(checkpoint: Checkpoint) -> None:
+    """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
+    if not names_parts(checkpoint):
+        return
+    from ckpt_tools.parts.rank_parts import PartReader
+    from ckpt_tools.tree import exchange
+
+    reader, taken = PartReader(), list[Object]()
+
+    def swap(node: Node) -> Node:
+        part = reader.read(node) if type(node) is Object else None
+        if type(node) is not Object or part is None or not part.is_whole:
+            return node
+        taken.append(node)
+        entry = next(box.entry for box in part.held if box.sizes == part.shape)
+        return replace(entry, requires_grad=part.requires_grad)
+
+    decoded = checkpoint.decoded
+    checkpoint.root = decoded.root = exchange.replace(checkpoint.root, swap)
+    if taken:
+        left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
+        gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
+        decoded.globals = [name for name in decoded.globals if name not in gone]
+        text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
+        decoded.warnings = [*decoded.warnings, Warned("distributed-tensors", text)]
