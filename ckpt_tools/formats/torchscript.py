@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
 from ckpt_tools.text import some
@@ -270,15 +269,9 @@ _DATA_TYPES = {
 
 def _decode_json(source: Source, directory: Directory, folder: str, records: Mapping[str, Record]) -> Decoded:
     record = records[f"{folder}/model.json"]
-    torch_zip.check_text(source, record)
-    try:
-        model = load_json(torch_zip.read_record(source, record, check=False), pairs=unique)
+    with torch_zip.json_of(source, record, check=False, pairs=unique) as model:
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
-    except CkptError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedFileError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
     size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
     checksums = any(row.crc for row in directory.records)
     return Decoded(
