@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
-from ckpt_tools.pickling import verdict
+from ckpt_tools.pickling import callables, verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.lines import Malformed
@@ -22,6 +22,7 @@ from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.verdict import Rating
 from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
+from ckpt_tools.tree.visit import parts
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
@@ -49,7 +50,6 @@ _STARTS = frozenset(
     bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
 )
 _SHORTEST = 8  # bytes of a pickle that makes a call
-_MOST_DEEP = 3  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _KEY = 2  # in the persistent id of a storage
@@ -109,7 +109,8 @@ class Lister(ArrayMachine):
         super().__init__(data, _MAKERS, self._stand_in, offset, arrays=arrays)
         self.pids: dict[Node, Pid] = {}  # of storages, by their keys
         self.calls: dict[tuple[str, str], Call] = {}
-        self.nested: list[bytes] = []
+        self.loaded: list[bytes] = []  # by torch
+        self.held: list[Node] = []  # to instances, whose classes may load it
         self.told, self.makes = 0, False
         self.classes: set[Global] = set()  # of which instances were made
 
@@ -149,7 +150,7 @@ class Lister(ArrayMachine):
         self.left -= 1
         self.rate(verdict.of_instance(cls), cls, given)
         if given:
-            self.nested += _pickles_in(cls, given)
+            self._give(cls, given)
         return Object("new", cls, given)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
@@ -165,7 +166,7 @@ class Lister(ArrayMachine):
             target.attributes.items.append((None, state))
         elif type(target) is Object:
             target.steps.append(Build(state))
-            self.nested += _pickles_in(verdict.made_of(target), state)
+            self._give(verdict.made_of(target), state)
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
@@ -233,13 +234,30 @@ class Lister(ArrayMachine):
     def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
         data = args[0] if len(args) == 1 else None
         if type(data) is bytes:
-            self.nested.append(data)
+            self.loaded.append(data)
         else:
             self.rate("unknown", LOAD_FROM_BYTES, args)
 
+    def _give(self, cls: Node, given: Node) -> None:
+        if type(cls) is Global and not callables.is_data(callables.of_python3(cls)):
+            self.held.append(given)
+
+    def nested(self) -> list[bytes]:
+        """Bytes that torch loads, and those that look like pickles in what instances are given."""
+        found, seen, todo = self.loaded, set[int](), self.held[::-1]
+        while todo:
+            node = todo.pop()
+            data = node.data if type(node) is ByteString else node
+            if type(data) is bytes:
+                found += [data] if data[:1] in _STARTS and len(data) >= _SHORTEST else []
+            elif id(node) not in seen and (type(node) is not Object or node.function == _BYTEARRAY):
+                seen.add(id(node))
+                todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]
+        return list({id(data): data for data in found}.values())
+
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
         """Keep a call that is dangerous."""
-        if verdict.is_dangerous(rating) and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+        if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
             text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
             found = Call(text, verdict.function_text(function), self.position, rating, does)
@@ -253,7 +271,7 @@ class Lister(ArrayMachine):
             if Global(name.module, owner) in self.classes and not last.startswith("__"):
                 continue  # a method of a class of which the pickle makes an instance
             rating = verdict.of_reference(name)
-            if verdict.is_dangerous(rating) and verdict.function_text(name) not in called:
+            if rating != "harmless" and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
 
@@ -273,36 +291,6 @@ def _is_no_text(node: Node) -> bool:
 def _unpacked(args: Node) -> tuple[Node, ...]:
     """Arguments of a call; Python's own unpickler takes a list as well, and whatever else has elements."""
     return args if type(args) is tuple else tuple(args.items) if type(args) is List else (args,)
-
-
-def _pickles_in(cls: Node, given: Node) -> list[bytes]:
-    """Bytes that look like pickles in what an instance is given, whose class may load them."""
-    if type(cls) is not Global or verdict.of_instance(cls) == "data":
-        return []
-    parts: list[Node] = [given]
-    for _ in range(_MOST_DEEP):
-        parts = [part for whole in parts for part in _values(whole) if type(part) in _MAY_HOLD_BYTES]
-        if not parts:
-            return []
-    return [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
-
-
-def _values(node: Node) -> list[Node]:
-    """The parts of a container, or what is none."""
-    if type(node) is Dict:
-        values = [value for _, value in node.items]
-    else:
-        values = node.items if type(node) is List else list(node) if type(node) is tuple else [node]
-    return values
-
-
-def _bytes(node: Node) -> bytes:
-    """The bytes that a value is, or that a bytearray is made of; else none."""
-    if type(node) is Object and node.function == _BYTEARRAY and type(node.args) is tuple and node.args:
-        node = node.args[0]
-    if type(node) is ByteString:
-        return node.data
-    return node if type(node) is bytes else b""
 
 
 # --- the pickles of a part
@@ -352,7 +340,7 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
-    found.nested = list({id(data): data for data in lister.nested}.values())
+    found.nested = lister.nested()
     found.unusual, found.makes = list(lister.unusual), lister.makes
     found.has_arrays, found.two_ways = lister.has_arrays, lister.two_ways
     return found, value, lister.pids
