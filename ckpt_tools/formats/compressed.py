@@ -54,12 +54,13 @@ _OF_PICKLES = (
     ),
     Kind("lzma", "an lzma archive", b"]\x00", ".lzma", "unlzma", new_xz),
 )
+EVERY_KIND = (*KINDS, *_OF_PICKLES)
 _ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
 
 
 def kind_of(head: bytes) -> Kind | None:
     """How a file that starts with these bytes is compressed."""
-    found = next((kind for kind in (*KINDS, *_OF_PICKLES) if head.startswith(kind.magic)), None)
+    found = next((kind for kind in EVERY_KIND if head.startswith(kind.magic)), None)
     return None if found in _OF_PICKLES and not _begins_pickle(found, head) else found
 
 
