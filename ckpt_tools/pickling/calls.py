@@ -1,7 +1,7 @@
 """Every call that a pickle would make, told without making one: also of pickles that break, and that no checkpoint has.
 
-The machine of `reader.py` refuses what no checkpoint holds. Here whatever Python's own unpickler would go on with goes on, so
-that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
+The machine that opens checkpoints refuses what none of them holds. Here whatever Python's own unpickler would go on with
+goes on, so that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
 
 Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`, `load_build`, `do_append`, `do_setitems`.
 """
@@ -16,7 +16,7 @@ from ckpt_tools.pickling import callables, verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import EXTENSION, Machine, Maker, pairs_of
+from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
@@ -29,20 +29,8 @@ _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
 
-def _leniently(maker: Maker) -> Maker:
-    """What a call makes; nothing known of it where our own machine refuses it and Python may go on."""
-
-    def make(args: tuple[Node, ...]) -> Node:
-        try:
-            return maker(args)
-        except CkptError:
-            return None
-
-    return make
-
-
 _MAKERS = {
-    name: _leniently(MAKERS[name])
+    name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
 }
 # Opcodes that take nothing from the stack: a pickle begins with one.
@@ -86,7 +74,6 @@ class Pickle:
     calls: list[Call] = field(default_factory=list)
     names: list[Global] = field(default_factory=list)
     nested: list[bytes] = field(default_factory=list)
-    unusual: list[str] = field(default_factory=list)
     error: CkptError | None = None
     cut: bool = False
     unread: str = ""
@@ -120,7 +107,7 @@ class Lister(ArrayMachine):
         """A global; of a computed name an object that stands for it."""
         if type(name) is str and type(module) is str:
             return super().name(module, name)
-        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):
+        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
         self.rate("unknown", _COMPUTED, (module, name))
         return Object("none", _COMPUTED, (module, name))
@@ -137,9 +124,14 @@ class Lister(ArrayMachine):
         self._check_callable(function)
         if type(function) is not Global or function not in QUIET:
             self.rate(verdict.of_call(function, self._by_class(function, given)), function, given)
-            if function == LOAD_FROM_BYTES:
-                self._load_from_bytes(given)
-        return super().call(function, given)
+            if function == LOAD_FROM_BYTES and len(given) == 1 and type(given[0]) is bytes:
+                self.loaded.append(given[0])
+            elif function == LOAD_FROM_BYTES:
+                self.rate("unknown", function, given)
+        try:
+            return super().call(function, given)
+        except CkptError:  # our own machine refuses it; Python may go on
+            return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
         """Rate an instance."""
@@ -213,7 +205,6 @@ class Lister(ArrayMachine):
         return Object("none", _STORAGE, ())
 
     def _check_callable(self, function: Node) -> None:
-        """Go no further where what is called is data: Python only says so."""
         if type(function) is not Global and type(function) is not Object:
             raise Malformed("calls a value, which cannot be called")
         self.makes = True
@@ -230,13 +221,6 @@ class Lister(ArrayMachine):
         if function == GETATTR and args and type(args[0]) is Global and args[0] in self.classes:
             return (Object("new", args[0], ()), *args[1:])
         return args
-
-    def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
-        data = args[0] if len(args) == 1 else None
-        if type(data) is bytes:
-            self.loaded.append(data)
-        else:
-            self.rate("unknown", LOAD_FROM_BYTES, args)
 
     def _give(self, cls: Node, given: Node) -> None:
         if type(cls) is Global and not callables.is_data(callables.of_python3(cls)):
@@ -341,6 +325,5 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
     found.nested = lister.nested()
-    found.unusual, found.makes = list(lister.unusual), lister.makes
-    found.has_arrays, found.two_ways = lister.has_arrays, lister.two_ways
+    found.makes, found.has_arrays, found.two_ways = lister.makes, lister.has_arrays, lister.two_ways
     return found, value, lister.pids
