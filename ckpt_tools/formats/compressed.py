@@ -54,12 +54,13 @@ _OF_PICKLES = (
     ),
     Kind("lzma", "an lzma archive", b"]\x00", ".lzma", "unlzma", new_xz),
 )
+EVERY_KIND = (*KINDS, *_OF_PICKLES)
 _ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
 
 
 def kind_of(head: bytes) -> Kind | None:
     """How a file that starts with these bytes is compressed."""
-    found = next((kind for kind in (*KINDS, *_OF_PICKLES) if head.startswith(kind.magic)), None)
+    found = next((kind for kind in EVERY_KIND if head.startswith(kind.magic)), None)
     if found in _OF_PICKLES and found.make is not None:
         try:
             return found if found.make().decompress(head, 2)[:1] == b"\x80" else None

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, repeated, row_major, state_dict
+from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
@@ -30,7 +30,7 @@ from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, as_dict
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Entry, as_dict
 from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
 from ckpt_tools.values.numeric import swapped
 
