@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.parts.partition import Partition, without_advice
+from ckpt_tools.parts.training import is_state_of_step
 from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
@@ -57,12 +58,19 @@ _Advised: TypeAlias = tuple[Finding, str]
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """What is worth knowing, dangers first; of a part before all that it is one."""
-    found = chain(facts.safety.findings(str(facts.checkpoint.path)), _findings(facts))
-    if facts.part is None:
-        yield from found
-        return
-    yield Finding("partition", "warning", [], facts.part.found, "whole tensors under their names", facts.part.fix)
-    yield from (finding for finding in without_advice(found) if finding.code != "together")
+    path = facts.checkpoint.path
+    of_training = is_state_of_step(path)
+    found: Iterator[Finding] = chain(facts.safety.findings(str(path)), _findings(facts))
+    if facts.part is not None:
+        severity = "info" if of_training else "warning"
+        yield Finding("partition", severity, [], facts.part.found, "whole tensors under their names", facts.part.fix)
+        found = (finding for finding in without_advice(found) if finding.code != "together")
+    yield from (_of_training(finding) for finding in found) if of_training else found
+
+
+def _of_training(finding: Finding) -> Finding:
+    """What is so in a file of a training's state, which whoever wrote it reads again: nothing to be mended."""
+    return replace(finding, severity="info", fix="") if finding.code == "weights-only-refused" else finding
 
 
 def _findings(facts: Facts) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.parts import sharded
 from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
 from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
+from ckpt_tools.parts.training import described, is_state, step_folder
 from ckpt_tools.tree.nodes import Dict, Node
 from ckpt_tools.values.pytorch import need_torch
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 _HEAD = 4096
+_DANGEROUS = ("dangerous", "unexamined")
 _TAKEN = re.compile(
     r".+\.(?:json|txt|model|jinja|tiktoken|bpe|spm|vocab|md|ya?ml)|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\..*)?", re.IGNORECASE
 )
@@ -86,18 +88,22 @@ class Companions:
         self.stayed.append((name, why))
 
 
-def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str]) -> Companions:
-    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder."""
+def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, changed: bool) -> Companions:
+    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder. A training's
+    state is among them unless the tensors `changed`."""
     found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
         return found
     told = {f"{name}.pt" for name in checkpoint.decoded.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
+    own |= {source.folder.name} if isinstance(source := checkpoint.decoded.source, Files) and source is not files else set()
     for name, kind in listed:
         if name in own:
             continue
-        why = kind or _why_it_stays(name.rpartition("/")[2]) or _take(name, files, found)
+        state = is_state(name) and bool(described(files.folder))
+        why = kind or (_why_state_stays(files.open(name), changed=changed) if state else _why_it_stays(name.rpartition("/")[2]))
+        why = why or _take(name, files, found, state=state)
         if why:
             found.stayed.append((name, why))
     return found
@@ -108,11 +114,15 @@ def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files |
     if checkpoint.packed is not None:
         return checkpoint.packed.folder
     source = checkpoint.decoded.source
-    if not isinstance(source, Files) and not is_address(named) and os.path.isdir(named):
-        folder = Files(Path(named), Path(named))
+    if is_address(named) or not os.path.isdir(named):
+        return source if isinstance(source, Files) else None
+    step = step_folder(source)
+    if isinstance(source, Files) and source.folder == step:
+        return source
+    folder = Files(step, step)
+    if not isinstance(source, Files):
         folder.adopt(source)
-        return folder
-    return source if isinstance(source, Files) else None
+    return folder
 
 
 def copy(companions: Companions, staging: Staging) -> None:
@@ -184,13 +194,22 @@ def _why_it_stays(name: str) -> str:
     return _OF_PARTS.get(name, "") or ("" if _TAKEN.fullmatch(name) else "neither configuration nor tokenizer")
 
 
-def _take(name: str, files: Files, found: Companions) -> str:
+def _why_state_stays(source: Source, *, changed: bool) -> str:
+    """Of a file of a training's state, which is of these very tensors; "" for one that may come along."""
+    if changed:
+        return "about the tensors as they were"
+    from ckpt_tools.operations.safety import examine
+
+    return "ckpt scan calls it dangerous, or could not examine it" if examine(source).verdict in _DANGEROUS else ""
+
+
+def _take(name: str, files: Files, found: Companions, *, state: bool) -> str:
     """Take a file in; why not, where it cannot be."""
     plain = name.rpartition("/")[2]
     if plain in found.taken:
         return f"{plain} is there already"
     source = files.open(name)
-    if begins_as_checkpoint(source.read(0, min(_HEAD, source.size))):
+    if not state and begins_as_checkpoint(source.read(0, min(_HEAD, source.size))):
         return "another checkpoint"
     found.taken[plain] = source
     found.names.append(name)
@@ -239,7 +258,9 @@ class FolderTarget:
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
-        found = find(checkpoint, report.source, self.path)
+        changed = bool(report.dropped or report.fitted or report.merged or report.dequantised)
+        changed = changed or any(row.renamed for row in report.state_dicts)
+        found = find(checkpoint, report.source, self.path, changed=changed)
         if report.dequantised:
             _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
