@@ -56,7 +56,7 @@ def inspect(
     """
     expanded = expand(paths)
     if not json:
-        sys.stdout.writelines(f"{printable(text)}\n" for text in filter(None, map(_of_training, paths)))
+        sys.stdout.writelines(f"{printable(text)}\n" for text in map(_of_training, paths) if text)
     asked_for_tensors = all or tree is not None or depth or filter is not None or sort != "file"
     separate = not set(expanded.checkpoints).issuperset(paths)  # a folder that is one checkpoint, or a file, stands for itself
     if json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
