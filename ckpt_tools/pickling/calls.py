@@ -17,7 +17,7 @@ from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.lines import Malformed
 from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
-from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
+from ckpt_tools.pickling.raw_between import LegacyStorages, Pid
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.verdict import Rating
@@ -280,7 +280,7 @@ def _unpacked(args: Node) -> tuple[Node, ...]:
 # --- the pickles of a part
 
 
-def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
+def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them."""
     between = between or LegacyStorages()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
@@ -297,7 +297,7 @@ def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = T
             return
 
 
-def _pass_over(between: Between, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
+def _pass_over(between: LegacyStorages, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
     """Go on to the next pickle; why not, where there may be one."""
     try:
         return between.pass_over(pickles, value, pids) or ""

@@ -82,9 +82,8 @@ class Machine:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            taken = self.budget.taken
-            taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
-            taken["nodes"] = taken.get("nodes", 0) + self.room - max(0, self.left)
+            self.budget.add(limits.MEMORY, min(self.position, self.end) - self.start)
+            self.budget.add(limits.NODES, self.room - max(0, self.left))
         self.settle()
         return root
 
