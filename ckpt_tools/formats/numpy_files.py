@@ -19,7 +19,7 @@ import operator
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TypeGuard
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -137,16 +137,13 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if not _is_shape(shape) or type(fortran) is not bool:
+    is_shape = type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
     code, order = _kind(fields["descr"], what)
     return Header(code, order == ">", fortran, shape, start + length)
-
-
-def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
-    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
@@ -158,7 +155,7 @@ def _kind(descr: object, what: str) -> tuple[str, str]:
     return code, found[1]
 
 
-def _literal(text: bytes) -> dict[str, object]:
+def _literal(text: bytes) -> dict[str, Any]:
     """The literal that a header is, read as NumPy reads it; empty when it is none. Python 2 wrote sizes as 3L."""
     if b"\\" in text:
         return {}

@@ -196,7 +196,10 @@ def _read_directory(source: Source) -> Directory:
     wide = _read_zip64(source, end)
     if wide is not None:
         directory_end, wide_fields = wide
-        _agree((disk, first_disk, on_disk, count, size, start), wide_fields)
+        for index, (narrow, full) in enumerate(zip((disk, first_disk, on_disk, count, size, start), wide_fields, strict=True)):
+            if narrow not in (full, FULL_16 if index < 4 else FULL_32):
+                why = f"One says {narrow}, the zip64 one {full}: two programs would differ."
+                raise DamagedFileError("The zip's two end records disagree.", why=why)
         disk, first_disk, on_disk, count, size, start = wide_fields
     if disk or first_disk or on_disk != count:
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
@@ -261,16 +264,6 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     if signature != b"PK\x06\x06" or at + 12 + record_size != end - LOCATOR64.size:
         raise _misplaced(f"there is no zip64 end record at {at}")
     return at, (disk, first_disk, on_disk, count, size, start)
-
-
-def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
-    for index, (narrow, full) in enumerate(zip(plain, wide, strict=True)):
-        limit = FULL_16 if index < 4 else FULL_32
-        if narrow != full and narrow != limit:
-            raise DamagedFileError(
-                "The zip's two end records disagree.",
-                why=f"One says {narrow}, the zip64 one {full}: two programs would differ.",
-            )
 
 
 def _misplaced(why: str) -> DamagedFileError:
