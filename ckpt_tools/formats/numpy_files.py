@@ -24,13 +24,12 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import Blobs
+from ckpt_tools.formats.legacy_stream import Blobs, load_with_blobs
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
@@ -225,14 +224,8 @@ class Arrays:
 
     def _objects(self, header: Header, rest: Part) -> Node:
         """What the pickle of an array of objects holds: the object of an array without dimensions, else a list."""
-        pickles, blobs = Pickles(rest), Blobs(rest)
-
-        def make(data: bytes, offset: int) -> Machine:
-            nonlocal blobs
-            blobs = Blobs(rest, prefix=f"{self.count}.")
-            return blobs.watch(Machine(data, blobs.makers, _refuse, offset), pickles.anchor)
-
-        machine, root = pickles.load(make)
+        pickles = Pickles(rest)
+        machine, root, blobs = load_with_blobs(pickles, _refuse, prefix=f"{self.count}.")
         self.left = pickles.left
         self.count += 1
         self.storage_bytes += blobs.storage_bytes
