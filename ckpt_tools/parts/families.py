@@ -164,7 +164,7 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
     found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
-    return Beside(path.parent, found.names, len(found.optimizers)) if found is not None else None
+    return Beside(path.parent, found.names, len(found.kinds["optimizer"])) if found is not None else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:

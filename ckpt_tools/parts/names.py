@@ -181,86 +181,55 @@ def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 # --- DeepSpeed: deepspeed/runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
 # `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/utils/zero_to_fp32.py (`latest`)
 
-_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
-_EXPERTS = re.compile(r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
-_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")  # without ZeRO, and without names
-_LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<slice>\d{1,6}))?-model_states\.pt")
+_ZERO = {kind: re.compile(rule) for kind, rule in (
+    ("optimizer", r"(?:[a-z0-9]+_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt"),
+    ("model", r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt"),
+    ("whole", r"mp_rank_(\d{1,6})_model_states\.pt"),
+    ("expert", r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt"),
+    ("layer", r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt"),
+    ("expert-optimizer", r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"),  # without ZeRO, and without names
+)}  # fmt: skip
 _TAG = re.compile(r"global_step\d+")
 _LATEST = "latest"
 _TAG_LENGTH = 1024
 
 
 @dataclass(slots=True)
-class SliceFiles:
-    """The files of one slice of the model: of a tensor parallel rank, or of a stage of a pipeline."""
-
-    whole: str | None = None
-    models: dict[int, str] = field(default_factory=dict)
-    optimizers: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class ZeroFiles:
-    """The files of one DeepSpeed checkpoint, by what they hold."""
+    """The files of one DeepSpeed checkpoint: of each kind by the numbers in their names, the slice (`mp_rank_NN`) last."""
 
-    slices: dict[int, SliceFiles] = field(default_factory=dict)
+    kinds: dict[str, dict[tuple[int, ...], str]] = field(default_factory=lambda: {kind: {} for kind in _ZERO})
     doubled: list[str] = field(default_factory=list)
-    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    beside: list[str] = field(default_factory=list)
 
     @property
-    def optimizers(self) -> list[str]:
-        """The optimizer's parts of all slices."""
-        return [name for own in self.slices.values() for name in own.optimizers.values()]
+    def slices(self) -> list[int]:
+        """The slices of the model: tensor parallel ranks, or stages of a pipeline."""
+        return sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        found = [own.whole for own in self.slices.values() if own.whole is not None]
-        for own in self.slices.values():
-            found += [*own.models.values(), *own.optimizers.values()]
-        return (*found, *self.doubled, *self.experts.values(), *self.layers.values(), *self.beside)
+        return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+
+    def of_slice(self, kind: str, number: int) -> dict[int, str]:
+        """The files of a slice by rank."""
+        return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
 
 
 def zero_files(names: Sequence[str]) -> ZeroFiles | None:
     """The files of a DeepSpeed checkpoint among these; None where there are none."""
     found = ZeroFiles()
     for name in sorted(names):
-        _sort_in(name, found)
+        for kind, rule in _ZERO.items():
+            if match := rule.fullmatch(name):
+                there = found.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
+                found.doubled += [name] if there != name else []
     return found if found.slices else None
-
-
-def _sort_in(name: str, found: ZeroFiles) -> None:
-    if match := _EXPERTS.fullmatch(name):
-        key = (int(match["layer"] or 0), int(match["expert"]), int(match["slice"]))
-        _take(name, found.experts.setdefault(key, name), found)
-    elif match := _LAYER.fullmatch(name):
-        _take(name, found.layers.setdefault((int(match["layer"]), int(match["slice"] or 0)), name), found)
-    elif match := _OPTIMIZER.fullmatch(name):
-        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
-        _take(name, own.optimizers.setdefault(int(match["rank"]), name), found)
-    elif match := _MODEL.fullmatch(name):
-        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
-        if match["rank"] is not None:
-            _take(name, own.models.setdefault(int(match["rank"]), name), found)
-        else:
-            own.whole = own.whole if own.whole is not None else name
-            _take(name, own.whole, found)
-    elif _EXPERT_OPTIMIZER.fullmatch(name):
-        found.beside.append(name)
-
-
-def _take(name: str, there: str, found: ZeroFiles) -> None:
-    """Whether a file is the only one of what it holds."""
-    if there != name:
-        found.doubled.append(name)
 
 
 def is_zero_file(name: str) -> bool:
     """Whether a file has the name of a rank's part, of the model file beside those, of an expert or of a pipeline's layer."""
-    return any(rule.fullmatch(name) for rule in (_OPTIMIZER, _MODEL, _EXPERTS, _LAYER))
+    return any(rule.fullmatch(name) for kind, rule in _ZERO.items() if kind != "expert-optimizer")
 
 
 def checkpoint_folder(folder: Path) -> Path:
