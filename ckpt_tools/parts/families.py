@@ -150,7 +150,7 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
 
 
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
-    if path.name != by_name.MEGATRON_FILE or not by_name.MP_RANK.fullmatch(path.parent.name):
+    if path.name != by_name.MEGATRON_FILE or not re.fullmatch(by_name.MP_RANK, path.parent.name):
         return None
     folder = path.parent.parent
     found = by_name.megatron_files(os.listdir(folder))
@@ -288,8 +288,8 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
 
 _OTHERS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"  # PEFT's, transformers'
-_NO_MODEL = re.compile(r"optim|sched|rng_state|random_state|scaler|sampler|training_args|custom_checkpoint")
-_OF_RANK = re.compile(r"rank_?\d+\b(?=.*\.)")
+_NO_MODEL = r"optim|sched|rng_state|random_state|scaler|sampler|training_args|custom_checkpoint"
+_OF_RANK = r"rank_?\d+\b(?=.*\.)"
 
 
 def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
@@ -312,7 +312,7 @@ def layout(folder: Path, names: list[str]) -> Found:
 def _what_is_missing(names: Iterable[str]) -> str:
     """Why a folder is not one checkpoint."""
     missing = "It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata)"
-    ranks = sorted(name for name in names if _OF_RANK.search(name) and name.endswith(_OTHERS))
+    ranks = sorted(name for name in names if re.search(_OF_RANK, name) and name.endswith(_OTHERS))
     kinds = {re.sub(r"\d+", "", name) for name in ranks}
     if not kinds:
         return f"{missing}, no files of ranks."
@@ -324,7 +324,7 @@ def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
     """What to give in the place of a folder: a checkpoint in it, or all of its files."""
     if _ADAPTER in names:
         return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
-    models = [name for name in files if not _NO_MODEL.search(name)] or files
+    models = [name for name in files if not re.search(_NO_MODEL, name)] or files
     named = ": ".join(["Name a checkpoint in it", *([", ".join(models[:4])] if models else [])])
     endings = {os.path.splitext(name)[1] for name in files}
     if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_OTHERS):

@@ -206,7 +206,7 @@ def _sizes(folder: str, arguments: Dict) -> Place:
 
 def _place(folder: str, sizes: Place) -> Place:
     """Which rank a folder is by its name: a stage is in it where there are several, a rank of experts likewise."""
-    match = MP_RANK.fullmatch(folder)
+    match = re.fullmatch(MP_RANK, folder)
     assert match is not None, "callers have checked that it is a rank's"
     numbers = [int(number) for number in match.groups() if number is not None]
     if len(numbers) != 1 + (sizes[1] > 1) + (sizes[2] > 1):
