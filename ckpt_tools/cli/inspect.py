@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, 
 from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
+from ckpt_tools.io.output import is_address
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.render.plain import Page
@@ -53,6 +55,8 @@ def inspect(
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
     expanded = expand(paths)
+    if not json:
+        sys.stdout.writelines(f"{printable(text)}\n" for text in map(_of_training, paths) if text)
     asked_for_tensors = all or tree is not None or depth or filter is not None or sort != "file"
     separate = not set(expanded.checkpoints).issuperset(paths)  # a folder that is one checkpoint, or a file, stands for itself
     if json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
@@ -62,6 +66,14 @@ def inspect(
         code = _overview(paths, expanded.checkpoints, jobs, paged=not no_pager)
     print_others(expanded.others, json=json)
     sys.exit(code)
+
+
+def _of_training(path: Path) -> str:
+    """What the folder of a training run, or of one step of it, is."""
+    from ckpt_tools.parts.training import described
+
+    text = "" if isinstance(path, Handed) or is_address(path) else described(path)
+    return f"{path} is {text}: ckpt convert {shlex.quote(str(path))} model.safetensors" if text else ""
 
 
 _MANY = 200  # files from which on several processes are faster than one
@@ -110,8 +122,14 @@ def _waited(work: Callable[[Path], Any], path: Path) -> Any:
 
 
 def _row(path: Path) -> OverviewRow | CkptError:
+    from ckpt_tools.parts.training import is_state, step_of
+
     result = _described(path)
-    return result if isinstance(result, CkptError) else row_of(result)
+    if isinstance(result, CkptError):
+        return result
+    row = row_of(result)
+    step = None if row.step or is_state(path.name) or is_address(path) else step_of(path.parent)
+    return row if step is None else replace(row, step=f"step {step}")
 
 
 def _described(path: Path) -> Description | CkptError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckpt_tools.formats.zip_directory import RecordRange
-from ckpt_tools.io.content import CHUNK, Content, Joined, Part, Piece, Range, chunks, crc32, made_of
+from ckpt_tools.io.content import CHUNK, Content, Joined, Late, Literal, Part, Piece, Range, chunks, crc32, made_of
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Node, Storage
 from ckpt_tools.tree.visit import reachable
@@ -20,11 +20,10 @@ _Key = tuple[int, int, int]
 class Leaving:
     """Records that a conversion takes bytes out of. Records without a CRC-32 are not among them."""
 
-    def __init__(self, root: Node, *, keeps: bool) -> None:
-        """Of a tree that is about to be written; `keeps`: as a torch zip, where a whole record keeps its CRC-32."""
+    def __init__(self, contents: Iterable[Content | Late]) -> None:
         self.records: dict[_Key, Range] = {}
         self.passed: set[_Key] = set()
-        for content, record in _sources(root, whole=not keeps):
+        for content, record in (found for whole in contents for one in made_of(whole) for found in _checked(one)):
             if content.length and _key(content) not in self.records:
                 self.records[_key(content)] = content
                 head = content.offset - record.offset
@@ -59,16 +58,15 @@ def _key(content: Range) -> _Key:
     return id(content.source), content.offset, content.length
 
 
-def _sources(root: Node, *, whole: bool) -> Iterator[tuple[Range, RecordRange]]:
-    """What the tree's storages are worked out of, and with `whole` the records that they are: what is to be read, to know the
-    CRC-32 of which record."""
-    for node in reachable(root):
-        if type(node) is Storage and (whole or not isinstance(node.content, RecordRange)):
-            for content in made_of(node.content):
-                yield from _checked(content)
+def leaving(root: Node, pieces: Iterable[Piece], *, keeps: bool) -> Leaving:
+    """What leaves a tree that is laid out as these pieces; `keeps`: as a torch zip, where a whole record keeps its CRC-32."""
+    if keeps:
+        return Leaving(piece.content for piece in pieces if type(piece.content) not in (RecordRange, Literal))
+    return Leaving(node.content for node in reachable(root) if type(node) is Storage)
 
 
-def _checked(content: Content) -> Iterator[tuple[Range, RecordRange]]:
+def _checked(content: Content | Late) -> Iterator[tuple[Range, RecordRange]]:
+    """The range that is to be read to know the CRC-32 of a record, and the record."""
     of = content.of if isinstance(content, Part) else content
     if isinstance(of, RecordRange) and of.record.crc:
         assert isinstance(content, Range)

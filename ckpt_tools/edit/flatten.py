@@ -28,26 +28,6 @@ from ckpt_tools.tree.visit import children, component, walk
 from ckpt_tools.values.numeric import row_major, view_of
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class MetadataEdit:
-    """Texts to be set by key; with an empty one the key is to be dropped."""
-
-    texts: Sequence[tuple[str, str]] = ()
-
-    def apply(self, metadata: dict[str, str]) -> None:
-        """Edit the metadata that the output would have."""
-        for key in (key for key, text in self.texts if not text):
-            if key not in metadata:
-                there = f"There are {some(list(metadata))}." if metadata else "It has none."
-                why = did_you_mean(key, metadata) or there
-                raise NothingMatchedError(f"`set_metadata={f'{key}='!r}`: {key!r} is not in the metadata.", why=why)
-            del metadata[key]
-        metadata.update((key, text) for key, text in self.texts if text)
-
-
-UNEDITED = MetadataEdit()
-
-
 @dataclass(slots=True)
 class Flat:
     """One flat state dict."""
@@ -59,12 +39,23 @@ class Flat:
     fates: list[plain.Fate] = field(default_factory=list)
 
 
+def set_texts(metadata: dict[str, str], texts: Sequence[tuple[str, str]]) -> None:
+    """Set texts by key in the metadata that the output would have; with an empty one the key is dropped."""
+    for key in (key for key, text in texts if not text):
+        if key not in metadata:
+            there = f"There are {some(list(metadata))}." if metadata else "It has none."
+            why = did_you_mean(key, metadata) or there
+            raise NothingMatchedError(f"`set_metadata={f'{key}='!r}`: {key!r} is not in the metadata.", why=why)
+        del metadata[key]
+    metadata.update((key, text) for key, text in texts if text)
+
+
 def flatten(
     root: Node,
     *,
     objects: str | None = None,
     metadata: Mapping[str, str] | None = None,
-    edit: MetadataEdit = UNEDITED,
+    texts: Sequence[tuple[str, str]] = (),
     holder: str = "safetensors",
     shards: bool = False,
 ) -> Flat:
@@ -75,7 +66,7 @@ def flatten(
         _separate(state_dict, flat)
     if holder == "safetensors":
         flat.metadata.setdefault("format", "pt")
-    edit.apply(flat.metadata)
+    set_texts(flat.metadata, texts)
     if flat.aliases:
         flat.metadata[ALIASES] = json.dumps(flat.aliases, separators=(",", ":"))
     return flat

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.errors import DamagedFileError, TensorError
 from ckpt_tools.formats.zip_directory import Record
+from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.nodes import Entry, Global, Node, Storage
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Global, Node, Storage, check, contiguous_stride
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.
 PROGRAMS = {
@@ -70,6 +74,17 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError(f"the key {repeated(pairs)!r} is there twice")
     return found
+
+
+def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, called: str) -> Entry:
+    """The tensor whose elements are all of a content; errors say what it is called."""
+    if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 or prod(size or 1 for size in shape) > MAX_ELEMENTS:
+        raise TensorError(f"{called} has a shape of impossible sizes.")
+    entry = Entry(Storage(key, dtype, content.length, None, content), dtype, shape, contiguous_stride(shape), 0)
+    if entry.nbytes != content.length:
+        raise TensorError(f"{called} has {content.length} bytes, and its shape needs {entry.nbytes}.")
+    check(entry, called)
+    return entry
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -151,6 +166,15 @@ class Decoded:
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
         self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+
+
+def state_dict(container: str, source: Source, items: Sequence[tuple[str, Node]]) -> Decoded:
+    """What a file of one flat state dict is decoded to."""
+    if (twice := repeated(items)) is not None:
+        raise DamagedFileError(f"Two tensors of the file would be called {twice!r}.", why="A name in it may have a dot.")
+    made = Decoded(container, Dict([*items], ordered=True), source)
+    made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
+    return made
 
 
 class Keys:

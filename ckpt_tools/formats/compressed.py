@@ -54,21 +54,19 @@ _OF_PICKLES = (
     ),
     Kind("lzma", "an lzma archive", b"]\x00", ".lzma", "unlzma", new_xz),
 )
+EVERY_KIND = (*KINDS, *_OF_PICKLES)
 _ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
 
 
 def kind_of(head: bytes) -> Kind | None:
     """How a file that starts with these bytes is compressed."""
-    found = next((kind for kind in (*KINDS, *_OF_PICKLES) if head.startswith(kind.magic)), None)
-    return None if found in _OF_PICKLES and not _begins_pickle(found, head) else found
-
-
-def _begins_pickle(kind: Kind, head: bytes) -> bool:
-    assert kind.make is not None
-    try:
-        return bytes(kind.make().decompress(head, 2))[:1] == b"\x80"
-    except (zlib.error, lzma.LZMAError, EOFError):
-        return False
+    found = next((kind for kind in EVERY_KIND if head.startswith(kind.magic)), None)
+    if found in _OF_PICKLES and found.make is not None:
+        try:
+            return found if found.make().decompress(head, 2)[:1] == b"\x80" else None
+        except (zlib.error, lzma.LZMAError, EOFError):
+            return None
+    return found
 
 
 def inflate(source: Source, kind: Kind) -> Spooled:
@@ -78,15 +76,13 @@ def inflate(source: Source, kind: Kind) -> Spooled:
     def spend(count: int) -> None:
         budget.take(limits.MEMORY, count // limits.STREAMED, f"{source.path} inflates to more than any real file.")
 
-    blocks = zstd_blocks(source, spend) if kind.make is None else _whole(source, kind, spend)
+    blocks = zstd_blocks(source, spend) if kind.make is None else _whole(source, kind, kind.make, spend)
     try:
         return Spooled(source, blocks)
     except CkptError:  # some of ours are an OSError too
         raise
-    except (zlib.error, lzma.LZMAError, EOFError, ValueError) as error:
-        raise _damaged(source, kind, f"{error}.") from None
-    except OSError as error:
-        if error.errno is None:  # bz2's own
+    except (zlib.error, lzma.LZMAError, EOFError, ValueError, OSError) as error:
+        if not isinstance(error, OSError) or error.errno is None:  # bz2's own are an OSError
             raise _damaged(source, kind, f"{error}.") from None
         raise LimitError(
             f"{source.path} cannot be inflated into a temporary file.", why=f"{error.strerror}.",
@@ -98,10 +94,9 @@ def _damaged(source: Source, kind: Kind, why: str) -> DamagedFileError:
     return DamagedFileError(f"{source.path} cannot be inflated ({kind.name}).", why=why, fix="Get it again.")
 
 
-def _whole(source: Source, kind: Kind, spend: Spend) -> Iterator[bytes]:
+def _whole(source: Source, kind: Kind, make: Callable[[], Any], spend: Spend) -> Iterator[bytes]:
     """All that the file inflates to; it has to end where what was compressed ends."""
-    assert kind.make is not None
-    end = yield from runs(source, 0, kind.make, kind.magic, spend)
+    end = yield from runs(source, 0, make, kind.magic, spend)
     if end is None:
         raise _damaged(source, kind, "It is cut off.")
     if end < source.size:
@@ -147,10 +142,10 @@ def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
 
 def _next_run(source: Source, at: int) -> int:
     """The first byte from `at` on that is not zero."""
-    while at < source.size:
-        padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
-        at += len(padding) - len(padding.lstrip(b"\0"))
-        if any(padding):
+    while padding := source.read(at, min(_PACKED_BLOCK, source.size - at)):
+        following = padding.lstrip(b"\0")
+        at += len(padding) - len(following)
+        if following:
             break
     return at
 
@@ -158,18 +153,12 @@ def _next_run(source: Source, at: int) -> int:
 # --- zstd
 
 
-def _zstd_module() -> Any:
-    for name in _ZSTD:
-        try:
-            return import_module(name)
-        except ImportError:
-            continue
-    return None
-
-
 def zstd_blocks(source: Source, spend: Spend) -> Iterator[bytes]:
     """What a file inflates to, in blocks; `spend` counts them first."""
-    module = _zstd_module()
+    module: Any = None
+    for name in _ZSTD:
+        with contextlib.suppress(ImportError):
+            module = module or import_module(name)
     if module is None:
         raise UnsupportedContainerError(
             f"{source.path} is a zstd archive, which nothing here inflates.",

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Keys, Warned, unique
 from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import META, meta_tensor, parameter_of
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES, DType
@@ -85,15 +84,8 @@ class _Weights:
         """The state dict that one model's table describes."""
         record = self.records[name]
         self.grads = {}
-        torch_zip.check_text(self.program.source, record)
-        data = torch_zip.read_record(self.program.source, record, check=self.program.has_checksums)
-        try:
-            config: dict[str, Any] = load_json(data, pairs=unique)["config"]
-            return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
-        except CkptError:
-            raise
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise DamagedFileError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+        with torch_zip.json_of(self.program.source, record, check=self.program.has_checksums, pairs=unique) as table:
+            return Dict([(key, self._tensor(key, row)) for key, row in table["config"].items()])
 
     def _tensor(self, name: str, row: dict[str, Any]) -> Node:
         record = self.records.get(self.start + str(row["path_name"]))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
-from ckpt_tools.io.content import Content, Literal, Range
+from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles, SmallPickles
@@ -122,9 +121,12 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
     try:
         machine, root = pickles.load(make)
     except PickleError as error:
-        if pickles.cut:
-            raise _cut_pickle(error) from None
-        raise
+        if not pickles.cut:
+            raise
+        what = "The file ends within the pickle that lists its tensors."
+        raise DamagedFileError(what, why=error.what, fix="It was cut off: get it again.") from None
+    for key in storages.views.keys() & storages.by_key.keys():
+        raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
     if any(storage.dtype is None for _, storage in storages.by_key.values()):
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
     if NESTED in machine.globals:
@@ -132,33 +134,23 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
     keys = _read_keys(frame, storages)
     frame.tell(machine)
     _place(pickles, keys, storages, root, little=little, available_bytes=available_bytes)
-    root = modernise(storages.without_views(root, part), machine.globals)
+    root = modernise(storages.without_views(root), machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, little, storages.classes)
 
 
 def _read_head(frame: SmallPickles) -> bool:
     """Read magic number, protocol and sys_info; whether the writer was a little-endian machine."""
-    magic = frame.load()
-    if type(magic) is not int or magic != MAGIC_NUMBER:
+    if frame.load() != MAGIC_NUMBER:
         raise PickleError("The stream does not begin with torch's magic number.")
     version = frame.load()
-    if type(version) is not int or version != PROTOCOL_VERSION:
-        raise PickleError(f"The stream says protocol {_text(version)}; torch-legacy has {PROTOCOL_VERSION} only.")
+    if version != PROTOCOL_VERSION:
+        said = version if type(version) is int and version.bit_length() < 64 else f"a {type(version).__name__}"
+        raise PickleError(f"The stream says protocol {said}; torch-legacy has {PROTOCOL_VERSION} only.")
     info = frame.load()
     if type(info) is not Dict:
         raise PickleError("The stream's sys_info is not a dict.")
     return info.get("little_endian") is not False
-
-
-def _text(node: Node) -> str:
-    return str(node) if type(node) is int and node.bit_length() < 64 else f"a {type(node).__name__}"
-
-
-def _cut_pickle(error: PickleError) -> DamagedFileError:
-    return DamagedFileError(
-        "The file ends within the pickle that lists its tensors.", why=error.what, fix="It was cut off: get it again."
-    )
 
 
 class _LegacyStorages(Storages):
@@ -167,7 +159,7 @@ class _LegacyStorages(Storages):
     def __init__(self, prefix: str = "") -> None:
         super().__init__(lambda key, nbytes: _NOWHERE, prefix)
         self.views: dict[str, tuple[Node, Storage, Storage, int]] = {}
-        self.emptied: dict[tuple[str, str], Storage] = {}
+        self.emptied: dict[str, Storage] = {}
         self.classes: list[str] = []
 
     def load(self, pid: Node) -> Node:
@@ -185,8 +177,6 @@ class _LegacyStorages(Storages):
         if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
         root = self._empty(kind, key, device, numel) or self.storage(pid[:5])
-        if key in self.views:
-            raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
         return root if view is None else self._view(kind, root, view)
 
     def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
@@ -198,35 +188,34 @@ class _LegacyStorages(Storages):
             return None
         dtype = storage_dtype(kind)
         own = f"{first.key}.{dtype.name if dtype else 'untyped'}"
-        return self.emptied.setdefault((first.key, own), Storage(own, dtype, 0, device, _NOWHERE))
+        return self.emptied.setdefault(own, Storage(own, dtype, 0, device, _NOWHERE))
 
     def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
         """The range of a root storage that ("view key", offset, elements) names."""
         key, offset, numel = metadata if type(metadata) is tuple and len(metadata) == 3 else (None, None, None)
-        if type(key) is not str or not _KEY.fullmatch(key) or type(offset) is not int or type(numel) is not int:
+        if type(offset) is not int or type(numel) is not int or min(offset, numel) < 0:
             raise PickleError("The pickle refers to a view of a storage by a malformed id.")
-        if min(offset, numel) < 0:
+        if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a view of a storage by a malformed id.")
         size = (storage_dtype(kind) or UINT8).itemsize
         if (offset + numel) * size > root.nbytes:
             raise TensorError(f"A view reaches outside its storage {root.key!r}.")
-        if key in self.by_key:
-            raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
-        found = self.views.get(key)
-        if found is None:
-            view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
-            found = self.views[key] = ((root.key, metadata), view, root, offset * size)
-        if found[0] != (root.key, metadata):
+        view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
+        found = self.views.setdefault(key, (metadata, view, root, offset * size))
+        if found[0] != metadata or found[2] is not root:
             raise TensorError(f"The view {key!r} of a storage is used with two places or sizes.")
         return found[1]
 
-    def without_views(self, root: Node, part: Part) -> Node:
+    def without_views(self, root: Node) -> Node:
         """The tree with every entry on a view moved to the storage below it, where tensors that overlap are tied."""
         if not self.views:
             return root
-        found = {id(view): (below, start) for _, view, below, start in self.views.values()}
+        from ckpt_tools.values.numeric import part  # few files have views
+
+        found = {}
         for _, view, below, start in self.views.values():
-            set_content(view, _cut_out(below.content, start, view.nbytes))
+            found[id(view)] = below, start
+            set_content(view, part(below.content, start, view.nbytes))
 
         def swap(node: Node) -> Node:
             if type(node) is not Entry or id(node.storage) not in found:
@@ -235,13 +224,6 @@ class _LegacyStorages(Storages):
             return replace(node, storage=below, offset=node.offset + start // node.dtype.itemsize)
 
         return exchange.replace(root, swap)
-
-
-def _cut_out(content: Content, start: int, length: int) -> Content:
-    if isinstance(content, Range):
-        return Range(content.source, content.offset + start, length)
-    assert isinstance(content, Literal)
-    return Literal(content.data[start : start + length])
 
 
 def set_content(storage: Storage, content: Content) -> None:
@@ -254,12 +236,9 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
     try:
         node = frame.load()
     except PickleError as error:
-        raise DamagedFileError(
-            "The file ends before the list of its storages."
-            if not frame.pickles.left
-            else "The list of storages is malformed.",
-            why=error.what,
-        ) from None
+        is_cut = not frame.pickles.left
+        what = "The file ends before the list of its storages." if is_cut else "The list of storages is malformed."
+        raise DamagedFileError(what, why=error.what) from None
     keys = [key for key in node.items if type(key) is str] if type(node) is List else []
     if type(node) is not List or len(keys) != len(node.items):
         raise PickleError("The list of storages is not a list of text.")
@@ -274,14 +253,9 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
 
 
 def _place(
-    pickles: Pickles,
-    keys: list[str],
-    storages: _LegacyStorages,
-    root: Node,
-    *,
-    little: bool,
-    available_bytes: dict[int, int] | None,
-) -> None:
+    pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *,
+    little: bool, available_bytes: dict[int, int] | None,
+) -> None:  # fmt: skip
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     if isinstance(pickles.part, FilePart):
         sizes = [8 + storages.by_key[key][1].nbytes for key in keys]
@@ -294,22 +268,19 @@ def _place(
         found = numel if short else _count(pickles.take(8), numel, little=little)
         if found != numel:
             raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {found}.")
-        if short or pickles.left < storage.nbytes:
+        nbytes = storage.nbytes
+        if short or pickles.left < nbytes:
             if available_bytes is None:
                 raise _cut(pickles, root, storages, keys[:index], len(keys))
-            available_bytes[id(storage)] = 0 if short else pickles.left
-            set_content(storage, pickles.part.content(pickles.position, available_bytes[id(storage)]))
-            pickles.skip(pickles.left)
-            continue
-        set_content(storage, pickles.part.content(pickles.position, storage.nbytes))
-        pickles.skip(storage.nbytes)
+            nbytes = available_bytes[id(storage)] = 0 if short else pickles.left
+        set_content(storage, pickles.part.content(pickles.position, nbytes))
+        pickles.skip(pickles.left if short else nbytes)
 
 
 def _count(data: bytes, expected: int, *, little: bool) -> int:
     """The count of elements. A big-endian machine wrote it either way, depending on the version; elements are little-endian."""
-    found: int = struct.unpack("<q", data)[0]
-    swapped: int = struct.unpack(">q", data)[0]
-    return swapped if not little and found != expected else found
+    found = int.from_bytes(data, "little", signed=True)
+    return found if little or found == expected else int.from_bytes(data, "big", signed=True)
 
 
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:

@@ -13,15 +13,17 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 
 from __future__ import annotations
 
+import ast
 import itertools
 import operator
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
+from ckpt_tools.formats.base import Decoded, trailing, validate_tree
 from ckpt_tools.formats.legacy_stream import Blobs
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
@@ -36,7 +38,6 @@ from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
-    ByteString,
     Dict,
     Entry,
     Global,
@@ -44,6 +45,7 @@ from ckpt_tools.tree.nodes import (
     Node,
     Object,
     Storage,
+    array_bytes,
     check,
     contiguous_stride,
 )
@@ -122,7 +124,7 @@ def _part(source: Source, record: Record, header: Header) -> Part:
 
 
 def parse_header(head: bytes, name: str = "") -> Header:
-    """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is evaluated."""
+    """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is called."""
     what = f"The array {name!r}" if name else "The array"
     size = 2 if head[6:7] == b"\1" else 4
     start = 8 + size
@@ -132,7 +134,7 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     fields = _literal(head[start : start + length])
-    if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
+    if fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
     if not _is_shape(shape) or type(fortran) is not bool:
@@ -156,39 +158,18 @@ def _kind(descr: object, what: str) -> tuple[str, str]:
     return code, found[1]
 
 
-# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
-# Python 2 wrote sizes as 3L.
-_FIELD = re.compile(
-    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
-    re.DOTALL,
-)
+def _literal(text: bytes) -> dict[str, object]:
+    """The literal that a header is, read as NumPy reads it; empty when it is none. Python 2 wrote sizes as 3L."""
+    if b"\\" in text:
+        return {}
+    try:
+        fields = ast.literal_eval(_LONG.sub(b"", text).decode("latin-1").strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
-class _Structure(str):
-    """The text of a structured dtype."""
-
-
-def _literal(text: bytes) -> dict[str, object] | None:
-    """The fields of a header; None when it is not one."""
-    inside = text.decode("latin-1").strip()
-    if inside[:1] != "{" or inside[-1:] != "}":
-        return None
-    inside, fields, at = inside[1:-1].rstrip(), {}, 0
-    while at < len(inside):
-        found = _FIELD.match(inside, at)
-        if found is None or found[2] in fields:
-            return None
-        fields[found[2]] = _value(found)
-        at = found.end()
-    return fields
-
-
-def _value(found: re.Match[str]) -> object:
-    if found[4] is not None:
-        return found[4]
-    if found[5] is not None:
-        return found[5] == "True"
-    return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
+_LONG = re.compile(rb"(?<=\d)L\b")
 
 
 class Arrays:
@@ -208,20 +189,16 @@ class Arrays:
         if dtype is None:
             return self._text(header, content, what)
         self.budget.take(limits.NODES, _COST, _TOO_MANY)
-        shape = header.shape
-        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if header.fortran else contiguous_stride(shape)
-        nbytes = _elements(shape) * dtype.itemsize
+        nbytes = _elements(header.shape) * dtype.itemsize
         self._take(header, nbytes, content.length, what)
         own = part(content, header.length, nbytes)
-        return self._entry(
-            Storage("", dtype, nbytes, None, swapped(own, dtype.swap_width) if header.big else own), shape, stride
-        )
+        return self._entry(dtype, header.shape, own, fortran=header.fortran, big=header.big)
 
-    def _entry(self, storage: Storage, shape: tuple[int, ...], stride: tuple[int, ...]) -> Entry:
-        dtype = storage.dtype
-        assert dtype is not None
-        kept = Storage(str(self.count), dtype if dtype.storage else None, storage.nbytes, None, storage.content)
-        entry = Entry(kept, dtype, shape, stride, 0)
+    def _entry(self, dtype: DType, shape: tuple[int, ...], content: Content, *, fortran: bool, big: bool) -> Entry:
+        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran else contiguous_stride(shape)
+        made = swapped(content, dtype.swap_width) if big else content
+        storage = Storage(str(self.count), dtype if dtype.storage else None, content.length, None, made)
+        entry = Entry(storage, dtype, shape, stride, 0)
         check(entry)
         self.count += 1
         self.storage_bytes += storage.nbytes
@@ -288,17 +265,13 @@ class Arrays:
             return node
         if _elements(shape) * dtype.itemsize != len(data):
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
-        content = blobs.content(data)
-        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran is True else contiguous_stride(shape)
-        return self._entry(
-            Storage("", dtype, len(data), None, swapped(content, dtype.swap_width) if big else content), shape, stride
-        )
+        return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
 
     def decoded(self, container: str, root: Node, source: Source) -> Decoded:
         """The result."""
-        unusual = ["a file of NumPy's", *self.unusual]
-        warned: list[Warned] = validate_tree(root)
-        return Decoded(container, root, source, list(self.globals), unusual, warnings=warned, storage_bytes=self.storage_bytes)
+        made = Decoded(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])
+        made.warnings, made.storage_bytes = validate_tree(root), self.storage_bytes
+        return made
 
 
 def _numbers(kind: Node) -> tuple[DType | None, bool]:
@@ -327,25 +300,15 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
     return None
 
 
-def array_bytes(data: Node, length: int) -> bytes | None:
-    """The bytes of a pickled array; Python 2's are those of a str, which was read as text where that could be."""
-    if type(data) is str:
-        encoded = data.encode("utf-8", "surrogatepass")
-        return encoded if len(encoded) == length else data.encode("latin1") if data.isascii() or max(data) <= "\xff" else None
-    return data.data if type(data) is ByteString else data if type(data) is bytes else None
-
-
 def _refuse(pid: Node) -> Node:
     raise PickleError("The pickle refers to something outside it.")
 
 
 def _elements(shape: tuple[int, ...]) -> int:
     """How many elements a shape has; TensorError for impossibly many."""
-    count = 1
-    for size in shape:
-        count *= size
-        if count.bit_length() > 63:
-            raise TensorError("An array claims more than 2**63 elements.")
+    count = prod(shape)
+    if count.bit_length() > 63:
+        raise TensorError("An array claims more than 2**63 elements.")
     return count
 
 

@@ -153,37 +153,27 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
         held = f"It holds {listed(order)}." if members else "It is empty."
         raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=held)
 
-    def place(name: str) -> Source:
-        return members[name] if name in members else Folder(tar, name, members, order)
-
-    read: dict[str, Decoded] = {}
-    if len(names) > 1:
-        names = _with_tensors({name: place(name) for name in names}, readers, read)
+    places = {name: members[name] if name in members else Folder(tar, name, members, order) for name in names}
+    read: dict[str, Decoded | None] = {}
+    if len(places) > 1:  # those count that have tensors, or cannot be read; all where that leaves none
+        for name, place in places.items():
+            decoded = None
+            if len(read) < 2:
+                with contextlib.suppress(CkptError):
+                    decoded = _read(place, readers)
+            if decoded is None or readers.tensors(decoded):
+                read[name] = decoded
+        names = list(read or places)
     if len(names) > 1:
         raise NotACheckpointError(
             f"{source.path} holds {len(names)} checkpoints: {listed(names)}.", why="Each is one of its own.",
             fix=f"Name one of them, behind a `!`: {printable(shlex.quote(str(_inside(source.path, names[0]))))}",
         )  # fmt: skip
-    name, found = names[0], place(names[0])
-    decoded = read[name] if name in read else _read(found, readers)
+    name, found = names[0], places[names[0]]
+    decoded = read.get(name) or _read(found, readers)
     folder = found if isinstance(found, Folder) else Folder(tar, name.rpartition("/")[0], members, order)
     decoded.packed = Packed(kind, name, source, tar, found.path if wanted else source.path, folder)
     return decoded
-
-
-def _with_tensors(places: Mapping[str, Source], readers: Readers, read: dict[str, Decoded]) -> list[str]:
-    """Of several, those with tensors, and those that cannot be read; all where that leaves none."""
-    left: list[str] = []
-    for name, place in places.items():
-        decoded = None
-        if len(left) < 2:
-            with contextlib.suppress(CkptError):
-                decoded = _read(place, readers)
-        if decoded is None or readers.tensors(decoded):
-            left.append(name)
-            if decoded is not None:
-                read[name] = decoded
-    return left or list(places)
 
 
 def _members(tar: Source) -> dict[str, Member]:

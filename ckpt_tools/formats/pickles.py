@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, exhausted
 from ckpt_tools.formats import program_harm as harm
 from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
-from ckpt_tools.formats.compressed import KINDS, new_xz, runs, zstd_blocks
+from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.tars import Headers
 from ckpt_tools.formats.torch_zip import record_content, record_head
@@ -55,33 +54,20 @@ _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
-_ZFILE = 2 + len(hex(2**64))
 _LOCKED = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"),
     (b"\x04\x22\x4d\x18", "an lz4 archive"),
 )  # fmt: skip
-
-
-_JOBLIB = "zlib of joblib 0.8"  # `ZF`, 19 characters of its length in hexadecimal, perhaps a space
-_LZMA = b"]\x00"
-# Of zlib one or two bytes tell, which other files begin with too: what cannot be inflated is not one.
-_COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any] | None], ...] = (
-    *((kind.magic, kind.name, kind.make) for kind in KINDS), (_LZMA, "lzma", new_xz),
-    (b"\x78\x01", "zlib", zlib.decompressobj), (b"\x78\x5e", "zlib", zlib.decompressobj),
-    (b"\x78\x9c", "zlib", zlib.decompressobj), (b"\x78\xda", "zlib", zlib.decompressobj),
-    (b"ZF", _JOBLIB, zlib.decompressobj),
-)  # fmt: skip
+# `ZF`, 19 characters of its length in hexadecimal, perhaps a space. Source: `joblib.numpy_pickle_compat.read_zfile`.
+_JOBLIB = Kind("zlib of joblib 0.8", "", b"ZF", "", "", zlib.decompressobj)
+_ZFILE = 2 + len(hex(2**64))
+_KINDS = (*EVERY_KIND, _JOBLIB)
 # What may stand behind such a run and is read on, where that is not another one of its own kind.
-_AGAIN: dict[str, tuple[bytes, ...]] = {
-    "zlib": (b"x",),
-    _JOBLIB: (),
-    "xz": (b"\xfd7zXZ\x00", _LZMA),
-    "lzma": (b"\xfd7zXZ\x00", _LZMA),
-}
-_BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
-_TAIL = (1 << 16) + 22  # bytes in which readers look for the end of a zip
+_AGAIN: dict[str, tuple[bytes, ...]] = {"zlib": (b"x",), _JOBLIB.name: (), "xz": (b"\xfd7zXZ\x00", b"]\x00")}
+_AGAIN["lzma"] = _AGAIN["xz"]
+_BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
-_PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
+_PACKED = (*(magic for magic, _ in _LOCKED), *(kind.magic for kind in _KINDS))
 _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
 
 
@@ -138,9 +124,9 @@ class _Walk:
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
         if locked:
             self.skip(where, f"{locked}, which has to be unpacked first")
-        opener = next(((magic, kind, make) for magic, kind, make in _COMPRESSED if head.startswith(magic)), None)
-        if opener and (opener[0] != _LZMA or _is_lzma(head)):
-            self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
+        kind = next((kind for kind in _KINDS if head.startswith(kind.magic)), None)
+        if kind and (kind.name != "lzma" or _is_lzma(head)):
+            self.guarded(where, lambda: self.compressed(source, where, depth, kind))
         behind = source
         if is_tar(head):
             ends = [0]
@@ -161,7 +147,7 @@ class _Walk:
         for at, data in texts.bytes_in(source):
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
-            elif _begins_as_pickle(data) and _is_meant(data) and not self.has_enough():
+            elif (_BEGINS.match(data) or _may_name(data)) and _is_meant(data) and not self.has_enough():
                 self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
             if self.is_full:
                 return
@@ -211,7 +197,7 @@ class _Walk:
         """Pickles one behind another, if there are any; returns where the last one ends."""
         last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
         for pickle in list_pickles(FilePart(source, min(start, last), last), between):
-            certain = certain or _is_pickle(source, pickle.start, pickle)
+            certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
                 if self.has_enough():
                     break
@@ -233,7 +219,7 @@ class _Walk:
         """Bytes that a pickle loads, or may load."""
         for data in pickle.nested:
             held = _InMemory(data, source)
-            if has_end(held) or (not _is_by_chance(data) and _may_hold_pickles(data[:_HEAD])):
+            if has_end(held) or _may_hold(data):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
@@ -273,48 +259,49 @@ class _Walk:
                 self.member(source, record, where, depth)
 
     def program(self, source: Source, records: Sequence[Record], where: str) -> None:
-        """What torch.export.load runs of the records of a program."""
+        """What torch.export.load runs of the records of a program: code for the machine, the sizes in its graphs."""
         is_program = harm.is_program(record.name for record in records)
         for record in records:
-            compiled = harm.compiled(record.name)
+            name, compiled = _inside(where, record.name), harm.compiled(record.name)
             if compiled is not None and len(self.found.evaluated) < _MOST_EVALUATED:
-                self.found.evaluated.append((_inside(where, record.name), compiled))
+                self.found.evaluated.append((name, compiled))
             if harm.is_model(record.name, is_program):
-                self.guarded(_inside(where, record.name), partial(self.model, source, record, where))
+                self.guarded(name, partial(self.model, source, record, name))
 
-    def model(self, source: Source, record: Record, where: str) -> None:
+    def model(self, source: Source, record: Record, name: str) -> None:
         """The graph of a program."""
         data = self.opened(source, record).read(0, record.size)
-        for call in islice(harm.evaluated(data), _MOST_EVALUATED):
-            self.found.evaluated.append((_inside(where, record.name), call))
+        self.found.evaluated += [(name, call) for call in islice(harm.evaluated(data), _MOST_EVALUATED)]
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
         self.skip(where, error.what)
-        for name, member in _by_signatures(source, self):
-            self.examine(member, _inside(where, name), depth + 1)
-            if self.is_full:
-                return
+        places = [at for _, at in signatures(source, SIGNATURE_LOCAL) if at + LOCAL.size <= source.size]
+        for place, following in pairwise([*places, source.size]):
+            header = LocalHeader.at(source, place)
+            start = place + header.length
+            if start >= source.size or self.is_full:
+                continue
+            name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
+            member: Source = Window(source, start, max(following, start) - start)
+            try:
+                if header.method == 8:
+                    member = Spooled(source, runs(member, 0, lambda: zlib.decompressobj(-15), b"", self.spend))
+            except (zlib.error, LimitError) as failure:
+                self.skip(name, f"it cannot be inflated: {failure}")
+            else:
+                self.examine(member, _inside(where, name), depth + 1)
 
     def member(self, source: Source, record: Record, where: str, depth: int) -> None:
         """One record of a zip."""
         name = _inside(where, record.name)
 
         def look() -> None:
-            head = record_head(source, record, _HEAD) if record.deflated and record.size > _HEAD else b""
-            looked_at = not head or texts.is_text(head) or _may_hold_pickles(head)
-            if looked_at or (not head.startswith(NUMPY) and self.ends_as_zip(source, record)):
+            head = record_head(source, record, _HEAD) if record.deflated else b""
+            if not (head.startswith(NUMPY) and _array_bytes(head) is not None):  # numbers alone
                 self.examine(self.opened(source, record), name, depth + 1)
 
         self.guarded(name, look)
-
-    def ends_as_zip(self, source: Source, record: Record) -> bool:
-        """Whether the end record of a zip stands at the end of a deflated record: any bytes may stand in front of a zip."""
-        self.spend(record.size)
-        tail = b""
-        for chunk in chunks(record_content(source, record)):
-            tail = (tail + chunk)[-_TAIL:]
-        return has_end(_InMemory(tail, source))
 
     def opened(self, source: Source, record: Record) -> Source:
         """A record as a source of its own; a deflated one is inflated."""
@@ -338,23 +325,24 @@ class _Walk:
                 ends.append(info.offset_data + info.size)
                 if info.issparse() or ((info.islnk() or info.issym()) and info.name in _OF_TORCH_TAR):
                     self.skip(_inside(where, info.name), "a link, or a file with holes, which has to be unpacked first")
-                elif _has_bytes(info):
+                elif info.isreg() or info.type not in tarfile.SUPPORTED_TYPES:  # Python unpacks what it does not know as a file
                     member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
                     between = _IN_TAR.get(info.name.rstrip("/"), LegacyStorages)()
                     self.examine(member, _inside(where, info.name), depth + 1, between)
 
-    def compressed(
-        self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any] | None
-    ) -> None:
+    def compressed(self, source: Source, where: str, depth: int, kind: Kind) -> None:
         """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
-        start, found = _behind_length(source) if kind == _JOBLIB else 0, len(self.found.pickles)
-        again = _AGAIN.get(kind, (magic,))
-        blocks = zstd_blocks(source, self.spend) if make is None else runs(source, start, make, again, self.spend)
+        start, found = 0, len(self.found.pickles)
+        if kind is _JOBLIB:
+            start = min(_ZFILE, source.size)
+            start += source.read(start, min(1, source.size - start)) == b" "
+        again = _AGAIN.get(kind.name, (kind.magic,))
+        blocks = zstd_blocks(source, self.spend) if kind.make is None else runs(source, start, kind.make, again, self.spend)
         damage: list[Exception] = []
         opened = Spooled(source, _up_to_damage(blocks, damage))
         if opened.size:
-            self.examine(opened, _inside(where, f"({kind})"), depth + 1)
-        by_accident = kind in ("zlib", _JOBLIB) and opened.size < _BY_ACCIDENT and len(self.found.pickles) == found
+            self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
+        by_accident = kind.name.startswith("zlib") and opened.size < _BY_ACCIDENT and len(self.found.pickles) == found
         if damage and not by_accident:
             self.skip(where, f"it cannot be inflated to its end: {damage[0]}")
 
@@ -376,29 +364,13 @@ def _is_lzma(head: bytes) -> bool:
     return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
 
 
-def _has_bytes(info: tarfile.TarInfo) -> bool:
-    """Whether bytes stand behind a header: Python unpacks what it does not know as a file."""
-    return info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
-
-
 # Raw bytes stand between the pickles of these members of a torch-tar.
 _IN_TAR: dict[str, type[Between]] = {"storages": TarStorages, "tensors": TarTensors}
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
 _OF_PROGRAMS = (
-    "/constants.pkl",
-    "/archive_format",
-    "/archive_version",
-    "/model.json",
-    "/serialized_exported_program.json",
+    "/constants.pkl", "/archive_format", "/archive_version", "/model.json", "/serialized_exported_program.json",
     "/.data/extern_modules",
-)
-
-
-def _behind_length(source: Source) -> int:
-    """Where the data of an old file of joblib's starts. Source: `joblib.numpy_pickle_compat.read_zfile`."""
-    return _ZFILE + (source.read(_ZFILE, min(1, source.size - _ZFILE)) == b" ") if source.size > _ZFILE else source.size
-
-
+)  # fmt: skip
 # Only torch.export writes these; it reads names without regard to case.
 _OF_EXPORT = re.compile(r"(?:^|/)(?:archive_format|models/[^/]*\.json|[^/]*_config\.json|serialized_exported_program\.json)$")
 
@@ -422,19 +394,14 @@ def _is_raw(source: Source, record: Record, raw: set[str]) -> bool:
     folder, _, key = record.name.rpartition("/")
     if folder not in raw or not key.isdecimal():
         return False
-    return not record.is_array or (record.deflated and not _starts_as_array(source, record))
-
-
-def _starts_as_array(source: Source, record: Record) -> bool:
     try:
-        return record_head(source, record, _HEAD).startswith(NUMPY)
+        return not record.is_array or (record.deflated and not record_head(source, record, _HEAD).startswith(NUMPY))
     except DamagedFileError:  # whoever looks at it will say so
-        return True
+        return False
 
 
-def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
-    """Whether bytes that could be read as a pickle are one:"""
-    head = source.read(start, min(2, source.size - start))
+def _is_pickle(pickle: Pickle, head: bytes) -> bool:
+    """Whether bytes that could be read as a pickle, and begin so, are one."""
     if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
     if _STARTS.match(head):
@@ -447,58 +414,41 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
 
 def _may_name(data: bytes) -> bool:
     """Whether the opcodes are in it by which a pickle names something by words: GLOBAL or INST and a line, or STACK_GLOBAL."""
-    end = data.rfind(b"\n")
-    return b"\x93" in data or data.find(b"c", 0, max(end, 0)) >= 0 or data.find(b"i", 0, max(end, 0)) >= 0
+    end = max(data.rfind(b"\n"), 0)
+    return b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0
 
 
-def _is_by_chance(data: bytes) -> bool:
-    """Whether bytes read as a pickle so far, and name nothing by words: any random ones may."""
+def _may_hold(data: bytes) -> bool:
+    """Whether bytes that a pickle holds are worth a look: an archive, an array of objects, a pickle that names something."""
     head = data[:_HEAD]
-    if head.startswith((NUMPY, *_PACKED)) or is_zip(head) or is_tar(head):
-        return False
-    if not _may_name(data):
-        return True
-    read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
-    named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
-    return not named and all(type(pickle.error) is PickleError for pickle in read)
-
-
-def _begins_as_pickle(data: bytes) -> bool:
-    """Whether bytes that a text may stand for begin as a pickle or as what may hold one, or name something as one does."""
-    return _BEGINS.match(data) is not None or _may_name(data)
-
-
-def _is_meant(data: bytes) -> bool:
-    """Whether bytes that begin so are a pickle, which goes through or makes something of what can be a module, or hold some."""
-    if is_zip(data) or data.startswith(NUMPY) or _inflates(data):
-        return True
-    pickle = next(list_pickles(BytesPart(data)), None)
-    if pickle is None:
-        return False
-    if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
-        return True
-    is_named = any(name.name[:1] != "<" and _MODULE.fullmatch(name.module) for name in pickle.names)
-    return (is_named and (pickle.makes or pickle.error is None)) or (pickle.error is None and _STARTS.match(data) is not None)
-
-
-def _inflates(data: bytes) -> bool:
-    """Whether bytes begin as something compressed, and give the first of what was: two bytes do so by chance."""
-    if any(data.startswith(magic) for magic, _ in _LOCKED):
-        return True
-    make = next((make or zlib.decompressobj for magic, _, make in _COMPRESSED if data.startswith(magic)), None)
-    try:
-        return make is not None and len(make().decompress(data, _HEAD)) > 0
-    except (zlib.error, lzma.LZMAError, EOFError, OSError):
-        return False
-
-
-def _may_hold_pickles(head: bytes) -> bool:
-    """Whether it is worth looking at what starts so: an archive, an array of objects, what reads as a pickle so far."""
     if head.startswith(NUMPY):
         return _array_bytes(head) is None
     if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
         return True
-    return any(pickle.may_matter or pickle.cut for pickle in list_pickles(BytesPart(head)))
+    if not _may_name(data):
+        return False
+    read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
+    named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
+    return named or any(type(pickle.error) is not PickleError for pickle in read)
+
+
+def _is_meant(data: bytes) -> bool:
+    """Whether bytes that a text may stand for are a pickle, which names what can be a module or goes through, or hold some."""
+    if is_zip(data) or data.startswith(NUMPY) or _inflates(data):
+        return True
+    pickle = next(list_pickles(BytesPart(data)), None)
+    return pickle is not None and _is_pickle(pickle, data)
+
+
+def _inflates(data: bytes) -> bool:
+    """Whether bytes begin as something compressed, and give the first of what was: two bytes do so by chance."""
+    if data.startswith(tuple(magic for magic, _ in _LOCKED)):
+        return True
+    make = next((kind.make or zlib.decompressobj for kind in _KINDS if data.startswith(kind.magic)), None)
+    try:
+        return make is not None and len(make().decompress(data, _HEAD)) > 0
+    except (zlib.error, lzma.LZMAError, EOFError, OSError):
+        return False
 
 
 def _npy_header(head: bytes) -> int:
@@ -521,24 +471,3 @@ def _array_bytes(head: bytes) -> int | None:
 
 def _inside(where: str, name: str) -> str:
     return f"{where}: {name}" if where else name
-
-
-def _by_signatures(source: Source, walk: _Walk) -> Iterator[tuple[str, Source]]:
-    """What stands behind every local header of a zip that is damaged or not to be trusted."""
-    places = [at for _, at in signatures(source, SIGNATURE_LOCAL)]
-    for place, following in pairwise([*places, source.size]):
-        if place + LOCAL.size > source.size:
-            return
-        header = LocalHeader.at(source, place)
-        start = place + header.length
-        if start >= source.size:
-            continue
-        name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
-        window = Window(source, start, max(following, start) - start)
-        if header.method != 8:
-            yield name, window
-            continue
-        try:
-            yield name, Spooled(source, runs(window, 0, lambda: zlib.decompressobj(-15), b"", walk.spend))
-        except (zlib.error, LimitError) as error:
-            walk.skip(name, f"it cannot be inflated: {error}")

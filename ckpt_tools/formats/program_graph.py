@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.graphs import Graph, Operation, Value
 
 _MOST_DIMENSIONS = 64
@@ -28,15 +26,9 @@ def graph_in(decoded: Decoded) -> Graph | None:
     names = [record for record in decoded.records or () if record.name.startswith(start) and record.name.endswith(".json")]
     if len(names) != 1:
         return None
-    torch_zip.check_text(decoded.source, names[0])
-    data = torch_zip.read_record(decoded.source, names[0], check=decoded.has_checksums)
-    try:
-        module = load_json(data)["graph_module"]
+    with torch_zip.json_of(decoded.source, names[0], check=decoded.has_checksums) as model:
+        module = model["graph_module"]
         return _Reader(module["graph"]["tensor_values"]).read(module)
-    except CkptError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedFileError(f"{names[0].name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
 
 class _Reader:

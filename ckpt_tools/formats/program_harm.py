@@ -6,11 +6,11 @@ evaluates it as Python; torch/export/pt2_archive/_package.py, `load_pt2`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from ckpt_tools import limits
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.calls import Call
 from ckpt_tools.tree.nodes import Global
@@ -20,11 +20,6 @@ _FORMAT = re.compile(r"[^/]*/archive_format")
 _MODEL = re.compile(r"[^/]*/models/")
 _OLD_MODEL = "serialized_exported_program.json"
 _COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
-_STRING = rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
-# Strings one after another, a key with its text; or one without an end.
-_PAIR = re.compile(_STRING + rb"(?:\s*+:\s*+" + _STRING + rb')?|"', re.DOTALL)
-_COST_OF_TEXT = 4  # in containers
-_KEY = "expr_str"
 _SYMPIFY, _LOAD = Global("sympy", "sympify"), Global("torch._C._aoti", "AOTIModelPackageLoader")
 # What sympy prints of sizes, and nothing that a function of Python's own could be reached by.
 _TOKEN = re.compile(
@@ -59,29 +54,16 @@ def compiled(name: str) -> Call | None:
 
 
 def evaluated(data: bytes) -> Iterator[Call]:
-    """The texts in the JSON of a model that are evaluated and are not sizes as sympy prints them."""
-    budget, what = limits.budget(len(data)), "The program is longer than any model's."
-    budget.take(limits.MEMORY, len(data), what)
-    for found in _PAIR.finditer(data):
-        key, text = found.groups()
-        if key is None:
-            raise ValueError("a text without an end")
-        if text is None or (key != b"expr_str" and b"\\" not in key):
-            continue
-        budget.take(limits.NODES, _COST_OF_TEXT + len(text) // 4, what)
-        if _decoded(key) != _KEY:
-            continue
-        if not is_size(shown := _decoded(text)):
-            yield Call(verdict.call_text(_SYMPIFY, (shown,)), str(_SYMPIFY), found.start(), "harmful")
+    """The texts in the JSON of a model that are evaluated and are not sizes as sympy prints them; ValueError for no JSON."""
+    found: list[str] = []
 
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        found.extend(text for key, text in pairs if key == "expr_str" and type(text) is str)
 
-def _decoded(string: bytes) -> str:
-    """The text of a JSON string; empty where it is not one."""
-    try:
-        text = json.loads(b'"' + string + b'"')
-    except ValueError:
-        return ""
-    return text if type(text) is str else ""
+    load_json(data, pairs=note)
+    for text in found:
+        if not is_size(text):
+            yield Call(verdict.call_text(_SYMPIFY, (text,)), str(_SYMPIFY), 0, "harmful")
 
 
 def is_size(text: str) -> bool:

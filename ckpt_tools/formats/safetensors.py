@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
+from math import prod
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
@@ -24,7 +26,7 @@ from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, UINT8, DType
-from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
 
 MAX_HEADER = 100_000_000  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
@@ -81,8 +83,8 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
 
 def _has_place(info: Any) -> bool:
     """Whether an entry says where its bytes are."""
-    offsets = info.get("data_offsets") if isinstance(info, dict) else None
-    return isinstance(offsets, list) and len(offsets) == 2 and _are_counts(offsets) and offsets[0] <= offsets[1]
+    offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
+    return _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def entries_of(decoded: Decoded) -> dict[str, Entry]:
@@ -167,12 +169,15 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if dtype is None:
         raise DamagedFileError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
-    if not isinstance(shape, list) or len(shape) > 1024 or not _are_counts(shape):
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
         raise DamagedFileError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
+    if not _are_counts(offsets) or len(offsets) != 2:
         raise DamagedFileError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
     begin, end = offsets
-    bits = _elements(name, shape) * dtype.bits // dtype.packed
+    elements = prod(shape)
+    if elements > MAX_ELEMENTS or max(shape, default=0) > MAX_ELEMENTS:
+        raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
+    bits = elements * dtype.bits // dtype.packed
     if bits % 8:
         raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} does not end on a whole byte.")
     if end - begin != bits // 8:
@@ -183,17 +188,8 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
 _FIELDS, _INTS = frozenset(("dtype", "shape", "data_offsets")), frozenset((int,))
 
 
-def _are_counts(values: list[Any]) -> bool:
-    return _INTS.issuperset(map(type, values)) and min(values, default=0) >= 0
-
-
-def _elements(name: str, shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-        if count > MAX_ELEMENTS or size > MAX_ELEMENTS:
-            raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
-    return count
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and _INTS.issuperset(map(type, values)) and min(values, default=0) >= 0
 
 
 def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
@@ -209,12 +205,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        level = [
-            part
-            for node in level
-            if isinstance(node, dict | list)
-            for part in (node.values() if isinstance(node, dict) else node)
-        ]
+        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        level = [*chain.from_iterable(nested)]
     return depth
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, is_tar, validate_tree
+from ckpt_tools.formats.base import Decoded, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
@@ -62,16 +62,16 @@ def decode(source: Source) -> Decoded:
     if "tensors" in members:
         small.append(SmallPickles(Pickles(members["tensors"]), _SMALL))
         _read_tensors(small[1], objects)
-    if "sys_info" in members:
-        small.append(_read_sys_info(members["sys_info"]))
+    if "sys_info" in members:  # about the machine, which only torch 0.1 read: for what it names
+        small.append(SmallPickles(Pickles(members["sys_info"]), _SMALL))
+        with contextlib.suppress(CkptError):
+            small[-1].load()
     pickles = Pickles(members["pickle"])
     machine, root = pickles.load(lambda data, offset: Machine(data, objects.makers(), objects.load, offset))
     for others in small:
         others.tell(machine)
     root = modernise(root, machine.globals)
-    warnings = validate_tree(root)
-    if pickles.left:
-        warnings.append(Warned("trailing-pickle-bytes", f"{pickles.left} bytes after the pickle", "nothing; they are not kept"))
+    warnings = [*validate_tree(root), *trailing(pickles.left, "the pickle", "trailing-pickle-bytes")]
     if unread:
         shown = ", ".join(map(repr, unread[:5]))
         warnings.append(Warned("other-members", f"{len(unread)} members that torch does not read ({shown})", "none"))
@@ -86,19 +86,19 @@ def decode(source: Source) -> Decoded:
 def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     """The four members by name, and the names of others."""
     members: dict[str, FilePart] = {}
-    others, odd = [], ""
+    others = []
     try:
         for header in entries(source, limits.RECORDS.value):
             if header.name not in _NAMES:
                 others.append(header.name)
-            elif header.name in members or not is_file(header):
+                continue
+            if header.name in members or not is_file(header):
                 odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
-            else:
-                members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
+                raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
+            members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
-        odd = str(error)
-    if odd and {*members, *others} & set(_NAMES):
-        raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
+        if members:
+            raise DamagedFileError(f"The tar has {error}.", why=TWO_FILES) from None
     missing = [name for name in NEEDED if name not in members]
     if missing:
         shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
@@ -125,9 +125,7 @@ class _Objects:
         if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
             return pid[0]
         key = _key(pid)
-        if key in self.tensors:
-            return self.tensors[key]
-        return self.storage(key)[0]
+        return self.tensors[key] if key in self.tensors else self.storage(key)[0]
 
     def storage(self, key: int) -> tuple[Storage, Storage, int]:
         """A storage by its key."""
@@ -168,14 +166,6 @@ def _key(node: Node) -> int:
     raise PickleError("The tar refers to a storage or tensor by a key that is not a number.")
 
 
-def _read_sys_info(part: FilePart) -> SmallPickles:
-    """The pickle about the machine, which only torch 0.1 read: for what it names."""
-    small = SmallPickles(Pickles(part), _SMALL)
-    with contextlib.suppress(CkptError):
-        small.load()
-    return small
-
-
 def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
     """The next pickle, a tuple of this length."""
     node = small.load()
@@ -197,20 +187,21 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
     """The storages, and the views on them."""
     pickles = small.pickles
     for _ in range(_count(small)):
-        key, location, kind = _record(small, 3)
+        named, location, kind = _record(small, 3)
+        key = _key(named)
         if type(location) is not str:
             raise PickleError("The tar gives a storage a location that is not text.")
         if location == META:
-            raise on_meta(str(_key(key)))
+            raise on_meta(str(key))
         dtype = storage_dtype(kind)
         numel = struct.unpack("<q", pickles.take(8))[0]
         nbytes = numel * (dtype or UINT8).itemsize
         if not 0 <= nbytes <= pickles.left:
             raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
-        storage = Storage(str(_key(key)), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
-        if _key(key) in objects.storages:
-            raise TensorError(f"The tar has two storages {storage.key!r}.")
-        objects.storages[_key(key)] = (storage, storage, 0)
+        if key in objects.storages:
+            raise TensorError(f"The tar has two storages {str(key)!r}.")
+        storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
+        objects.storages[key] = (storage, storage, 0)
         objects.roots.append(storage)
         pickles.skip(nbytes)
     views = small.load() if pickles.left else List()
@@ -229,21 +220,17 @@ def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel:
     inside = min(offset, numel) >= 0 and (offset + numel) * itemsize <= root.nbytes
     if not inside or _key(key) in objects.storages:
         raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
-    content = _within(root, offset * itemsize, numel * itemsize)
-    view = Storage(str(_key(key)), root.dtype, numel * itemsize, root.device, content)
+    assert isinstance(root.content, Range)
+    content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
+    view = Storage(str(_key(key)), root.dtype, content.length, root.device, content)
     objects.storages[_key(key)] = (view, below, start + offset)
-
-
-def _within(storage: Storage, start: int, length: int) -> Range:
-    """A range of a storage's bytes."""
-    assert isinstance(storage.content, Range)
-    return Range(storage.content.source, storage.content.offset + start, length)
 
 
 def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
     pickles = small.pickles
     for _ in range(_count(small)):
-        key, storage_key, _ = _record(small, 3)
+        named, storage_key, _ = _record(small, 3)
+        key = _key(named)
         (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
         if not 0 <= ndim <= MAX_DIMENSIONS:
             raise TensorError(f"The tar has a tensor of {ndim} dimensions.")
@@ -251,9 +238,9 @@ def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
         shape, stride = numbers[:ndim], numbers[ndim : 2 * ndim]
         if not ndim and not objects.storage(_key(storage_key))[0].nbytes:
             shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
-        if _key(key) in objects.tensors:
+        if key in objects.tensors:
             raise TensorError("The tar has two tensors with one key.")
-        objects.tensors[_key(key)] = objects.view(_key(storage_key), numbers[-1], shape, stride)
+        objects.tensors[key] = objects.view(_key(storage_key), numbers[-1], shape, stride)
 
 
 CONTAINER = Container(sniff, decode, in_zips=True)

@@ -13,26 +13,28 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ChecksumError, DamagedFileError, TensorError
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
-from ckpt_tools.tree.nodes import Global, Storage
+from ckpt_tools.tree.nodes import Global
 
 _RECORD = b"PK\x03\x04"
 
 
 def decode(
-    source: Source, directory: Directory, folder: str, member: str = "", keys: str = "",
+    source: Source, directory: Directory, folder: str, member: str = "",
     storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
 ) -> Decoded:  # fmt: skip
     """Read the pickle of a torch-zip; no tensor bytes."""
@@ -41,9 +43,11 @@ def decode(
     warnings = [*behind(source, directory), *_odd_records(small)]
     has_checksums = any(record.crc for record in directory.records)
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
-    storages = storages_of(Locator(source, records, f"{folder}/data").locate, keys)
-    stream = read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
-    machine = _machine(stream, storages, keys, makers)
+    storages = storages_of(partial(_locate, source, records, f"{folder}/data"))
+    pickle = records[f"{folder}/data.pkl"]
+    check_pickle(source, pickle.size, deflated=pickle.deflated)
+    stream = read_record(source, pickle, check=has_checksums)
+    machine = _machine(stream, storages, makers)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
@@ -58,7 +62,7 @@ def decode(
         root,
         source,
         globals=list(machine.globals),
-        unusual=[*machine.unusual, *_unreadable(small), *_bad_id(source, records.get(f"{folder}/.data/serialization_id"))],
+        unusual=[*machine.unusual, *_unreadable(source, small, records.get(f"{folder}/.data/serialization_id"))],
         warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
         byteorder=byteorder,
@@ -69,28 +73,19 @@ def decode(
     )
 
 
-def _misplaced(source: Source, records: dict[str, Record], folder: str, storages: Storages) -> list[Warned]:
-    """The warning for storages that torch would compute to be somewhere else, where the file says that it may compute."""
-    version, alignment = (records.get(f"{folder}/{name}") for name in (".format_version", ".storage_alignment"))
-    if version is None or max(version.size, alignment.size if alignment else 0) > _SMALL:
-        return []
-    said = (read_record(source, version, check=False), read_record(source, alignment, check=False) if alignment else b"64")
-    return misplaced(((key, storage) for key, (_, storage) in storages.by_key.items()), folder, *said)
-
-
 _SMALL = 64  # bytes of a record that says one word
 _NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 
-def _machine(stream: bytes, storages: Storages, keys: str, makers: Mapping[Global, Maker]) -> Machine:
+def _machine(stream: bytes, storages: Storages, makers: Mapping[Global, Maker]) -> Machine:
     """A machine over the pickle; pickled storages in strings of bytes, which few files have, bring their reader along."""
     if b"_load_from_bytes" not in stream or makers is not MAKERS:
         return Machine(stream, makers, storages.storage)
 
     from ckpt_tools.formats.legacy_stream import Blobs
 
-    blobs = Blobs(prefix=keys)
+    blobs = Blobs()
     return blobs.watch(Machine(stream, blobs.makers, storages.storage))
 
 
@@ -108,25 +103,17 @@ def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
     return {record.name.removeprefix(member): record for record in directory.records}
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Locator:
-    """Finds the record of a storage in a folder of an archive."""
-
-    source: Source
-    records: Mapping[str, Record]
-    folder: str
-
-    def locate(self, key: str, nbytes: int) -> Content | None:
-        """Where a storage's bytes are; None when there is no such record."""
-        record = self.records.get(f"{self.folder}/{key}")
-        if record is None:
-            return None
-        if record.size != nbytes:
-            raise TensorError(
-                f"Storage {key!r} should have {nbytes} bytes; its record has {record.size}.",
-                why="The pickle and the zip were not written together, or the file is damaged.",
-            )
-        return record_content(self.source, record)
+def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str, nbytes: int) -> Content | None:
+    """Where a storage's bytes are; None when there is no such record."""
+    record = records.get(f"{folder}/{key}")
+    if record is None:
+        return None
+    if record.size != nbytes:
+        raise TensorError(
+            f"Storage {key!r} should have {nbytes} bytes; its record has {record.size}.",
+            why="The pickle and the zip were not written together, or the file is damaged.",
+        )
+    return record_content(source, record)
 
 
 def record_content(source: Source, record: Record) -> Content:
@@ -147,22 +134,26 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
         raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
 
 
-def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
-    """The pickle. A deflated one has a limit by the file's size: the records that it lists take more than their names do."""
-    check_pickle(source, record.size, deflated=record.deflated)
-    return read_record(source, record, check=check)
-
-
 def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
-    """Raise LimitError where a record claims a longer pickle than it may."""
+    """Raise LimitError where a deflated record claims a longer pickle than a file of this size lists records."""
     if deflated and size > limits.budget(source.size).room(limits.MEMORY):
         raise limits.MEMORY.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
 
 
-def check_text(source: Source, record: Record) -> None:
-    """Raise LimitError where a record claims a longer text than it may; `load_json` and the like count it once it is read."""
-    if record.size > limits.budget(source.size).room(limits.MEMORY):
+@contextmanager
+def json_of(source: Source, record: Record, *, check: bool, pairs: Callable[[Pairs], Any] | None = None) -> Iterator[Any]:
+    """The JSON in a record; what a reader stumbles over inside the block says that it is malformed."""
+    if record.size > limits.budget(source.size).room(limits.MEMORY):  # it is counted once it is read
         raise limits.MEMORY.error(f"{record.name} claims {record.size} bytes.", record.size)
+    try:
+        yield load_json(read_record(source, record, check=check), pairs=pairs)
+    except CkptError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise DamagedFileError(f"{record.name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+
+
+Pairs = list[tuple[str, Any]]
 
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:
@@ -211,16 +202,6 @@ def _odd_records(small: _Small) -> list[Warned]:
     return warnings
 
 
-def _bad_id(source: Source, record: Record | None) -> list[str]:
-    """Why torch cannot read the serialization id, which it asks for as text."""
-    try:
-        if record is not None and record.size <= _LONGEST_ID:
-            record_head(source, record, _LONGEST_ID).decode()
-    except UnicodeDecodeError:
-        return [".data/serialization_id is not text"]
-    return []
-
-
 def _small_record(source: Source, records: Mapping[str, Record], folder: str, name: str) -> str | None:
     """What a record of a few bytes says, or begins with; None where there is none. torch takes `.data/version` first."""
     record = (records.get(f"{folder}/.data/version") if name == "version" else None) or records.get(f"{folder}/{name}")
@@ -230,41 +211,44 @@ def _small_record(source: Source, records: Mapping[str, Record], folder: str, na
     return text if record.size <= _SMALL else f"{text}..."
 
 
-def _unreadable(small: _Small) -> list[str]:
-    """Small records for which torch refuses the file: what its C++ and Python make no number of, or too large a one."""
+def _unreadable(source: Source, small: _Small, id_record: Record | None) -> Iterator[str]:
+    """Small records for which torch refuses the file: no number, or too large a one, or a serialization id that is no text."""
     version, alignment = small["version"], small[".storage_alignment"]
     number = re.match(r"\d{1,9}", version or "")
-    found = []
     if number is None or not 1 <= int(number[0]) <= _NEWEST:
-        found.append(f"version {version!r} of the format, which torch does not read" if version else "no version of the format")
+        yield f"version {version!r} of the format, which torch does not read" if version else "no version of the format"
     if alignment is not None and not re.fullmatch(r"\d{1,9}", alignment):
-        found.append(f"the .storage_alignment {alignment!r}, which is not a number")
-    return found
+        yield f"the .storage_alignment {alignment!r}, which is not a number"
+    try:
+        if id_record is not None and id_record.size <= _LONGEST_ID:
+            record_head(source, id_record, _LONGEST_ID).decode()
+    except UnicodeDecodeError:
+        yield ".data/serialization_id is not text"
 
 
 _FB_HEADER = 4  # bytes of the extra field that pads, before its padding
 _WIDE = 2**32 - 1  # from here on the sizes of headers change
 
 
-def misplaced(storages: Iterable[tuple[str, Storage]], folder: str, version: bytes, alignment: bytes) -> list[Warned]:
-    """The warning for a record of a storage that is not where torch computes it to be."""
-    if version < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
+def _misplaced(source: Source, records: dict[str, Record], folder: str, storages: Storages) -> list[Warned]:
+    """The warning for a storage that torch would compute to be somewhere else, where the file says that it may compute."""
+    version, aligned = (records.get(f"{folder}/{name}") for name in (".format_version", ".storage_alignment"))
+    if version is None or max(version.size, aligned.size if aligned else 0) > _SMALL:
         return []
-    step, position, data = int(alignment), -1, f"{folder}/data/"
+    alignment = read_record(source, aligned, check=False) if aligned else b"64"
+    if read_record(source, version, check=False) < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
+        return []
+    step, end, data = int(alignment), -1, f"{folder}/data/"
     header = LOCAL.size + len(data.encode()) + _FB_HEADER
-    for key, storage in storages:
+    for key, (_, storage) in storages.by_key.items():
         content, nbytes = storage.content, storage.nbytes
-        if type(content) is not RecordRange or content.offset >= _WIDE or nbytes >= _WIDE or (position < 0 and key != "0"):
+        if type(content) is not RecordRange or content.offset >= _WIDE or nbytes >= _WIDE or (end < 0 and key != "0"):
             return []  # torch refuses, or computes in another way
-        if position < 0:
-            place = content.offset
-        else:
-            start = position + header + (len(key) if key.isascii() else len(key.encode()))
-            place = -(-start // step) * step
+        place = content.offset if end < 0 else -(-(end + header + len(key.encode())) // step) * step
         if place != content.offset:
             at = f"the bytes of {data + key!r} are at {content.offset}"
             found = f"{at}, torch with calculate_storage_offsets takes those at {place}"
             expected = "records where .format_version and .storage_alignment have them"
             return [Warned("odd-storage-alignment", found, expected, "info")]
-        position = place + nbytes + (DESCRIPTOR if nbytes else 0)
+        end = place + nbytes + (DESCRIPTOR if nbytes else 0)
     return []

@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, DType
 from ckpt_tools.tree.modules import SAVED
 from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage, check, contiguous_stride
 from ckpt_tools.tree.visit import parts, reachable
@@ -103,13 +102,14 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
         budget.take(limits.MEMORY, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
-        odd = _OTHER_HAND.search(text) is not None
-        for match in () if odd else _CLASS.finditer(text):
-            kind = _class(text, match, budget)
-            odd |= kind is None or f"{module}.{match[1]}" in found
-            found[f"{module}.{match[1]}"] = kind or _NO_CLASS
-        if odd:
-            raise DamagedFileError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
+        other_hand = DamagedFileError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
+        if _OTHER_HAND.search(text):
+            raise other_hand
+        for match in _CLASS.finditer(text):
+            kind, called = _class(text, match, budget), f"{module}.{match[1]}"
+            if kind is None or called in found:
+                raise other_hand
+            found[called] = kind
     return found
 
 
@@ -134,11 +134,11 @@ def _class(text: str, start: re.Match[str], budget: limits.Budget) -> _Class | N
             types[name] = line[5]
         elif line[1]:
             lists[line[1]] = line[2].split('"')[1::2]
-    if kind in ("", _MODULE) and (_NO_METHOD.search(text[at:end]) or (after and after[0] not in ("class", "def"))):
+    methods = text[at - 1 : end]
+    if kind in ("", _MODULE) and (_NO_METHOD.search(methods[1:]) or (after and after[0] not in ("class", "def"))):
         return None
-    parameters, buffers = (frozenset(lists.get(which, ())) for which in ("parameters", "buffers"))
-    computes = all(f"\n  def {name}(" in text[at - 1 : end] for name in ("__getstate__", "__setstate__"))
-    return _Class(kind, types, parameters, buffers, computes)
+    computes = all(f"\n  def {name}(" in methods for name in ("__getstate__", "__setstate__"))
+    return _Class(kind, types, frozenset(lists.get("parameters", ())), frozenset(lists.get("buffers", ())), computes)
 
 
 def _class_of(node: Node, declared: _Declared) -> _Class:
@@ -163,7 +163,7 @@ def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
         kind = _class_of(node, declared)
         if kind.computes:
             computed[node.name] = None
-            node.steps[:] = [_tables([], [], [], [(SAVED, node.state)])]  # nothing that a state dict would hold
+            node.steps[:] = [Build(Dict([*_tables().items(), (SAVED, node.state)]))]  # nothing that a state dict would hold
         elif kind.kind == _MODULE:
             _as_module(node, kind, declared)
     if not computed:
@@ -195,27 +195,25 @@ def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
         if name not in values or name not in types:
             which = "state, and not in its code" if name in values else "code, and not in its state"
             raise DamagedFileError(f"{node.name!r} has the attribute {str(name)[:100]!r} in its {which}.", why=TWO_FILES)
-    parameters: list[Pair] = []
-    buffers: list[Pair] = []
-    modules: list[Pair] = []
+    tables = _tables()
     others: list[Pair] = []
     for name, said in types.items():
         value = values[name]
         is_module = _class_of(value, declared).kind == _MODULE
         if is_module and declared.get(said, _NO_CLASS).kind not in (_MODULE, _INTERFACE):
             raise DamagedFileError(f"{node.name!r} has a module for {name!r}, which is {said!r} in its code.", why=TWO_FILES)
+        items = tables["_modules"].items if is_module else others
         if name in kind.parameters:
-            parameters.append((name, value))
+            items = tables["_parameters"].items
         elif name in kind.buffers and said == "Tensor":  # torch passes over those that are optional
-            buffers.append((name, value))
-        else:
-            (modules if is_module else others).append((name, value))
-    node.steps[:] = [_tables(parameters, buffers, modules, others)]
+            items = tables["_buffers"].items
+        items.append((name, value))
+    node.steps[:] = [Build(Dict([*tables.items(), *others]))]
 
 
-def _tables(parameters: list[Pair], buffers: list[Pair], modules: list[Pair], others: list[Pair]) -> Build:
-    """The state of an nn.Module."""
-    return Build(Dict([("_parameters", Dict(parameters)), ("_buffers", Dict(buffers)), ("_modules", Dict(modules)), *others]))
+def _tables() -> dict[str, Dict]:
+    """Of an nn.Module's state."""
+    return {"_parameters": Dict(), "_buffers": Dict(), "_modules": Dict()}
 
 
 _SPARSE = Global("torch._utils", "_rebuild_sparse_tensor")
@@ -270,15 +268,9 @@ _DATA_TYPES = {
 
 def _decode_json(source: Source, directory: Directory, folder: str, records: Mapping[str, Record]) -> Decoded:
     record = records[f"{folder}/model.json"]
-    torch_zip.check_text(source, record)
-    try:
-        model = load_json(torch_zip.read_record(source, record, check=False), pairs=unique)
+    with torch_zip.json_of(source, record, check=False, pairs=unique) as model:
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
-    except CkptError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedFileError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
     size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
     checksums = any(row.crc for row in directory.records)
     return Decoded(
@@ -294,14 +286,12 @@ class _JsonTensors:
     """The tensors of a model.json; those on one record are tied."""
 
     def __init__(self, source: Source, records: Mapping[str, Record], folder: str, rows: list[dict[str, Any]]) -> None:
-        self.source, self.records, self.folder, self.rows = source, records, folder, rows
+        self.source, self.records, self.folder, self.rows = source, records, folder, dict(enumerate(rows))
         self.storages: dict[str, Storage] = {}
         self.budget = limits.budget(source.size)
 
     def entry(self, number: int, *, parameter: bool) -> Entry:
         """The tensor with this number."""
-        if number < 0:
-            raise IndexError(f"tensor {number}")
         row = self.rows[number]
         dtype = DTYPES.get(_DATA_TYPES.get(row["dataType"], ""))
         if dtype is None:
@@ -309,25 +299,26 @@ class _JsonTensors:
         self.budget.take(limits.NODES, 1 + len(row.get("dims", [])) // 8, _TOO_MANY)  # many may be on one row
         shape = tuple(int(size) for size in row.get("dims", []))
         stride = tuple(int(step) for step in row.get("strides", contiguous_stride(shape)))
-        storage = self.storage(row["data"]["key"], dtype.name, str(row.get("device", "cpu")))
+        storage = self.storage(row["data"]["key"], dtype, str(row.get("device", "cpu")))
         grad = parameter and bool(row.get("requiresGrad", False))
         entry = Entry(storage, dtype, shape, stride, int(row.get("offset", 0)), grad, "parameter" if parameter else "tensor")
         check(entry)
         return entry
 
-    def storage(self, key: str, dtype: str, device: str) -> Storage:
+    def storage(self, key: str, dtype: DType, device: str) -> Storage:
+        """The storage in this record."""
         record = self.records.get(f"{self.folder}/{key}")
         if record is None:
             raise DamagedFileError(f"The storage {key!r} is not in the file.", why="model.json refers to it.")
-        known = self.storages.get(key)
-        if known is None:
-            if record.size % DTYPES[dtype].itemsize:
-                raise DamagedFileError(f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype}.")
-            content = torch_zip.record_content(self.source, record)
-            known = self.storages[key] = Storage(key.rpartition("/")[2], DTYPES[dtype], record.size, device, content)
-        if known.dtype is not DTYPES[dtype]:
+        if record.size % dtype.itemsize:
+            raise DamagedFileError(
+                f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype.name}."
+            )
+        content = torch_zip.record_content(self.source, record)
+        found = self.storages.setdefault(key, Storage(key.rpartition("/")[2], dtype, record.size, device, content))
+        if found.dtype is not dtype:
             raise TensorError(f"Storage {key!r} is used with two types.")
-        return known
+        return found
 
 
 _CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows in every report
@@ -336,12 +327,13 @@ _CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows 
 def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
     limits.check_depth(depth, "The program nests its modules too deep.")
     tensors.budget.take(limits.NODES, _CONTAINERS_OF_A_MODULE, "The program has more modules than one of its size can hold.")
-    parameters, buffers = Dict(), Dict()
+    tables = _tables()
     for parameter in row.get("parameters", []):
         is_buffer = bool(parameter.get("isBuffer", False))
         entry = tensors.entry(int(parameter["tensorId"]), parameter=not is_buffer)
-        (buffers if is_buffer else parameters).items.append((str(parameter["name"]), entry))
-    modules = Dict([(str(child["name"]), _json_module(child, tensors, depth + 1)) for child in row.get("submodules", [])])
+        tables["_buffers" if is_buffer else "_parameters"].items.append((str(parameter["name"]), entry))
+    for child in row.get("submodules", []):
+        tables["_modules"].items.append((str(child["name"]), _json_module(child, tensors, depth + 1)))
     module = Object("new", _SCRIPT_MODULE, ())
-    module.steps.append(Build(Dict([("_parameters", parameters), ("_buffers", buffers), ("_modules", modules)])))
+    module.steps.append(Build(Dict([*tables.items()])))
     return module

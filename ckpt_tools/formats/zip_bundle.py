@@ -87,37 +87,37 @@ class _Bundle:
         if head.startswith(_ZIP):
             self._merge(record.name, decode_archive(*self.inflated.place(record), record))
         elif decode is not None:
-            window = Window(*self.inflated.place(record), record.size, self._stored(record))
+            window = self._window(record)
             with _named(record):
                 refuse_polyglot(window, head)
                 member = decode(window)
             self._merge(record.name, member)
-        elif plain_pickle.sniff(head) and (part := self._pickle(record)) is not None:
-            self._merge(record.name, part)
-        else:
+        elif not plain_pickle.sniff(head) or not self._add_pickle(record):
             self._keep(record)
 
-    def _stored(self, record: Record) -> RecordRange | None:
-        """A member whose bytes are checked by its CRC-32 when they leave; a deflated one was, as it was inflated."""
-        return None if record.deflated else RecordRange(self.source, record.data, record.size, record)
+    def _window(self, record: Record) -> Window:
+        """A member as a file; a stored one is checked by its CRC-32 when bytes leave, a deflated one was when inflated."""
+        stored = None if record.deflated else RecordRange(self.source, record.data, record.size, record)
+        return Window(*self.inflated.place(record), record.size, stored)
 
-    def _pickle(self, record: Record) -> Decoded | None:
-        """A member that looks like a pickle; None when it is not one of those that can be read, and is kept as bytes."""
+    def _add_pickle(self, record: Record) -> bool:
+        """A member that looks like a pickle; False when it is not one of those that can be read, and is kept as bytes."""
         try:
-            return plain_pickle.decode(Window(*self.inflated.place(record), record.size, self._stored(record)))
+            part = plain_pickle.decode(self._window(record))
         except LimitError:
             raise
         except CkptError as error:
             why = error.what.removesuffix(".")
             self._warn("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}")
-            return None
+            return False
+        self._merge(record.name, part)
+        return True
 
     def _keep(self, record: Record) -> None:
         """A member that is not a checkpoint: a value; one that is too large to be one is left out."""
         if record.size > self.budget.room(limits.MEMORY) // 2:
-            self._warn(
-                "left-out", f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
-            )
+            found = f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
+            self._warn("left-out", found)
             return
         self.budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
         as_dict(self.decoded.root).items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))

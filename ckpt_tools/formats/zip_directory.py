@@ -9,11 +9,11 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data desc
 from __future__ import annotations
 
 import re
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
-from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError
@@ -32,20 +32,19 @@ DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip64 field
 
 
-class LocalHeader(NamedTuple):
+CentralEntry = namedtuple(  # what a directory says of a record before its name
+    "CentralEntry",
+    "signature made_by needs flags method time date crc compressed size name_length extra_length comment_length disk internal "
+    "attributes header",
+)
+
+
+class LocalHeader(
+    namedtuple("LocalHeader", "signature needs flags method time date crc compressed size name_length extra_length")
+):
     """What stands before a record's name, extra field and bytes."""
 
-    signature: bytes
-    needs: int
-    flags: int
-    method: int
-    time: int
-    date: int
-    crc: int
-    compressed: int
-    size: int
-    name_length: int
-    extra_length: int
+    __slots__ = ()
 
     @classmethod
     def at(cls, source: Source, offset: int) -> LocalHeader:
@@ -55,62 +54,25 @@ class LocalHeader(NamedTuple):
     @property
     def length(self) -> int:
         """How far behind its own start the record's bytes begin."""
-        return LOCAL.size + self.name_length + self.extra_length
-
-
-class CentralEntry(NamedTuple):
-    """What the central directory says of a record, before its name, extra field and comment."""
-
-    signature: bytes
-    made_by: int
-    needs: int
-    flags: int
-    method: int
-    time: int
-    date: int
-    crc: int
-    compressed: int
-    size: int
-    name_length: int
-    extra_length: int
-    comment_length: int
-    disk: int
-    internal: int
-    attributes: int
-    header: int
-
-    @classmethod
-    def of(cls, data: bytes, at: int = 0) -> CentralEntry:
-        """The entry that stands there."""
-        return cls._make(CENTRAL.unpack_from(data, at))
+        return LOCAL.size + int(self.name_length) + int(self.extra_length)
 
 
 def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
     """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
-    bodies = [body for tag, body in _extra_fields(extra, name) if tag == 1]
+    bodies = [body for tag, body in _extra_fields(extra, name) if tag == _ZIP64]
     if len(bodies) > 1:
         raise DamagedFileError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
     if not bodies:
         return size, compressed, header
-    values = [int.from_bytes(bodies[0][i : i + 8], "little") for i in range(0, len(bodies[0]) - 7, 8)]
     narrow = (size, compressed, header)
-    if narrow.count(FULL_32) > len(values):
+    if 8 * narrow.count(FULL_32) > len(bodies[0]):
         raise DamagedFileError(f"The zip64 field of record {name!r} is too short.")
-    wide = iter(values)
+    wide = (int.from_bytes(bodies[0][at : at + 8], "little") for at in range(0, len(bodies[0]), 8))
     size, compressed, header = (next(wide) if value == FULL_32 else value for value in narrow)
     return size, compressed, header
 
 
-_UNICODE_PATH = b"up"  # the tag of the field with a name in UTF-8, which Info-ZIP writes
-
-
-def _check_unicode_name(extra: bytes, raw: bytes, name: str) -> None:
-    for tag, body in _extra_fields(extra, name) if _UNICODE_PATH in extra else ():
-        if tag == int.from_bytes(_UNICODE_PATH, "little") and body[5:] != raw:
-            raise DamagedFileError(
-                f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
-                why="unzip and Python since 3.12 take that one, others the first.",
-            )
+_ZIP64, _UNICODE_PATH = 1, int.from_bytes(b"up", "little")  # tags of extra fields; Info-ZIP writes a name in UTF-8 in one
 
 
 def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
@@ -239,7 +201,8 @@ def _read_directory(source: Source) -> Directory:
     if disk or first_disk or on_disk != count:
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
-    _check_place(start, size, directory_end)
+    if start + size != directory_end:
+        raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
     records, folders = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
     inflated = sum(record.size for record in records if record.deflated)
@@ -308,11 +271,6 @@ def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
                 "The zip's two end records disagree.",
                 why=f"One says {narrow}, the zip64 one {full}: two programs would differ.",
             )
-
-
-def _check_place(start: int, size: int, directory_end: int) -> None:
-    if start + size != directory_end:
-        raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
 
 
 def _misplaced(why: str) -> DamagedFileError:
@@ -392,7 +350,7 @@ NUMPY = b"\x93NUMPY"
 
 def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
-    entry = CentralEntry.of(data, at)
+    entry = CentralEntry._make(CENTRAL.unpack_from(data, at))
     size, compressed, header, flags, method = entry.size, entry.compressed, entry.header, entry.flags, entry.method
     name_end = at + CENTRAL.size + entry.name_length
     extra_end = name_end + entry.extra_length
@@ -404,7 +362,12 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     if entry.extra_length:
         extra = data[name_end:extra_end]
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
-        _check_unicode_name(extra, raw_name, name)
+        for tag, body in _extra_fields(extra, name):
+            if tag == _UNICODE_PATH and body[5:] != raw_name:
+                raise DamagedFileError(
+                    f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
+                    why="unzip and Python since 3.12 take that one, others the first.",
+                )
     if entry.disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or entry.attributes & 0x10:
@@ -475,18 +438,17 @@ def _check_local(headers: _Headers, record: Record) -> None:
 def _check_names(records: list[Record]) -> None:
     """Refuse a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
     fold = str if all(record.name.endswith(".npy") for record in records) else str.casefold
-    if len({fold(record.name) for record in records}) == len(records):
-        return
-    folded: dict[str, Record] = {}
+    seen: dict[str, str] = {}
     for record in records:
-        other, name = folded.setdefault(fold(record.name), record).name, record.name
-        if folded[fold(name)] is record:
-            continue
-        if other == name:
+        name, folded = record.name, fold(record.name)
+        if seen.get(folded) == name:
             raise DamagedFileError(
                 f"The zip holds two records named {name!r}.", why="Two programs would read two different ones."
             )
-        raise DamagedFileError(f"The zip records {other!r} and {name!r} differ only in case.", why="torch would mix them up.")
+        if folded in seen:
+            what = f"The zip records {seen[folded]!r} and {name!r} differ only in case."
+            raise DamagedFileError(what, why="torch would mix them up.")
+        seen[folded] = name
 
 
 def _in_file_order(records: list[Record], directory: int) -> list[Record]:

@@ -6,8 +6,7 @@ The tree goes as a pickle, storages are copied in runs, where they were if they 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.base import repeated
@@ -18,8 +17,13 @@ from ckpt_tools.formats.zip_directory import (
     DESCRIPTOR_64,
     END,
     END64,
+    FULL_16,
+    FULL_32,
     LOCAL,
     LOCATOR64,
+    SIGNATURE_CENTRAL,
+    SIGNATURE_DESCRIPTOR,
+    SIGNATURE_LOCAL,
     Record,
     RecordRange,
     is_record_name,
@@ -30,48 +34,17 @@ from ckpt_tools.pickling.survey import Survey
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.tree.nodes import Node, Storage
 
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
 
 
-class _Kept(NamedTuple):
-    """Records that stay where they are in the source, with their lines of its directory."""
-
-    lines: bytes
-    records: int
-
-    @property
-    def length(self) -> int:
-        return len(self.lines)
-
-    def entry(self) -> bytes:
-        return self.lines
-
-
-class _Listed(NamedTuple):
-    """A record as the central directory will list it."""
-
-    name: bytes
-    flags: int
-    crc: int | Checksum
-    size: int
-    header: int
-
-    @property
-    def length(self) -> int:
-        return CENTRAL.size + len(self.name) + len(self.extra())
-
-    def entry(self) -> bytes:
-        crc = self.crc.value if isinstance(self.crc, Checksum) else self.crc
-        wide = self.extra()
-        size, header = (_FULL32, _FULL32) if wide else (self.size, self.header)
-        fields = (0, 0, self.flags, 0, 0, 0, crc, size, size, len(self.name), len(wide), 0, 0, 0, 0, header)
-        return CENTRAL.pack(b"PK\x01\x02", *fields) + self.name + wide
-
-    def extra(self) -> bytes:
-        if self.size < _FULL32 and self.header < _FULL32:
-            return b""
-        return struct.pack("<2H3Q", 1, 24, self.size, self.size, self.header)
+def _line(name: bytes, flags: int, crc: int, size: int, header: int) -> bytes:
+    """A record as the central directory lists it."""
+    wide = b""
+    if size >= FULL_32 or header >= FULL_32:
+        wide = struct.pack("<2H3Q", 1, 24, size, size, header)
+        size = header = FULL_32
+    fields = (0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(wide), 0, 0, 0, 0, header)
+    return CENTRAL.pack(SIGNATURE_CENTRAL, *fields) + name + wide
 
 
 class ZipLayout:
@@ -80,7 +53,14 @@ class ZipLayout:
     def __init__(self, folder: str) -> None:
         self.folder, self.position = folder, 0
         self.pieces: list[Piece] = []
-        self.listed: list[_Listed | _Kept] = []
+        self.lines: list[bytes | Callable[[], bytes]] = []  # of the directory; some hold a checksum that is not known yet
+        self.count = self.length = 0
+
+    def enter(self, line: bytes, count: int = 1, late: Callable[[], bytes] | None = None) -> None:
+        """Add lines to the directory."""
+        self.lines.append(late or line)
+        self.count += count
+        self.length += len(line)
 
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
         """Add a piece."""
@@ -98,9 +78,10 @@ class ZipLayout:
         self.pad((first.header - self.position) % ALIGNMENT)
         shift = self.position - first.header
         if shift:
-            self.listed += [_Listed(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]
+            lines = [_line(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]
         else:
-            self.listed.append(_Kept(b"".join([row.line for row in records]), len(records)))
+            lines = [row.line for row in records]
+        self.enter(b"".join(lines), len(records))
         self.put(Range(source, first.header, last.following - last.dead - first.header))
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
@@ -110,32 +91,33 @@ class ZipLayout:
 
     def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None) -> None:
         """A record under a new header."""
-        size, path = content.length, f"{self.folder}/{name}".encode()
-        crc = crc if size else 0  # whatever the source says of nothing
-        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= _FULL32 else b""
-        start = self.position + LOCAL.size + len(path) + len(wide) + 4
+        size, path, header = content.length, f"{self.folder}/{name}".encode(), self.position
+        checksum = Checksum(size, label=path.decode()) if crc is None and size else None
+        crc = crc or 0 if size else 0  # whatever the source says of nothing
+        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= FULL_32 else b""
+        start = header + LOCAL.size + len(path) + len(wide) + 4
         padding = -start % ALIGNMENT if align else 0
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = _FLAGS if size else _FLAGS & ~8  # nothing follows an empty record
-        checksum = Checksum(size, label=path.decode()) if crc is None else None
-        self.listed.append(_Listed(path, flags, checksum if checksum is not None else crc or 0, size, self.position))
-        self.put(Literal(LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
+        self.put(Literal(LOCAL.pack(SIGNATURE_LOCAL, 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
         self.put(content, checksum)
+        line = _line(path, flags, crc, size, header)
+        if checksum is None:
+            self.enter(line)
+        else:
+            self.enter(line, late=lambda: _line(path, flags, checksum.value, size, header))
         if size:
-            late = Late(
-                DESCRIPTOR_64 if wide else DESCRIPTOR, lambda: _descriptor(checksum.value if checksum else crc or 0, size)
-            )
-            self.put(late)
+            width = DESCRIPTOR_64 if wide else DESCRIPTOR
+            self.put(Late(width, lambda: _descriptor(checksum.value if checksum else crc, size)))
 
     def finish(self) -> list[Piece]:
         """Add the central directory and the end records."""
-        start = self.position
-        size = sum(listed.length for listed in self.listed)
-        self.put(Late(size, lambda: b"".join(listed.entry() for listed in self.listed)))
-        count, end = sum(listed.records if type(listed) is _Kept else 1 for listed in self.listed), self.position
+        start, count, size = self.position, self.count, self.length
+        self.put(Late(size, lambda: b"".join([line if isinstance(line, bytes) else line() for line in self.lines])))
+        end = self.position
         wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
         locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-        few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)
+        few, small, near = min(count, FULL_16), min(size, FULL_32), min(start, FULL_32)
         self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
         return self.pieces
 
@@ -146,7 +128,7 @@ def _zeros(count: int) -> Iterator[bytes]:
 
 
 def _descriptor(crc: int, size: int) -> bytes:
-    return struct.pack("<4sI2Q" if size >= _FULL32 else "<4sI2I", b"PK\x07\x08", crc, size, size)
+    return struct.pack("<4sI2Q" if size >= FULL_32 else "<4sI2I", SIGNATURE_DESCRIPTOR, crc, size, size)
 
 
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
@@ -157,8 +139,9 @@ def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", t
     """The pieces of a torch-zip with this tree."""
     survey = Survey(root)
     storages = _in_source_order(_unique(survey.storages))
-    whole = dict(_whole_records(storages, folder)) if trust_crc else {}
-    head, tail = _small_records(root, survey, byteorder)
+    whole = _whole_records(storages, folder) if trust_crc else {}
+    head: _Small = [("data.pkl", Literal(write_pickle(root, survey))), ("byteorder", Literal(byteorder.encode()))]
+    tail: _Small = [("version", Literal(b"3\n"))]
     layout = ZipLayout(folder)
     anchor = whole[storages[0].key].header if storages and storages[0].key in whole else 0
     if layout.room(head) > anchor >= layout.room(head[1:]):
@@ -172,18 +155,13 @@ def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", t
         if run[0].key in whole and type(first) is RecordRange:
             layout.copy(first.source, [whole[storage.key] for storage in run])
         else:
-            _add_storage(layout, run[0], trust_crc=trust_crc)
+            crc = first.record.crc if trust_crc and type(first) is RecordRange else None
+            layout.add(f"data/{run[0].key}", first, align=True, crc=crc)
     _add_small(layout, tail)
     return layout.finish()
 
 
 _Small = list[tuple[str, Content]]
-
-
-def _small_records(root: Node, survey: Survey, byteorder: str) -> tuple[_Small, _Small]:
-    """What stands before the storages, and what behind them."""
-    pickle = Literal(write_pickle(root, survey))
-    return [("data.pkl", pickle), ("byteorder", Literal(byteorder.encode()))], [("version", Literal(b"3\n"))]
 
 
 def _add_small(layout: ZipLayout, records: _Small) -> None:
@@ -203,14 +181,6 @@ def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[
         following, source = (record.following, of) if record is not None and not record.dead else (None, None)
     if storages:
         yield storages[start:]
-
-
-def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool) -> None:
-    content = storage.content
-    if isinstance(content, RecordRange) and trust_crc:
-        layout.add(f"data/{storage.key}", content, align=True, crc=content.record.crc)
-    else:
-        layout.add(f"data/{storage.key}", content, align=True)
 
 
 def _unique(storages: list[Storage]) -> list[Storage]:
@@ -235,10 +205,12 @@ def _in_source_order(storages: list[Storage]) -> list[Storage]:
     return sorted(storages, key=place)
 
 
-def _whole_records(storages: Sequence[Storage], folder: str) -> Iterator[tuple[str, Record]]:
-    """The storages that can be copied with their zip headers and descriptors: same name, aligned."""
+def _whole_records(storages: Sequence[Storage], folder: str) -> dict[str, Record]:
+    """The records that can be copied with their zip headers and descriptors: same name, aligned. By the storages' keys."""
+    found = {}
     for storage in storages:
         if isinstance(storage.content, RecordRange):
             record = storage.content.record
             if record.name == f"{folder}/data/{storage.key}" and record.data % ALIGNMENT == 0:
-                yield storage.key, record
+                found[storage.key] = record
+    return found

@@ -114,9 +114,9 @@ class Piece:
     checksum: Checksum | None = None
 
 
-def made_of(content: Content) -> Iterator[Content]:
+def made_of(content: Content | Late) -> Iterator[Content | Late]:
     """A content, and all that it is worked out of."""
-    pending = [content]
+    pending: list[Content | Late] = [content]
     while pending:
         yield (one := pending.pop())
         if isinstance(one, Joined):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
-from ckpt_tools.edit.checksums import Leaving
+from ckpt_tools.edit.checksums import leaving
 from ckpt_tools.edit.lora.config import CONFIG
 from ckpt_tools.edit.lora.extraction import Changed, Extraction, sort
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
@@ -122,10 +122,10 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
         _check_names(base, tuned, report)
-        leaving = [Leaving(Dict(list(side.items())), keeps=False) for side in (base, tuned)]
+        left = [leaving(Dict(list(side.items())), (), keeps=False) for side in (base, tuned)]
         adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
         adapter.make()
-        for side in leaving:
+        for side in left:
             side.check_rest()
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()

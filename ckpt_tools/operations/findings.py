@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
-from ckpt_tools.edit.lora.names import read_name
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -16,6 +15,7 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.parts.partition import Partition, without_advice
+from ckpt_tools.parts.training import is_state_of_step
 from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
@@ -58,12 +58,19 @@ _Advised: TypeAlias = tuple[Finding, str]
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """What is worth knowing, dangers first; of a part before all that it is one."""
-    found = chain(facts.safety.findings(str(facts.checkpoint.path)), _findings(facts))
-    if facts.part is None:
-        yield from found
-        return
-    yield Finding("partition", "warning", [], facts.part.found, "whole tensors under their names", facts.part.fix)
-    yield from (finding for finding in without_advice(found) if finding.code != "together")
+    path = facts.checkpoint.path
+    of_training = is_state_of_step(path)
+    found: Iterator[Finding] = chain(facts.safety.findings(str(path)), _findings(facts))
+    if facts.part is not None:
+        severity = "info" if of_training else "warning"
+        yield Finding("partition", severity, [], facts.part.found, "whole tensors under their names", facts.part.fix)
+        found = (finding for finding in without_advice(found) if finding.code != "together")
+    yield from (_of_training(finding) for finding in found) if of_training else found
+
+
+def _of_training(finding: Finding) -> Finding:
+    """What is so in a file of a training's state, which whoever wrote it reads again: nothing to be mended."""
+    return replace(finding, severity="info", fix="") if finding.code == "weights-only-refused" else finding
 
 
 def _findings(facts: Facts) -> Iterator[Finding]:
@@ -116,6 +123,8 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
 
 def _has_its_base(names: Iterable[str]) -> bool:
     """Whether every weight that an adapter changes is in the same file, as where a whole PEFT model was saved."""
+    from ckpt_tools.edit.lora.names import read_name
+
     parts = [read_name(name) for name in names]
     changed = {part.module for part in parts if part.role in ("down", "embedding_down")}
     return bool(changed) and changed <= {part.module for part in parts if part.role == "base"}

@@ -98,6 +98,8 @@ def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
         layout = None
     if layout is not None and layout.family == "sharded" and not indexes:
         layout = None
+    if layout is not None and layout.family == "training":  # its files are checkpoints of their own
+        layout = None
     if layout is not None and layout.family == "items" and not _describes_items(folder / layout.names[0]):
         layout = None
     parts = {name for files in indexes.values() for name in files} | set(indexes) | _of_adapter(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -14,10 +15,12 @@ from typing import NamedTuple
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import names as by_name
 from ckpt_tools.parts import partition as parts
+from ckpt_tools.parts import training
 from ckpt_tools.parts.partition import Partition
 from ckpt_tools.tree.nodes import Global
 
@@ -207,6 +210,7 @@ ROWS = {
         "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
         part=parts.of_megatron, partial=False,  # nothing says how long a tensor is that was cut
     ),
+    "training": Family("ckpt_tools.parts.training", training.find),
     "rank-files": Family("ckpt_tools.parts.rank_files", _ranks, beside=_beside_rank),
 }  # fmt: skip
 
@@ -235,6 +239,18 @@ def folder_of_files(folder: Path) -> Path:
         if row.inside is not None:
             folder = row.inside(folder)
     return folder
+
+
+def steps_of(place: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of the training run that a folder is, the newest first; none where it is one checkpoint itself."""
+    if isinstance(place, Handed) or is_address(place) or not os.path.isdir(place):
+        return []
+    folder = Path(place)
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+        if (steps := training.steps_in(folder, names)) and find_layout(folder) is None and weights_of(folder, names) is None:
+            return steps
+    return []
 
 
 def files_of(source: Source, head: bytes, names: Callable[[], list[str]]) -> Found | None:
@@ -288,14 +304,14 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
 
 _OTHERS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"  # PEFT's, transformers'
-_NO_MODEL = r"optim|sched|rng_state|random_state|scaler|sampler|training_args|custom_checkpoint"
 _OF_RANK = r"rank_?\d+\b(?=.*\.)"
 
 
 def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
-    """The one file of weights in the folder of a model as transformers and diffusers save it; None for any other folder."""
-    found = [name for name in names if name in by_name.ONE_FILE]
-    return found[0] if _CONFIG in names and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
+    """The one file of weights in the folder of a model as transformers, diffusers and accelerate save it; None for another."""
+    found = [name for name in names if name in (*by_name.ONE_FILE, training.FSDP_FILE)]
+    alone = _CONFIG in names or found == [name for name in names if name.endswith(_OTHERS) and not training.is_state(name)]
+    return found[0] if alone and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
 
 
 def layout(folder: Path, names: list[str]) -> Found:
@@ -324,7 +340,7 @@ def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
     """What to give in the place of a folder: a checkpoint in it, or all of its files."""
     if _ADAPTER in names:
         return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
-    models = [name for name in files if not re.search(_NO_MODEL, name)] or files
+    models = [name for name in files if not training.is_state(name)] or files
     named = ": ".join(["Name a checkpoint in it", *([", ".join(models[:4])] if models else [])])
     endings = {os.path.splitext(name)[1] for name in files}
     if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_OTHERS):

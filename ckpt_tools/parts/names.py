@@ -88,7 +88,7 @@ def model_group(names: Sequence[str]) -> Group | None:
     """The files in a folder that are its model: the only rank files there are, or those called so; None where that is open."""
     groups = [group for group in _groups(names).values() if group.world is not None or len(group.names) > 1]
     if len(groups) > 1:
-        groups = [group for group in groups if group.stem.lower().startswith("model")]
+        groups = [group for group in groups if group.stem.lower().startswith(("model", "pytorch_model"))]
     return groups[0] if len(groups) == 1 else None
 
 

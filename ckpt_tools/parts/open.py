@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tools.errors import NotACheckpointError, PartError
+from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors
@@ -19,7 +19,7 @@ from ckpt_tools.formats.single import HEAD, collector_paused, decode_content, de
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, source_of
-from ckpt_tools.parts import families
+from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
 from ckpt_tools.parts.names import group_of, is_index, model_group
 from ckpt_tools.parts.partition import Partition, names_parts
@@ -50,7 +50,28 @@ def open_checkpoint(path: File) -> Checkpoint:
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
     place, member = archive_and_member(as_path(path))
+    if not member and (steps := families.steps_of(place)):
+        return _newest(place, steps)
     return _opened(open_source(place), lambda source: _decode(source, member))
+
+
+def _newest(run: str | os.PathLike[str], steps: Sequence[Path]) -> Checkpoint:
+    """The newest whole checkpoint of a training run; which it is, and what is newer and is not whole, are its warnings."""
+    passed = training.unfinished(steps)
+    for step in steps:
+        if step in passed:
+            continue
+        try:
+            checkpoint = open_checkpoint(step)
+        except CkptError as error:
+            passed[step] = str(error).partition("\n")[0]
+            continue
+        told = [Warned("newest", f"the newest whole checkpoint in {run} is read: {step.name}", severity="info")]
+        told += [Warned("passed-over", f"{path.name} is passed over. {why}") for path, why in passed.items()]
+        checkpoint.decoded.warnings = [*checkpoint.decoded.warnings, *told]
+        return checkpoint
+    why = " ".join(f"{path.name}: {text}" for path, text in passed.items())
+    raise NotACheckpointError(f"{run} has {len(steps)} checkpoints of a training run, and none of them is whole.", why=why)
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:

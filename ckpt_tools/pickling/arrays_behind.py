@@ -8,6 +8,7 @@ Source: joblib/numpy_pickle.py.
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any, cast
 
 from ckpt_tools.pickling.lines import Malformed
@@ -22,12 +23,12 @@ WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
 _DTYPE = Global("numpy", "dtype")
-_TEXT, _HAS_OBJECTS = 4, 1  # bytes of a character; a flag of a dtype
-_CODE = re.compile(r"[USV]\d{1,9}")
+_CODE = re.compile(r"([USV])(\d{1,9})")
 _SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
+_OBJECTS, _HAS_OBJECTS = ("O", "O8"), 1  # a flag of a dtype
 _STATES = (8, 9)  # how long the state of a dtype is, without and with what it says of units of time
 _SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
-_MOST = 1 << 50
+_MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
 class ArrayMachine(Machine):
@@ -40,17 +41,22 @@ class ArrayMachine(Machine):
     def array(self, target: Object, frame: int) -> Node:
         """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
         name = _class_of(target)
+        self.has_arrays |= name == WRAPPER or name in _BESIDE
         if name in _BESIDE:
-            self.has_arrays = True
             raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
         if name != WRAPPER:
             return target
-        self.has_arrays = True
         if frame > self.position:
             raise Malformed("is followed by an array of joblib's in the middle of a frame")
-        given = _given(target)
-        size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
-        if size is None or count is None:
+        step = target.steps[0] if len(target.steps) == 1 else None
+        given = step.state.named if type(step) is Build and type(step.state) is Dict else {}
+        size, shape = _itemsize(given.get("dtype")), given.get("shape")
+        if (
+            size is None
+            or type(shape) is not tuple
+            or len(shape) > _MOST_DIMENSIONS
+            or not all(type(n) is int and 0 <= n < _MOST for n in shape)
+        ):
             raise Malformed("is followed by an array of joblib's whose length cannot be told")
         if size < 0:  # in it joblib passes over none
             protocol, self.arrays = self.protocol, False
@@ -58,7 +64,7 @@ class ArrayMachine(Machine):
             self.protocol, self.arrays = protocol, True
             return cast("Node", made)
         self._pass_padding(given.get("numpy_array_alignment_bytes"))
-        start, self.position = self.position, self.position + count * size
+        start, self.position = self.position, self.position + size * prod(cast("tuple[int, ...]", shape))
         if self.position > self.end:
             raise Malformed("is followed by an array that is cut off")
         data = self.data[start : self.position]
@@ -66,7 +72,7 @@ class ArrayMachine(Machine):
         cls = given.get("subclass", _NDARRAY)
         made = self.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
         if type(made) is Object:
-            made.steps.append(Build((_VERSION, given["shape"], given["dtype"], given.get("order") == "F", data)))
+            made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
         return made
 
     def _pass_padding(self, alignment: Node) -> None:
@@ -86,53 +92,24 @@ def _class_of(node: Object) -> str:
     return made_of.name.rpartition(".")[2] if type(made_of) is Global else ""
 
 
-def _given(node: Object) -> dict[str, Node]:
-    """What the state of a wrapper gives it; nothing where it is set twice or in another way."""
-    step = node.steps[0] if len(node.steps) == 1 else None
-    state = step.state if type(step) is Build else None
-    if type(state) is not Dict or not all(type(name) is str for name, _ in state.items):
-        return {}
-    return state.named
-
-
 def _itemsize(dtype: Node) -> int | None:
-    """How many bytes an element takes; -1 where it is or holds an object, None where that cannot be told."""
+    """How many bytes an element takes; -1 where it is or holds an object, None where NumPy writes no such dtype."""
     if type(dtype) is not Object or dtype.call != "reduce" or dtype.function != _DTYPE or len(dtype.steps) > 1:
         return None
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:
         return None
-    is_object = code in ("O", "O8")
-    size = -1 if is_object else _size(code)
+    text = _CODE.fullmatch(code)
+    size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if code in _OBJECTS else _SIZES.get(code)
     if not dtype.steps or size is None:
         return size
-    step = dtype.steps[0]
-    holds = _holds_objects(step.state, size, code) if type(step) is Build else None
-    if holds is None or (holds is not is_object and code[0] != "V"):
-        return None
-    return -1 if holds else size
-
-
-def _size(code: str) -> int | None:
-    if _CODE.fullmatch(code):
-        return int(code[1:]) * (_TEXT if code[0] == "U" else 1)
-    return _SIZES.get(code)
-
-
-def _holds_objects(state: Node, size: int, code: str) -> bool | None:
-    """Whether a dtype with this state holds objects; None where it is not one that NumPy writes for such a code."""
+    state = dtype.steps[0].state if type(dtype.steps[0]) is Build else None
     if type(state) is not tuple or len(state) not in _STATES or state[_SUBARRAY] is not None:
         return None
     itemsize, flags = state[_ITEMSIZE], state[_FLAGS]
-    if type(itemsize) is not int or type(flags) is not int or (code[0] in "USV" and itemsize != size):
+    if type(itemsize) is not int or type(flags) is not int or (text and itemsize != size):
         return None
-    return bool(flags & _HAS_OBJECTS)
-
-
-def _count(shape: Node) -> int | None:
-    count = 1
-    for size in shape if type(shape) is tuple else (None,):
-        if type(size) is not int or size < 0 or count > _MOST:
-            return None
-        count *= size
-    return count
+    holds_objects = bool(flags & _HAS_OBJECTS)
+    if holds_objects != (code in _OBJECTS) and code[0] != "V":
+        return None
+    return -1 if holds_objects else size

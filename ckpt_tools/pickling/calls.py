@@ -1,7 +1,7 @@
 """Every call that a pickle would make, told without making one: also of pickles that break, and that no checkpoint has.
 
-The machine of `reader.py` refuses what no checkpoint holds. Here whatever Python's own unpickler would go on with goes on, so
-that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
+The machine that opens checkpoints refuses what none of them holds. Here whatever Python's own unpickler would go on with
+goes on, so that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
 
 Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`, `load_build`, `do_append`, `do_setitems`.
 """
@@ -12,36 +12,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
-from ckpt_tools.pickling import verdict
+from ckpt_tools.pickling import callables, verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import EXTENSION, Machine, Maker, pairs_of
+from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.verdict import Rating
 from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
+from ckpt_tools.tree.visit import parts
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
 
-def _leniently(maker: Maker) -> Maker:
-    """What a call makes; nothing known of it where our own machine refuses it and Python may go on."""
-
-    def make(args: tuple[Node, ...]) -> Node:
-        try:
-            return maker(args)
-        except CkptError:
-            return None
-
-    return make
-
-
 _MAKERS = {
-    name: _leniently(MAKERS[name])
+    name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
 }
 # Opcodes that take nothing from the stack: a pickle begins with one.
@@ -49,7 +38,6 @@ _STARTS = frozenset(
     bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
 )
 _SHORTEST = 8  # bytes of a pickle that makes a call
-_MOST_DEEP = 3  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _KEY = 2  # in the persistent id of a storage
@@ -86,7 +74,6 @@ class Pickle:
     calls: list[Call] = field(default_factory=list)
     names: list[Global] = field(default_factory=list)
     nested: list[bytes] = field(default_factory=list)
-    unusual: list[str] = field(default_factory=list)
     error: CkptError | None = None
     cut: bool = False
     unread: str = ""
@@ -109,7 +96,8 @@ class Lister(ArrayMachine):
         super().__init__(data, _MAKERS, self._stand_in, offset, arrays=arrays)
         self.pids: dict[Node, Pid] = {}  # of storages, by their keys
         self.calls: dict[tuple[str, str], Call] = {}
-        self.nested: list[bytes] = []
+        self.loaded: list[bytes] = []  # by torch
+        self.held: list[Node] = []  # to instances, whose classes may load it
         self.told, self.makes = 0, False
         self.classes: set[Global] = set()  # of which instances were made
 
@@ -119,7 +107,7 @@ class Lister(ArrayMachine):
         """A global; of a computed name an object that stands for it."""
         if type(name) is str and type(module) is str:
             return super().name(module, name)
-        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):
+        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
         self.rate("unknown", _COMPUTED, (module, name))
         return Object("none", _COMPUTED, (module, name))
@@ -136,9 +124,14 @@ class Lister(ArrayMachine):
         self._check_callable(function)
         if type(function) is not Global or function not in QUIET:
             self.rate(verdict.of_call(function, self._by_class(function, given)), function, given)
-            if function == LOAD_FROM_BYTES:
-                self._load_from_bytes(given)
-        return super().call(function, given)
+            if function == LOAD_FROM_BYTES and len(given) == 1 and type(given[0]) is bytes:
+                self.loaded.append(given[0])
+            elif function == LOAD_FROM_BYTES:
+                self.rate("unknown", function, given)
+        try:
+            return super().call(function, given)
+        except CkptError:  # our own machine refuses it; Python may go on
+            return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
         """Rate an instance."""
@@ -149,7 +142,7 @@ class Lister(ArrayMachine):
         self.left -= 1
         self.rate(verdict.of_instance(cls), cls, given)
         if given:
-            self.nested += _pickles_in(cls, given)
+            self._give(cls, given)
         return Object("new", cls, given)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
@@ -165,7 +158,7 @@ class Lister(ArrayMachine):
             target.attributes.items.append((None, state))
         elif type(target) is Object:
             target.steps.append(Build(state))
-            self.nested += _pickles_in(verdict.made_of(target), state)
+            self._give(verdict.made_of(target), state)
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
@@ -212,7 +205,6 @@ class Lister(ArrayMachine):
         return Object("none", _STORAGE, ())
 
     def _check_callable(self, function: Node) -> None:
-        """Go no further where what is called is data: Python only says so."""
         if type(function) is not Global and type(function) is not Object:
             raise Malformed("calls a value, which cannot be called")
         self.makes = True
@@ -230,16 +222,26 @@ class Lister(ArrayMachine):
             return (Object("new", args[0], ()), *args[1:])
         return args
 
-    def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
-        data = args[0] if len(args) == 1 else None
-        if type(data) is bytes:
-            self.nested.append(data)
-        else:
-            self.rate("unknown", LOAD_FROM_BYTES, args)
+    def _give(self, cls: Node, given: Node) -> None:
+        if type(cls) is Global and not callables.is_data(callables.of_python3(cls)):
+            self.held.append(given)
+
+    def nested(self) -> list[bytes]:
+        """Bytes that torch loads, and those that look like pickles in what instances are given."""
+        found, seen, todo = self.loaded, set[int](), self.held[::-1]
+        while todo:
+            node = todo.pop()
+            data = node.data if type(node) is ByteString else node
+            if type(data) is bytes:
+                found += [data] if data[:1] in _STARTS and len(data) >= _SHORTEST else []
+            elif id(node) not in seen and (type(node) is not Object or node.function == _BYTEARRAY):
+                seen.add(id(node))
+                todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]
+        return list({id(data): data for data in found}.values())
 
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
         """Keep a call that is dangerous."""
-        if verdict.is_dangerous(rating) and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+        if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
             text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
             found = Call(text, verdict.function_text(function), self.position, rating, does)
@@ -253,7 +255,7 @@ class Lister(ArrayMachine):
             if Global(name.module, owner) in self.classes and not last.startswith("__"):
                 continue  # a method of a class of which the pickle makes an instance
             rating = verdict.of_reference(name)
-            if verdict.is_dangerous(rating) and verdict.function_text(name) not in called:
+            if rating != "harmless" and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
 
@@ -273,36 +275,6 @@ def _is_no_text(node: Node) -> bool:
 def _unpacked(args: Node) -> tuple[Node, ...]:
     """Arguments of a call; Python's own unpickler takes a list as well, and whatever else has elements."""
     return args if type(args) is tuple else tuple(args.items) if type(args) is List else (args,)
-
-
-def _pickles_in(cls: Node, given: Node) -> list[bytes]:
-    """Bytes that look like pickles in what an instance is given, whose class may load them."""
-    if type(cls) is not Global or verdict.of_instance(cls) == "data":
-        return []
-    parts: list[Node] = [given]
-    for _ in range(_MOST_DEEP):
-        parts = [part for whole in parts for part in _values(whole) if type(part) in _MAY_HOLD_BYTES]
-        if not parts:
-            return []
-    return [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
-
-
-def _values(node: Node) -> list[Node]:
-    """The parts of a container, or what is none."""
-    if type(node) is Dict:
-        values = [value for _, value in node.items]
-    else:
-        values = node.items if type(node) is List else list(node) if type(node) is tuple else [node]
-    return values
-
-
-def _bytes(node: Node) -> bytes:
-    """The bytes that a value is, or that a bytearray is made of; else none."""
-    if type(node) is Object and node.function == _BYTEARRAY and type(node.args) is tuple and node.args:
-        node = node.args[0]
-    if type(node) is ByteString:
-        return node.data
-    return node if type(node) is bytes else b""
 
 
 # --- the pickles of a part
@@ -352,7 +324,6 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
-    found.nested = list({id(data): data for data in lister.nested}.values())
-    found.unusual, found.makes = list(lister.unusual), lister.makes
-    found.has_arrays, found.two_ways = lister.has_arrays, lister.two_ways
+    found.nested = lister.nested()
+    found.makes, found.has_arrays, found.two_ways = lister.makes, lister.has_arrays, lister.two_ways
     return found, value, lister.pids

@@ -94,7 +94,7 @@ def _variable(node: Object) -> Node:
             raise TensorError("A Parameter is made of something else than a plain tensor, in a way that torch does not write.")
         return node
     kind = data.kind if node.function == VARIABLE else "parameter"
-    return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks, []))
+    return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks))
 
 
 def _state(node: Object) -> tuple[Node, ...]:

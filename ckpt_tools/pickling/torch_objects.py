@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal
-from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
 from ckpt_tools.text import some
@@ -109,29 +108,7 @@ def _brief(node: Node) -> str:
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-# --- makers: args tuple -> node, or None to leave an inert Object
-
-
-def _arguments(args: tuple[Node, ...], low: int, high: int, name: str) -> tuple[Node, ...]:
-    if not low <= len(args) <= high:
-        raise TensorError(f"{name} is called with {len(args)} arguments.")
-    return args
-
-
-def rebuild_tensor(args: tuple[Node, ...]) -> Node:
-    """`_rebuild_tensor(storage, offset, size, stride)`."""
-    storage, offset, shape, stride = _arguments(args, 4, 4, "_rebuild_tensor")
-    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
-
-
-def rebuild_tensor_v2(args: tuple[Node, ...]) -> Node:
-    storage, offset, shape, stride, requires_grad, hooks, *rest = _arguments(args, 6, 7, "_rebuild_tensor_v2")
-    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, rest))
-
-
-def _rebuild_tensor_v3(args: tuple[Node, ...]) -> Node:
-    storage, offset, shape, stride, requires_grad, hooks, dtype, *rest = _arguments(args, 7, 8, "_rebuild_tensor_v3")
-    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, extras_of(hooks, rest))
+# --- makers: arguments -> node, or None to leave an inert Object
 
 
 def storage_of(node: Node) -> Storage:
@@ -153,9 +130,8 @@ def dtype_of(node: Node) -> DType:
 _LAZY = ("conj", "neg")
 
 
-def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
-    """What hooks, and metadata where `rest` has it, add to a tensor; None where that is nothing."""
-    metadata = rest[0] if rest else None
+def extras_of(hooks: Node, metadata: Node = None) -> Extras | None:
+    """What hooks and metadata add to a tensor; None where that is nothing."""
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are not a dict.")
     if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
@@ -166,6 +142,22 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     if plain_hooks and metadata is None:
         return None
     return Extras(hooks=None if plain_hooks else hooks, metadata=metadata)
+
+
+def _tensor(storage: Node, offset: Node, shape: Node, stride: Node) -> Node:
+    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
+
+
+def _tensor_v2(
+    storage: Node, offset: Node, shape: Node, stride: Node, requires_grad: Node, hooks: Node, metadata: Node = None
+) -> Node:
+    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, metadata))
+
+
+def _tensor_v3(
+    storage: Node, offset: Node, shape: Node, stride: Node, requires_grad: Node, hooks: Node, dtype: Node, metadata: Node = None
+) -> Node:
+    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, extras_of(hooks, metadata))
 
 
 def _entry(
@@ -225,14 +217,12 @@ def sizes_of(node: Node) -> tuple[int, ...] | None:
     return cast("tuple[int, ...]", node) if type(node) is tuple and _INTS.issuperset(map(type, node)) else None
 
 
-def _rebuild_parameter(args: tuple[Node, ...]) -> Node:
-    data, requires_grad, hooks = _arguments(args, 3, 3, "_rebuild_parameter")
-    return _parameter(data, requires_grad, extras_of(hooks, []))
+def _parameter_alone(data: Node, requires_grad: Node, hooks: Node) -> Node:
+    return _parameter(data, requires_grad, extras_of(hooks))
 
 
-def _rebuild_parameter_with_state(args: tuple[Node, ...]) -> Node:
-    data, requires_grad, hooks, state = _arguments(args, 4, 4, "_rebuild_parameter_with_state")
-    return _parameter(data, requires_grad, replace(extras_of(hooks, []) or Extras(), state=state))
+def _parameter_with_state(data: Node, requires_grad: Node, hooks: Node, state: Node) -> Node:
+    return _parameter(data, requires_grad, replace(extras_of(hooks) or Extras(), state=state))
 
 
 def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
@@ -249,24 +239,18 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
 
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
-_DENSE_REBUILDS: dict[str, Maker] = {
-    "_rebuild_tensor_v2": rebuild_tensor_v2,
-    "_rebuild_tensor_v3": _rebuild_tensor_v3,
-    "_rebuild_parameter": _rebuild_parameter,
-}
+_DENSE = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
 
-def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
-    """A tensor subclass, or a tensor with Python attributes: function, class, arguments, state."""
-    function, python_type, inner, state = _arguments(args, 4, 4, "_rebuild_from_type_v2")
+def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> Node:
+    """A tensor subclass, or a tensor with Python attributes."""
     if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
         raise TensorError("_rebuild_from_type_v2 is called with malformed arguments.")
     if not function.name.startswith("_rebuild") and function in ALLOWED:
         raise TensorError(f"A tensor is made by {function}, which makes none.")
-    rebuild = _DENSE_REBUILDS.get(function.name) if function.module == "torch._utils" else None
-    if rebuild is None:
+    if function.module != "torch._utils" or function.name not in _DENSE:
         return None
-    entry = rebuild(inner)
+    entry = MAKERS[function](inner)
     if type(entry) is Object and type(entry.function) is Global and entry.function.name.startswith("_rebuild_meta"):
         raise TensorError("A tensor on the meta device has a class or attributes of its own.")
     if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
@@ -275,13 +259,8 @@ def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     return replace(entry, kind=kind, extras=Extras(python_type=python_type, state=state))
 
 
-def _ordered_dict(args: tuple[Node, ...]) -> Node:
+def _ordered_dict(given: Node = ()) -> Node:
     """`OrderedDict()`, Python 2's `OrderedDict([[key, value], ...])`, or one made of another dict."""
-    if not args:
-        return Dict(ordered=True)
-    if len(args) > 1:
-        raise PickleError("An OrderedDict is made from more than one argument, which Python refuses.")
-    given = args[0]
     if type(given) is Dict:
         return Dict([*given.items], ordered=True)
     rows = given.items if type(given) is List else given if type(given) is tuple else [given]
@@ -298,20 +277,18 @@ def _pair(node: Node) -> Pair:
 _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
 
 
-def _encode(args: tuple[Node, ...]) -> Node:
+def _encode(text: Node, encoding: Node = "utf-8") -> Node:
     """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
-    text, encoding = args if len(args) == 2 else (*args[:1], "utf-8") if len(args) == 1 else (None, None)
-    if type(text) is not str or encoding not in _ENCODINGS:
+    if type(text) is not str or type(encoding) is not str or encoding not in _ENCODINGS:
         raise PickleError("_codecs.encode is called with something else than a text and its encoding.")
     try:
-        return text.encode(cast("str", encoding))
+        return text.encode(encoding)
     except UnicodeEncodeError:
         raise PickleError(f"Bytes are written as text that is not {encoding}.") from None
 
 
-def _size(args: tuple[Node, ...]) -> Node:
+def _size(parts: Node = ()) -> Node:
     """`torch.Size`, of whole numbers."""
-    parts = args[0] if len(args) == 1 else () if not args else None
     while type(parts) is Object and parts.name == "torch.Size" and type(parts.args) is tuple:
         parts = parts.args[0] if parts.args else ()
     parts = tuple(parts.items) if type(parts) is List else tuple(parts) if type(parts) is bytes else parts
@@ -326,76 +303,95 @@ _DEVICE = re.compile(
 )
 
 
-def _device(args: tuple[Node, ...]) -> Node:
+def _device(text: Node, *index: Node) -> Node:
     """`torch.device`, by its text, or by its type and index."""
-    text, index = (*args, 0)[:2] if len(args) in (1, 2) else (None, None)
     found = _DEVICE.fullmatch(text) if type(text) is str else None
-    if found is None or type(index) is not int or not 0 <= index < 128 or int(found[2] or 0) > 127 or (found[2] and args[1:]):
+    numbers = [int(found[2])] if found and found[2] else []
+    if found is None or len((*numbers, *index)) > 1 or not all(type(i) is int and 0 <= i < 128 for i in (*numbers, *index)):
         raise TensorError("A torch.device is made of something that is not a device.")
     return None
 
 
-def _complex(args: tuple[Node, ...]) -> Node:
+def _complex(*parts: Node) -> Node:
     """`complex`, of one or two numbers."""
-    if len(args) > 2 or not all(type(part) in (int, float, bool) for part in args):
+    if not all(type(part) in (int, float, bool) for part in parts):
         raise TensorError("A complex number is made of something else than numbers.")
     return None
 
 
-def _bytearray(args: tuple[Node, ...]) -> Node:
+def _bytearray(*given: Node) -> Node:
     """`bytearray`: of bytes, of a text and its encoding, or empty."""
-    known = type(args[0]) is bytes if len(args) == 1 else not args or (type(args[0]) is str and args[1] in _ENCODINGS)
-    if len(args) > 2 or not known:
+    if [type(part) for part in given] not in ([], [bytes]) and not (type(given[0]) is str and given[1:] in _ENCODING):
         raise PickleError("A bytearray is made of something else than bytes.")
     return None
 
 
-def _empty_bytes(args: tuple[Node, ...]) -> Node:
-    """`bytes()`: how protocol 2 carries empty bytes."""
-    return b"" if args == () else None
-
-
+_ENCODING = [(name,) for name in _ENCODINGS]
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 
 
-def _layout(args: tuple[Node, ...]) -> Node:
+def _layout(name: Node) -> Node:
     """`_get_layout("torch.sparse_coo")`, which knows these and no others."""
-    if len(args) != 1 or args[0] not in [f"torch.{name}" for name in _LAYOUTS]:
+    if name not in [f"torch.{layout}" for layout in _LAYOUTS]:
         raise TensorError("A layout has a name that torch does not know.")
     return None
 
 
-def _refuse_storage_class(args: tuple[Node, ...]) -> Node:
-    """`StorageType`, which torch puts in the place of a class of storages, cannot be called: a flipped bit made this call."""
-    raise TensorError("The pickle calls a class of storages, which torch only takes as the type of one.")
+def _not_callable(*_: Node) -> Node:
+    raise TensorError("The pickle calls a dtype or a class of storages, which cannot be called: torch only takes it as a type.")
 
 
-def _refuse_call(args: tuple[Node, ...]) -> Node:
-    """A dtype or a scheme of quantising: neither can be called."""
-    raise TensorError("The pickle calls a dtype, which cannot be called.")
+def _nothing(*_: Node) -> Node:
+    return None
 
 
+def _taking(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
+    """A maker that refuses calls with fewer or more arguments than the function takes."""
+
+    def maker(args: tuple[Node, ...]) -> Node:
+        if not low <= len(args) <= high:
+            error = TensorError if name.startswith("torch") else PickleError
+            raise error(f"{name} is called with {len(args)} arguments.")
+        return make(*args)
+
+    return maker
+
+
+_STORAGE_CLASSES = (
+    *(f"{module}.{name}" for module in ("torch", "torch.cuda") for name in BY_STORAGE),
+    "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
+)  # fmt: skip
+_FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
+    ("torch._utils._rebuild_tensor", 4, 4, _tensor),
+    ("torch._utils._rebuild_tensor_v2", 6, 7, _tensor_v2),
+    ("torch._utils._rebuild_tensor_v3", 7, 8, _tensor_v3),
+    ("torch._utils._rebuild_parameter", 3, 3, _parameter_alone),
+    ("torch._utils._rebuild_parameter_with_state", 4, 4, _parameter_with_state),
+    ("torch._tensor._rebuild_from_type_v2", 4, 4, _from_type),
+    ("torch.tensor._rebuild_from_type_v2", 4, 4, _from_type),
+    ("torch._utils._rebuild_qtensor", 7, 7, _nothing),
+    ("torch._utils._rebuild_sparse_tensor", 2, 2, _nothing),
+    ("torch._utils._rebuild_nested_tensor", 4, 4, _nothing),
+    ("torch._utils._rebuild_meta_tensor_no_storage", 4, 4, _nothing),
+    ("torch._utils._rebuild_wrapper_subclass", 8, 8, _nothing),
+    ("torch._utils._rebuild_device_tensor_from_cpu_tensor", 4, 4, _nothing),
+    ("torch._utils._rebuild_device_tensor_from_numpy", 4, 4, _nothing),
+    ("torch.Size", 0, 1, _size),
+    ("torch.device", 1, 2, _device),
+    ("torch.serialization._get_layout", 1, 1, _layout),
+    ("collections.OrderedDict", 0, 1, _ordered_dict),
+    ("_codecs.encode", 1, 2, _encode),
+    ("builtins.complex", 0, 2, _complex),
+    ("__builtin__.complex", 0, 2, _complex),
+    ("builtins.bytearray", 0, 2, _bytearray),
+    ("builtins.bytes", 0, 3, lambda *given: None if given else b""),  # how protocol 2 carries empty bytes
+    *((str(name), 0, 999, _not_callable) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),
+)
 MAKERS: dict[Global, Maker] = {
-    **{Global(module, name): _refuse_storage_class for module in ("torch", "torch.cuda") for name in BY_STORAGE},
-    **{Global("torch.storage", name): _refuse_storage_class for name in ("TypedStorage", "UntypedStorage")},
-    **dict.fromkeys(NOT_CALLABLE, _refuse_call),
-    Global("torch.serialization", "_get_layout"): _layout,
-    ORDERED_DICT: _ordered_dict,
-    Global("_codecs", "encode"): _encode,
-    Global("torch", "Size"): _size,
-    Global("torch", "device"): _device,
-    Global("builtins", "complex"): _complex,
-    Global("__builtin__", "complex"): _complex,
-    Global("builtins", "bytearray"): _bytearray,
-    Global("builtins", "bytes"): _empty_bytes,
-    Global("torch._utils", "_rebuild_tensor"): rebuild_tensor,
-    Global("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
-    Global("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
-    Global("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    Global("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter_with_state,
-    Global("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type_v2,
-    Global("torch.tensor", "_rebuild_from_type_v2"): _rebuild_from_type_v2,
+    Global(*name.rsplit(".", 1)): _taking(name, low, high, make) for name, low, high, make in _FUNCTIONS
 }
+rebuild_tensor = MAKERS[Global("torch._utils", "_rebuild_tensor")]
+rebuild_tensor_v2 = MAKERS[Global("torch._utils", "_rebuild_tensor_v2")]
 
 
 # --- tensors that are no plain view on a storage
@@ -553,20 +549,3 @@ _DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
 _REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *_FROM_TYPE))
-
-
-def _counted(name: str, count: int) -> Callable[[tuple[Node, ...]], None]:
-    """Makes nothing, and refuses a call with another number of arguments than torch's function has."""
-
-    def check_count(args: tuple[Node, ...]) -> None:
-        if len(args) != count:
-            raise TensorError(f"torch._utils.{name} is called with malformed arguments: {len(args)}, and it takes {count}.")
-
-    return check_count
-
-
-_COUNTS = {
-    "_rebuild_qtensor": 7, "_rebuild_sparse_tensor": 2, "_rebuild_nested_tensor": 4, "_rebuild_meta_tensor_no_storage": 4,
-    "_rebuild_wrapper_subclass": 8, "_rebuild_device_tensor_from_cpu_tensor": 4, "_rebuild_device_tensor_from_numpy": 4,
-}  # fmt: skip
-MAKERS |= {Global("torch._utils", name): _counted(name, count) for name, count in _COUNTS.items()}

@@ -8,124 +8,104 @@ class or a function. A few makers are judged by what they are handed.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling import callables
-from ckpt_tools.pickling.callables import of_python3
+from ckpt_tools.pickling.callables import GETATTR, of_python3
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object
 
-# From harmless to harmful; "unknown" is to be treated as "harmful". docs/scan.md has the table.
-Rating: TypeAlias = Literal["data", "class", "unknown", "harmful"]
-RATINGS: tuple[Rating, ...] = ("data", "class", "unknown", "harmful")
+# From harmless to harmful; "unknown" is to be treated as "harmful".
+Rating: TypeAlias = Literal["harmless", "unknown", "harmful"]
+_RATINGS: tuple[Rating, ...] = ("harmless", "unknown", "harmful")
 _Given: TypeAlias = tuple[Node, ...]
-
-
-def is_dangerous(rating: Rating) -> bool:
-    """Whether what is rated so is to be treated as dangerous."""
-    return rating in RATINGS[2:]
-
-
-def worst(*ratings: Rating) -> Rating:
-    """The worst of several."""
-    return max(ratings, key=RATINGS.index, default="data")
 
 
 def of_reference(name: Global) -> Rating:
     """Rule 1: a name that is there, called or not."""
     name = of_python3(name)
     if callables.is_data(name):
-        return "data"
+        return "harmless"
     if callables.is_harmful_to_name(name):
         return "harmful"
-    return "unknown" if callables.is_function_of_python(name) else "class"
+    return "unknown" if callables.is_function_of_python(name) else "harmless"
 
 
 def of_call(function: Node, args: _Given) -> Rating:
     """Rules 2 and 3: `function(*args)`."""
-    if type(function) is Object and function.function == callables.GETATTR and (inner := _class_within(function.args)):
+    if type(function) is Object and function.function == GETATTR and (inner := _class_within(function.args)):
         function = inner
     if type(function) is not Global:
-        return "data" if _is_zone_maker(function) and PLAIN.issuperset(map(type, args)) else "unknown"
+        return "harmless" if _is_zone_maker(function) and PLAIN.issuperset(map(type, args)) else "unknown"
     name = of_python3(function)
-    special = _of_special(name, args)
-    if special is not None:
-        return special
+    if name in callables.HANDED:
+        ratings = [_of_handed(how, part, args) for how, part in zip(callables.HANDED[name], args, strict=False)]
+        return max(ratings, key=_RATINGS.index, default="harmless")
+    if name == GETATTR:
+        return _of_attribute(args)
+    if name in _JUDGED:
+        is_harmless, otherwise = _JUDGED[name]
+        return "harmless" if is_harmless(args) else otherwise
     if callables.is_data(name):
-        return "data"
-    if name in callables.CONSTRUCTED:
-        return "class"
+        return "harmless"
     if callables.is_harmful(name):
         return "harmful"
-    return "class" if callables.is_class(name) and not callables.is_everywhere(name) else "unknown"
+    return "harmless" if callables.may_be_called(name) else "unknown"
 
 
 def of_instance(cls: Node) -> Rating:
     """Rule 4: an instance of a class, made without its `__init__`."""
-    if type(cls) is Object and cls.function == callables.GETATTR and type(cls.args) is tuple:  # a class inside a class
-        return worst("class", _of_attribute(cls.args))
+    if type(cls) is Object and cls.function == GETATTR and type(cls.args) is tuple:  # a class inside a class
+        return _of_attribute(cls.args)
     if type(cls) is not Global:
         return "unknown"
     name = of_python3(cls)
     if callables.is_data(name):
-        return "data"
+        return "harmless"
     if callables.is_harmful(name):
         return "harmful"
-    return "unknown" if callables.is_standard(name) else "class"
+    return "unknown" if callables.is_standard(name) else "harmless"
 
 
 def of_change(target: Node, state: Node = None) -> Rating:
     """Rule 5: a state or items are set."""
     if type(target) is Global:
         return "harmful" if callables.is_harmful(of_python3(target)) else "unknown"
-    if _is_shared(target):
+    if type(target) is not Object:
+        return "harmless"
+    made = made_of(target)
+    is_shared = of_python3(made) in callables.SHARED if type(made) is Global else _is_zone_maker(made)
+    if is_shared and target.call != "none":  # a member of a class, a logger, a module out of `sys.modules`
         return "unknown"
-    return _of_source(target, state) if type(target) is Object and state is not None else "data"
+    return "harmless" if state is None else _of_text(made, state)
 
 
-def _of_source(target: Object, state: Node) -> Rating:
-    """What a distribution of scipy.stats is given: it runs a text of its state."""
+# A distribution of scipy.stats runs the text under this name when its state is set; what it writes itself makes functions.
+_PARSED, _PARSER = "scipy.stats", "_parse_arg_template"
+_TAKES, _GIVES, _SHAPES = r"loc=0(?:, scale=1)?", r"loc, (?:scale|1)", r"((?:[A-Za-z_]\w*, ){0,32})"
+_PARSER_TEXT = re.compile(
+    rf"\ndef _parse_args\(self, {_SHAPES} {_TAKES}\):\n    return \(\1\), {_GIVES}\n"
+    rf"\ndef _parse_args_rvs\(self, \1 {_TAKES}, size=None\):\n    return self._argcheck_rvs\(\1 {_GIVES}, size=size\)\n"
+    rf"\ndef _parse_args_stats\(self, \1 {_TAKES}, moments='mv'\):\n    return \(\1\), {_GIVES}, moments\n",
+    re.ASCII,
+)
+
+
+def _of_text(made: Node, state: Node) -> Rating:
+    """The text in the state of a distribution of scipy.stats."""
     parts = [part for part in (state if type(state) is tuple else (state,)) if part is not None]
-    keys = [key for part in parts if type(part) is Dict for key, _ in part.items]
-    if callables.PARSER in keys:
-        given = [value for part in parts if type(part) is Dict for key, value in part.items if key == callables.PARSER]
-        is_known = all(type(text) is str and callables.PARSER_TEXT.fullmatch(text) for text in given)
-        return "data" if is_known else "harmful"
-    made = made_of(target)
-    is_parsed = type(made) is Global and made.module.startswith(callables.PARSED)
-    is_plain = all(type(part) is Dict for part in parts) and all(type(key) is str for key in keys)
-    return "unknown" if is_parsed and not is_plain else "data"
+    pairs = [pair for part in parts if type(part) is Dict for pair in part.items]
+    texts = [value for key, value in pairs if key == _PARSER]
+    if texts:
+        is_known = all(type(text) is str and _PARSER_TEXT.fullmatch(text) for text in texts)
+        return "harmless" if is_known else "harmful"
+    is_plain = all(type(part) is Dict for part in parts) and all(type(key) is str for key, _ in pairs)
+    return "unknown" if type(made) is Global and made.module.startswith(_PARSED) and not is_plain else "harmless"
 
 
-def _is_shared(target: Node) -> bool:
-    """Whether what a call has given belongs to the program: a member of a class, a logger, a module out of `sys.modules`."""
-    if type(target) is not Object or target.call == "none":
-        return False
-    made = made_of(target)
-    return of_python3(made) in callables.SHARED if type(made) is Global else _is_zone_maker(made)
-
-
-def _of_special(name: Global, given: _Given) -> Rating | None:
-    """Of functions that are judged by what they are given; None for any other."""
-    if name in callables.HANDED:
-        return worst(*(_of_handed(how, part, given) for how, part in zip(callables.HANDED[name], given, strict=False)))
-    if name == callables.GETATTR:
-        return _of_attribute(given)
-    if name == callables.ENCODE:
-        return "data" if len(given) == 1 or encodes_text(given) else "unknown"
-    if name in callables.REDUCE:  # `functools.reduce(or_, types)`: int | None
-        return "class" if len(given) == 2 and type(given[0]) is Global and given[0] in callables.OR else "harmful"
-    if name == callables.TYPE:
-        return "data" if len(given) == 1 and (given[0] is None or given[0] in callables.CONSTANTS) else "harmful"
-    if name == callables.PARTIAL:  # pickle writes its arguments as a state
-        return "data" if len(given) == 1 else "unknown"
-    if name == callables.ITEMGETTER:
-        return "data" if PLAIN.issuperset(map(type, given)) else "harmful"
-    if name == callables.ITER:
-        return "data" if len(given) == 1 else "harmful"
-    if name in callables.GETITEM:  # typing.List[int]
-        return "data" if len(given) == 2 and _is_typing(given[0]) else "harmful"
-    return None
+# --- what is judged by its arguments
 
 
 def _of_handed(how: str, part: Node, given: _Given) -> Rating:
@@ -133,7 +113,7 @@ def _of_handed(how: str, part: Node, given: _Given) -> Rating:
     if how == "new":
         return of_instance(part)
     if how == "name" and type(part) is Object:  # an instance, which is kept
-        return "data"
+        return "harmless"
     if type(part) is not Global or callables.HANDED.get(part, ("",))[0] == "apply":
         return "unknown"
     if how == "apply" and (part in callables.SHARED or not part.module.startswith("torch")):
@@ -151,10 +131,13 @@ def _class_within(given: Node) -> Global | None:
     return inner if callables.is_class(owner) and callables.is_class(inner) else None
 
 
+_ZONE = (Global("zoneinfo", "ZoneInfo"), "_unpickle")  # reads the rules of a time zone by its name
+
+
 def _of_attribute(given: _Given) -> Rating:
     """`getattr`: of a name it is the dotted name; of an instance of a class of the user's a method."""
-    if given == (callables.ZONE, callables.ZONE_MAKER):
-        return "data"
+    if given == _ZONE:
+        return "harmless"
     owner, name = given if len(given) == 2 else (None, None)
     if type(name) is not str or name.startswith("__") or not name.isidentifier():
         return "harmful"
@@ -163,24 +146,46 @@ def _of_attribute(given: _Given) -> Rating:
         return "harmful" if is_harmful else of_reference(Global(owner.module, f"{owner.name}.{name}"))
     if type(owner) is not Object or not (owner.call == "new" or owner.function == callables.RECONSTRUCTOR):
         return "harmful"
-    return "class" if of_instance(made_of(owner)) == "class" else "harmful"
+    made = made_of(owner)
+    is_own = not (type(made) is Global and callables.is_data(of_python3(made))) and of_instance(made) == "harmless"
+    return "harmless" if is_own else "harmful"
 
 
 def _is_zone_maker(node: Node) -> bool:
     """Whether this is `getattr(ZoneInfo, "_unpickle")`, as time zones are pickled."""
-    if type(node) is not Object or node.call != "reduce" or node.function != callables.GETATTR:
-        return False
-    return node.args == (callables.ZONE, callables.ZONE_MAKER)
+    return type(node) is Object and node.call == "reduce" and node.function == GETATTR and node.args == _ZONE
 
 
-def _is_typing(node: Node) -> bool:
-    """Whether this is a type of `typing`; with a dot in its name it is another module's."""
-    return type(node) is Global and node.module == "typing" and node.name.isidentifier() and node.name[0].isupper()
+_TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))  # another may be the user's
+_CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
+_OR = frozenset((Global("operator", "or_"), Global("_operator", "or_")))
 
 
-def encodes_text(given: _Given) -> bool:
-    """Whether `_codecs.encode` is given a codec of text: another may be the user's."""
-    return len(given) > 1 and type(given[1]) is str and given[1] in callables.TEXT_CODECS
+def _encodes_text(given: _Given) -> bool:
+    return len(given) == 1 or (len(given) > 1 and type(given[1]) is str and given[1] in _TEXT_CODECS)
+
+
+def _joins_types(given: _Given) -> bool:
+    """`functools.reduce(or_, types)`: int | None."""
+    return len(given) == 2 and type(given[0]) is Global and given[0] in _OR
+
+
+def _is_of_typing(given: _Given) -> bool:
+    """`getitem(typing.List, int)`; with a dot in its name the first is another module's."""
+    name = given[0] if len(given) == 2 else None
+    return type(name) is Global and name.module == "typing" and name.name.isidentifier() and name.name[0].isupper()
+
+
+# What calls of these may be given, and what they are with any other arguments.
+_JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
+    callables.ENCODE: (_encodes_text, "unknown"),
+    callables.PARTIAL: (lambda given: len(given) == 1, "unknown"),  # pickle writes its arguments as a state
+    Global("builtins", "type"): (lambda given: len(given) == 1 and (given[0] is None or given[0] in _CONSTANTS), "harmful"),
+    Global("builtins", "iter"): (lambda given: len(given) == 1, "harmful"),  # of two arguments it calls the first
+    Global("operator", "itemgetter"): (lambda given: PLAIN.issuperset(map(type, given)), "harmful"),
+    **{Global(module, "getitem"): (_is_of_typing, "harmful") for module in ("operator", "_operator")},
+    **{Global(module, "reduce"): (_joins_types, "harmful") for module in ("functools", "_functools")},
+}
 
 
 def made_of(target: Object) -> Node:
@@ -199,9 +204,7 @@ _MOST_TEXT, _MOST_ITEMS, _MOST_DEPTH = 200, 8, 4
 
 def call_text(function: Node, args: Node) -> str:
     """A call as Python would write it, its literal arguments as decoded, escaped and cut: `posix.system('id')`."""
-    given = args if type(args) is tuple else (args,)
-    shown = ", ".join(_text(arg) for arg in given[:_MOST_ITEMS]) + (", ..." if len(given) > _MOST_ITEMS else "")
-    return _cut(f"{function_text(function)}({shown})", 4 * _MOST_TEXT)
+    return _cut(f"{function_text(function)}({_items(args if type(args) is tuple else (args,))})", 4 * _MOST_TEXT)
 
 
 def function_text(function: Node) -> str:
@@ -214,16 +217,14 @@ def function_text(function: Node) -> str:
 
 
 def _text(node: Node, depth: int = 0) -> str:
-    if type(node) is str:
-        return _quoted(node)
     if type(node) is ByteString:
         node = node.data
-    if type(node) is bytes:
-        data: bytes = node
-        return repr(data[:_MOST_TEXT]) + (f"... ({len(data)} bytes)" if len(data) > _MOST_TEXT else "")
+    if type(node) is str or type(node) is bytes:
+        shown, kind = printable(repr(node[:_MOST_TEXT])), "characters" if type(node) is str else "bytes"
+        return shown + (f"... ({len(node)} {kind})" if len(node) > _MOST_TEXT else "")
     if type(node) is int:
         return str(node) if node.bit_length() <= 128 else f"<int of {node.bit_length()} bits>"
-    if node is None or type(node) in (bool, float):
+    if type(node) in PLAIN:
         return repr(node)
     if type(node) is Global:
         return function_text(node)
@@ -234,9 +235,8 @@ def _text(node: Node, depth: int = 0) -> str:
 
 def _container_text(node: Node, depth: int) -> str:
     if type(node) is Object:
-        args = node.args if type(node.args) is tuple else (node.args,)
         function = function_text(node.function) if type(node.function) is Global else _text(node.function, depth)
-        return f"{function}({_items(args, depth)})"
+        return f"{function}({_items(node.args if type(node.args) is tuple else (node.args,), depth)})"
     if type(node) is tuple:
         return f"({_items(node, depth)}{',' if len(node) == 1 else ''})"
     if type(node) is List:
@@ -247,14 +247,8 @@ def _container_text(node: Node, depth: int) -> str:
     return "<tensor>" if type(node) is Entry else f"<{type(node).__name__.lower()}>"
 
 
-def _items(items: tuple[Node, ...] | list[Node], depth: int) -> str:
+def _items(items: tuple[Node, ...] | list[Node], depth: int = 0) -> str:
     return ", ".join(_text(item, depth) for item in items[:_MOST_ITEMS]) + (", ..." if len(items) > _MOST_ITEMS else "")
-
-
-def _quoted(text: str) -> str:
-    """Text as a Python literal, without a character that a terminal would obey."""
-    shown = printable(repr(text[:_MOST_TEXT]))
-    return shown + (f"... ({len(text)} characters)" if len(text) > _MOST_TEXT else "")
 
 
 def _cut(text: str, most: int) -> str:

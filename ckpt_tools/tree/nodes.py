@@ -259,6 +259,14 @@ def as_dict(node: Node) -> Dict:
 
 
 @lru_cache(maxsize=4096)
+def array_bytes(data: Node, length: int) -> bytes | None:
+    """The bytes of a pickled array; Python 2's are those of a str, which was read as text where that could be."""
+    if type(data) is str:
+        encoded = data.encode("utf-8", "surrogatepass")
+        return encoded if len(encoded) == length else data.encode("latin1") if data.isascii() or max(data) <= "\xff" else None
+    return data.data if type(data) is ByteString else data if type(data) is bytes else None
+
+
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
     strides, step = [], 1

@@ -174,7 +174,10 @@ def reachable(root: Node, *, bare: bool = True) -> Iterator[Node]:
             if id(node) in seen or (not bare and type(node) is Object and _is_bare(node)):
                 continue
             seen.add(id(node))
-            stack += [part for part in parts(node) if type(part) not in PLAIN]
+            if type(node) is Entry and node.extras is None:
+                stack.append(node.storage)
+            else:
+                stack += [part for part in parts(node) if type(part) not in PLAIN]
         yield node
 
 

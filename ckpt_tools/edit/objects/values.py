@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpt_tools.edit.objects.known import PATHS, is_known
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.numpy_files import array_bytes
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -18,7 +17,7 @@ from ckpt_tools.tree import nodes
 from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.modules import attributes, is_module, mapping, module_state_dict
-from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Storage, array_bytes, contiguous_stride
 
 Key = Callable[[], str]
 Converter = Callable[[Object, Key], Node | Drop]

@@ -12,18 +12,18 @@ Source: flax/serialization.py (`_msgpack_ext_pack`, `_chunk`), the msgpack speci
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
-from math import prod
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, NotACheckpointError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, repeated, trailing
+from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, repeated, row_major, state_dict, trailing
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.registry import Container
-from ckpt_tools.io.content import Joined, Literal, Range
+from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, List, Node, Storage, check, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 
 # A map, and the text of its first key.
 _START = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w/.-]", re.DOTALL)
@@ -37,6 +37,15 @@ _DTYPES = {
         "complex128",
     )},
 }  # fmt: skip
+_CONSTANTS: dict[int, Node] = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_SIZED = {
+    0xC4: ("bytes", "B"), 0xC5: ("bytes", "H"), 0xC6: ("bytes", "I"), 0xC7: ("extension", "B"), 0xC8: ("extension", "H"),
+    0xC9: ("extension", "I"), 0xD9: ("text", "B"), 0xDA: ("text", "H"), 0xDB: ("text", "I"), 0xDC: ("list", "H"),
+    0xDD: ("list", "I"), 0xDE: ("map", "H"), 0xDF: ("map", "I"),
+}  # fmt: skip
+_NODES_OF_MAP, _VALUES_PER_NODE = 5, 4
 
 
 def sniff(head: bytes) -> bool:
@@ -50,13 +59,9 @@ def decode(source: Source) -> Decoded:
     root = reader.value(0)
     if type(root) is not Dict:
         raise DamagedFileError("The msgpack file does not hold a map.")
-    items = list(_flat(root, reader.budget))
-    if (name := repeated(items)) is not None:
-        raise DamagedFileError(f"Two values of the file would be called {name!r}.", why="A key of it has a dot.")
-    if not any(type(node) is Entry for _, node in items):
+    made = state_dict("flax", source, _flat(root, reader.budget))
+    if not reader.count:
         raise NotACheckpointError(f"{source.path} is not a checkpoint.", why="It is msgpack, and no array of Flax is in it.")
-    made = Decoded("flax", Dict([*items], ordered=True), source)
-    made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
     made.warnings += trailing(source.size - reader.cursor.at, "the map")
     return made
 
@@ -101,38 +106,37 @@ class _Reader:
         return node
 
     def _next(self, depth: int) -> Node | _Bytes:
+        """The next value; bytes are passed over."""
         code = self.cursor.take(1)[0]
-        if code < 0x80:
-            return code
-        if code >= 0xE0:
-            return code - 256
-        if code < 0x90:
-            return self._map(code & 15, depth)
-        if code < 0xA0:
-            return self._list(code & 15, depth)
-        if code < 0xC0:
-            return self._text(code & 31)
-        return self._long(code, depth)
-
-    def _long(self, code: int, depth: int) -> Node | _Bytes:
-        """What has its size, or itself, in further bytes."""
+        if code < 0x80 or code >= 0xE0:
+            return code if code < 0x80 else code - 256
         if code in _CONSTANTS:
             return _CONSTANTS[code]
         if code in _NUMBERS:
             return self.cursor.numbers(_NUMBERS[code], 1)[0]
-        if code in _FIXED_EXTENSIONS:
-            return self._extension(_FIXED_EXTENSIONS[code], depth)
-        if code not in _SIZED:
-            raise DamagedFileError(f"The msgpack file holds the byte {code:#x} where a value begins, at {self.cursor.at - 1}.")
-        kind, width = _SIZED[code]
-        size = self.cursor.number(width)
+        kind, size = self._kind(code)
         if kind == "bytes":
             return _Bytes(self.cursor.skip(size), size)
         if kind == "text":
             return self._text(size)
+        limits.check_depth(depth, "The msgpack file is nested too deep.")
+        self.cursor.check(size)  # what is in a map or a list takes a byte at least
         if kind == "extension":
             return self._extension(size, depth)
-        return self._map(size, depth) if kind == "map" else self._list(size, depth)
+        what = "The msgpack file has more values than are read."
+        self.budget.take(limits.NODES, _NODES_OF_MAP + size // _VALUES_PER_NODE, what)
+        return self._map(size, depth) if kind == "map" else List([self.value(depth + 1) for _ in range(size)])
+
+    def _kind(self, code: int) -> tuple[str, int]:
+        """What the byte before a value says that it is, and its size, which may follow."""
+        if code < 0xC0:
+            return ("map", code & 15) if code < 0x90 else ("list", code & 15) if code < 0xA0 else ("text", code & 31)
+        if code in _FIXED_EXTENSIONS:
+            return "extension", _FIXED_EXTENSIONS[code]
+        if code not in _SIZED:
+            raise DamagedFileError(f"The msgpack file holds the byte {code:#x} where a value begins, at {self.cursor.at - 1}.")
+        kind, width = _SIZED[code]
+        return kind, self.cursor.number(width)
 
     def _text(self, size: int) -> str:
         self.cursor.check(size)
@@ -142,17 +146,7 @@ class _Reader:
         except UnicodeDecodeError:
             raise DamagedFileError("The msgpack file holds text that is not UTF-8.") from None
 
-    def _inside(self, count: int, depth: int) -> None:
-        self.cursor.check(count)  # a value takes a byte at least
-        limits.check_depth(depth, "The msgpack file is nested too deep.")
-        self.budget.take(limits.NODES, _MAP + count // _VALUES_PER_CONTAINER, "The msgpack file has more values than are read.")
-
-    def _list(self, count: int, depth: int) -> Node:
-        self._inside(count, depth)
-        return List([self.value(depth + 1) for _ in range(count)])
-
     def _map(self, count: int, depth: int) -> Node:
-        self._inside(count, depth)
         items: list[tuple[Node, Node]] = []
         for _ in range(count):
             key = self.value(depth + 1)
@@ -166,63 +160,56 @@ class _Reader:
 
     def _extension(self, size: int, depth: int) -> Node:
         """An array, a number of NumPy's, or a complex one."""
-        limits.check_depth(depth, "The msgpack file is nested too deep.")
         kind = self.cursor.take(1)[0]
-        self.cursor.check(size)
-        end = self.cursor.at + size
         if kind not in (_ARRAY, _COMPLEX, _SCALAR):
             raise UnsupportedContainerError(f"The msgpack file holds the extension {kind}, which Flax does not write.")
-        outer, self.cursor.end = self.cursor.end, end
+        self.cursor.check(size)
+        outer, self.cursor.end = self.cursor.end, self.cursor.at + size
         code = self.cursor.take(1)[0]
-        parts = [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]
-        if self.cursor.at != end:
+        match [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]:
+            case [float() | int() as real, float() | int() as imaginary] if kind == _COMPLEX:
+                made = self._complex(real, imaginary)
+            case [List() as sizes, str() as name, _Bytes() as data] if kind != _COMPLEX:
+                made = self._array(sizes.items, name, Range(self.source, data.at, data.length))
+            case _:
+                raise _malformed()
+        if self.cursor.at != self.cursor.end:
             raise _malformed()
         self.cursor.end = outer
-        if kind == _COMPLEX:
-            return self._complex(parts)
-        if len(parts) != 3 or not isinstance(parts[2], _Bytes) or type(parts[0]) is not List:
-            raise _malformed()
-        return self._array(parts[0], parts[1], Range(self.source, parts[2].at, parts[2].length))
+        return made
 
-    def _complex(self, parts: list[Node | _Bytes]) -> Node:
-        import struct
-
-        real, imaginary = parts if len(parts) == 2 else (None, None)
-        if not isinstance(real, int | float) or not isinstance(imaginary, int | float):
-            raise _malformed()
+    def _complex(self, real: float, imaginary: float) -> Entry:
         try:
             return self._entry(DTYPES["complex128"], (), Literal(struct.pack("<2d", real, imaginary)))
         except OverflowError:
             raise _malformed() from None
 
-    def _array(self, sizes: List, name: Node | _Bytes, content: Range) -> Entry:
-        shape = tuple(size for size in sizes.items if type(size) is int and size >= 0)
-        if type(name) is not str or len(shape) < len(sizes.items) or len(shape) > MAX_DIMENSIONS:
-            raise _malformed()
+    def _array(self, sizes: list[Node], name: str, content: Content) -> Entry:
         dtype = DTYPES.get(_DTYPES.get(name, ""))
         if dtype is None:
             raise UnsupportedContainerError(f"The msgpack file holds an array of {name[:40]!r}, which torch does not have.")
-        return self._entry(dtype, shape, content)
+        return self._entry(dtype, _shape(sizes), content)
 
-    def _entry(self, dtype: DType, shape: tuple[int, ...], content: Literal | Range | Joined) -> Entry:
-        if prod(size or 1 for size in shape) > MAX_ELEMENTS or prod(shape) * dtype.itemsize != content.length:
-            raise TensorError(f"An array of the msgpack file has {content.length} bytes, which is not what its shape needs.")
+    def _entry(self, dtype: DType, shape: tuple[int, ...], content: Content) -> Entry:
         self.count += 1
         limits.NODES.check(limits.LISTED * self.count, f"The file holds {self.count} arrays.", self.source.size)
-        storage = Storage(str(self.count - 1), dtype, content.length, None, content)
-        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
-        check(entry)
-        return entry
+        return row_major(str(self.count - 1), dtype, shape, content, "An array of the msgpack file")
 
     def _chunked(self, node: Dict) -> Entry:
         """An array in pieces, as one."""
-        pieces, sizes = _in_order(node.get("chunks")), _in_order(node.get("shape"))
+        pieces = _in_order(node.get("chunks"))
         entries = [piece for piece in pieces if type(piece) is Entry]
-        whole = tuple(size for size in sizes if type(size) is int and size >= 0)
-        if not entries or len(entries) < len(pieces) or len(whole) < len(sizes) or len({e.dtype for e in entries}) > 1:
+        if not entries or len(entries) < len(pieces) or len({entry.dtype for entry in entries}) > 1:
             raise _malformed()
-        parts = tuple(entry.storage.content for entry in entries)
-        return self._entry(entries[0].dtype, whole, Joined(parts))
+        whole = Joined(tuple(entry.storage.content for entry in entries))
+        return self._entry(entries[0].dtype, _shape(_in_order(node.get("shape"))), whole)
+
+
+def _shape(sizes: list[Node]) -> tuple[int, ...]:
+    shape = tuple(size for size in sizes if type(size) is int and size >= 0)
+    if len(shape) < len(sizes):
+        raise _malformed()
+    return shape
 
 
 def _in_order(node: Node) -> list[Node]:
@@ -235,18 +222,6 @@ def _in_order(node: Node) -> list[Node]:
 
 def _malformed() -> DamagedFileError:
     return DamagedFileError("An array of the msgpack file is not as Flax writes it.")
-
-
-_VALUES_PER_CONTAINER = 4
-_MAP = 5  # nodes of a map or list
-_CONSTANTS: dict[int, Node] = {0xC0: None, 0xC2: False, 0xC3: True}
-_NUMBERS = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
-_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-_SIZED = {
-    0xC4: ("bytes", "B"), 0xC5: ("bytes", "H"), 0xC6: ("bytes", "I"), 0xC7: ("extension", "B"), 0xC8: ("extension", "H"),
-    0xC9: ("extension", "I"), 0xD9: ("text", "B"), 0xDA: ("text", "H"), 0xDB: ("text", "I"), 0xDC: ("list", "H"),
-    0xDD: ("list", "I"), 0xDE: ("map", "H"), 0xDF: ("map", "I"),
-}  # fmt: skip
 
 
 CONTAINER = Container(sniff, decode)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
@@ -30,7 +30,7 @@ from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Entry, as_dict
 from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
 from ckpt_tools.values.numeric import swapped
 
@@ -80,14 +80,13 @@ def decode(source: Source) -> Decoded:
     _check_places(infos, start, source.size, alignment)
     big = cursor.order == ">"
     items = [(info.name, _entry(str(number), info, source, start, big=big)) for number, info in enumerate(infos)]
-    if len(dict(items)) < len(items):
-        raise DamagedFileError(f"Two tensors of the GGUF file are called {repeated((info.name, None) for info in infos)!r}.")
-    encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
-    root = Dict(restore_aliases([*items], metadata), ordered=True)
+    made = state_dict("gguf", source, items)
+    root = as_dict(made.root)
+    root.items = restore_aliases(root.items, metadata)
     root.attributes = restore_state_dict_metadata(metadata)
-    made = Decoded("gguf", root, source, metadata=metadata, warnings=warnings)
-    made.storage_bytes, made.encodings = sum(info.nbytes for info in infos), encodings
-    made.warnings += stored_types(encodings)
+    made.metadata, made.storage_bytes = metadata, sum(info.nbytes for info in infos)
+    made.encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
+    made.warnings = warnings + stored_types(made.encodings)
     return made
 
 
@@ -185,7 +184,7 @@ def _info(cursor: Cursor) -> _Info:
     if kind is None:
         known = UNREAD.get(number, f"of the unknown type {number}")
         raise UnsupportedContainerError(f"The tensor {name!r} is {known}, which ckpt does not read.")
-    if prod(size or 1 for size in shape) > MAX_ELEMENTS:
+    if prod(size or 1 for size in shape) > MAX_ELEMENTS:  # before it is asked whether so much is in the file
         raise TensorError(f"The tensor {name!r} has impossible sizes.")
     if kind.elements > 1 and (not shape or shape[-1] % kind.elements):
         raise DamagedFileError(f"The tensor {name!r} is {kind.name}, and its rows are not whole blocks of {kind.elements}.")
@@ -230,10 +229,7 @@ def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> E
         content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
     elif big:
         content = swapped(raw, dtype.swap_width)
-    storage = Storage(key, dtype, content.length, None, content)
-    entry = Entry(storage, dtype, info.shape, contiguous_stride(info.shape), 0)
-    check(entry, repr(info.name))
-    return entry
+    return row_major(key, dtype, info.shape, content, repr(info.name))
 
 
 def types_in(metadata: Mapping[str, str]) -> dict[str, str]:

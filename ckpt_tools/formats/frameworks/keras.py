@@ -21,13 +21,13 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
-from ckpt_tools.tree.nodes import Dict, Entry, Storage, check, contiguous_stride
+from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import swapped
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -98,10 +98,8 @@ def decode(source: Source) -> Decoded:
             of_keras = not _MARKS.isdisjoint((*file.attrs, *file)) or any(_NAMED.search(str(name)) for name, _ in items)
     except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
-    if (twice := repeated(items)) is not None:
-        raise DamagedFileError(f"Two arrays of the file would be called {twice!r}.", why="A name in it has a dot.")
-    made = Decoded("keras" if of_keras else "hdf5", Dict([*items], ordered=True), source, warnings=warnings)
-    made.storage_bytes = sum(entry.storage.nbytes for _, entry in items)
+    made = state_dict("keras" if of_keras else "hdf5", source, items)
+    made.warnings = warnings
     return made
 
 
@@ -147,11 +145,7 @@ def _entry(
     filters = {settings.get_filter(number)[0] for number in range(settings.get_nfilters())}
     if data.is_virtual or settings.get_external_count() or not filters <= _OWN_FILTERS:
         raise UnsupportedContainerError(f"{where!r} of the HDF5 file is in other files, or needs a library to be read.")
-    content = _content(h5py, data, where, opened, source, dtype)
-    storage = Storage(where, dtype, content.length, None, content)
-    entry = Entry(storage, dtype, tuple(data.shape), contiguous_stride(tuple(data.shape)), 0)
-    check(entry, repr(where))
-    return entry
+    return row_major(where, dtype, tuple(data.shape), _content(h5py, data, where, opened, source, dtype), repr(where))
 
 
 _MOST_WARNINGS = 20

@@ -15,26 +15,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, check, contiguous_stride
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry
 
 # ir_version, then another field of ModelProto: producer_name and _version, domain, model_version, doc_string, graph, opsets
 _START = re.compile(rb"\x08[\x01-\x20](?:[\x12\x1a\x22\x32\x3a\x42]|\x28[\x00-\x7f]*)")
 _DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
     11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128", 16: "bfloat16", 17: "float8_e4m3fn",
-    18: "float8_e4m3fnuz", 19: "float8_e5m2", 20: "float8_e5m2fnuz", 23: "float4_e2m1fn_x2", 24: "float8_e8m0fnu",
+    18: "float8_e4m3fnuz", 19: "float8_e5m2", 20: "float8_e5m2fnuz", 21: "uint8", 22: "int8", 23: "float4_e2m1fn_x2",
+    24: "float8_e8m0fnu",
 }  # fmt: skip
-_HALF_BYTES = {21: "uint8", 22: "int8"}  # uint4 and int4: two in a byte, the low half first
+_UINT4, _INT4, _FLOAT4 = 21, 22, 23  # two elements in a byte, the low half first
 _STRING, _RAW = 8, 9
 _INSIDE, _EXTERNAL = 0, 1
 # which types have their elements in a field of numbers; all may have them in raw_data
@@ -50,9 +52,10 @@ _TENSOR = {
     2: (_NUMBER,), 14: (_NUMBER,), 4: (_BYTES, _NARROW), 10: (_BYTES, _WIDE),
 }  # fmt: skip
 _PAIR, _OPSET = {1: (_BYTES,), 2: (_BYTES,)}, {1: (_BYTES,), 2: (_NUMBER,)}
+_Wires = Mapping[int, tuple[int, ...]]
 _MAX_FIELD = (1 << 29) - 1
-_FIELDS_PER_CONTAINER = 2
 _MODEL_TEXTS = {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
+_LONGEST = 70  # bits in ten bytes of seven
 
 
 def sniff(head: bytes) -> bool:
@@ -60,50 +63,34 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-class _Message:
-    """The fields of one message: (number, value), where a value is a number, or the place and length of bytes."""
-
-    def __init__(self, place: Range, wires: Mapping[int, tuple[int, ...]], budget: limits.Budget) -> None:
-        self.source, self.wires, self.budget = place.source, wires, budget
-        self.cursor = _cursor(place)
-        budget.take(limits.NODES, 1, _TOO_MANY)
-
-    def __iter__(self) -> Iterator[tuple[int, int, Range]]:
-        """(field, number, bytes): of a number also the bytes that it stands in."""
-        cursor, count = self.cursor, 0
-        while cursor.at < cursor.end:
-            count += 1
-            if not count % _FIELDS_PER_CONTAINER:
-                self.budget.take(limits.NODES, 1, _TOO_MANY)
-            tag = varint(cursor)
-            number, wire = tag >> 3, tag & 7
-            if not 0 < number <= _MAX_FIELD or wire not in self.wires.get(number, (wire,)):
-                raise DamagedFileError(f"The ONNX model holds the field {number} of the wire type {wire} at byte {cursor.at}.")
-            if wire == _BYTES:
-                length = varint(cursor)
-                yield number, 0, Range(self.source, cursor.skip(length), length)
-            elif wire == _NUMBER:
-                start = cursor.at
-                value = varint(cursor)
-                yield number, value, Range(self.source, start, cursor.at - start)
-            elif wire in (_WIDE, _NARROW):
-                width = 8 if wire == _WIDE else 4
-                yield number, 0, Range(self.source, cursor.skip(width), width)
-            else:
-                raise DamagedFileError(f"The ONNX model holds a field of the wire type {wire} at byte {cursor.at}.")
-
-
-_TOO_MANY = "The ONNX model has more fields than a file of its size can hold."
+def _fields(place: Range, wires: _Wires, budget: limits.Budget) -> Iterator[tuple[int, int, Range]]:
+    """(field, number, bytes) of a message: of a number also the bytes that it stands in."""
+    cursor = _cursor(place)
+    while cursor.at < cursor.end:
+        budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
+        tag = _varint(cursor)
+        number, wire = tag >> 3, tag & 7
+        if not 0 < number <= _MAX_FIELD or wire not in wires.get(number, (_NUMBER, _WIDE, _BYTES, _NARROW)):
+            raise DamagedFileError(f"The ONNX model holds the field {number} of the wire type {wire} at byte {cursor.at}.")
+        start, value = cursor.at, 0
+        if wire == _NUMBER:
+            value = _varint(cursor)
+        elif wire == _BYTES:
+            length = _varint(cursor)
+            start = cursor.skip(length)
+        else:
+            cursor.skip(8 if wire == _WIDE else 4)
+        yield number, value, Range(place.source, start, cursor.at - start)
 
 
 def _cursor(place: Range) -> Cursor:
     return Cursor(place.source, place.offset, place.offset + place.length, "ONNX model")
 
 
-def varint(cursor: Cursor) -> int:
+def _varint(cursor: Cursor) -> int:
     """A number of seven bits a byte."""
     value = 0
-    for shift in range(0, 70, 7):
+    for shift in range(0, _LONGEST, 7):
         byte = cursor.take(1)[0]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -126,6 +113,11 @@ class _Tensor:
     location: int = 0
     external: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def called(self) -> str:
+        """What errors call it."""
+        return f"The initializer {self.name!r}"
+
 
 def decode(source: Source, files: Files | None = None) -> Decoded:
     """Read what the model says of its initializers; no elements."""
@@ -134,14 +126,8 @@ def decode(source: Source, files: Files | None = None) -> Decoded:
     if not reader.graphs:
         why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
         raise UnsupportedContainerError("This is no ONNX model, which would have a graph.", why=why)
-    items = reader.items
-    if (name := repeated(items)) is not None:
-        raise DamagedFileError(f"Two initializers of the ONNX model are called {name!r}.")
-    made = Decoded(
-        "onnx", Dict([*items], ordered=True), files if reader.elsewhere and files else source, metadata=reader.metadata
-    )
-    made.storage_bytes = sum(node.storage.nbytes for _, node in items)
-    made.warnings = reader.warnings
+    made = state_dict("onnx", files if reader.elsewhere and files else source, reader.items)
+    made.metadata, made.warnings = reader.metadata, reader.warnings
     return made
 
 
@@ -160,7 +146,7 @@ class _Reader:
     def model(self) -> None:
         """Everything."""
         opsets: dict[str, int] = {}
-        for number, value, place in _Message(Range(self.source, 0, self.source.size), _MODEL, self.budget):
+        for number, value, place in _fields(Range(self.source, 0, self.source.size), _MODEL, self.budget):
             if number == 1:
                 self.metadata["onnx.ir_version"] = str(value)
             elif number == 5:
@@ -171,19 +157,19 @@ class _Reader:
                 self.graphs += 1
                 self._graph(place)
             elif number == 8:
-                domain, version = self._opset(place)
-                opsets[domain] = version
+                domain, version = self._pair(place, _OPSET)
+                opsets[domain] = version or 0
             elif number == 14:
-                key, text = self._pair(place)
+                key, text = self._pair(place, _PAIR)
                 self.metadata[key] = text
         if opsets:
             self.metadata["onnx.opset"] = json.dumps(opsets)
 
     def _graph(self, place: Range) -> None:
         sparse = 0
-        for number, _, inner in _Message(place, _GRAPH, self.budget):
+        for number, _, inner in _fields(place, _GRAPH, self.budget):
             if number == 5:
-                self._initializer(inner)
+                self._initializer(self._tensor(inner))
             elif number == 2:
                 self.metadata["onnx.graph"] = self._text(inner)
             sparse += number == 15
@@ -195,34 +181,17 @@ class _Reader:
         self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
-    def _pair(self, place: Range) -> tuple[str, str]:
-        self.budget.take(limits.NODES, 1, _TOO_MANY)
-        fields = _Message(place, _PAIR, self.budget)
-        texts = {number: self._text(inner) for number, _, inner in fields if number in (1, 2)}
-        return texts.get(1, ""), texts.get(2, "")
-
-    def _opset(self, place: Range) -> tuple[str, int]:
-        domain, version = "", 0
-        for number, value, inner in _Message(place, _OPSET, self.budget):
-            if number == 1:
-                domain = self._text(inner)
-            elif number == 2:
-                version = _signed(value)
-        return domain, version
-
-    def _initializer(self, place: Range) -> None:
-        tensor = self._tensor(place)
-        self.elsewhere |= tensor.location == _EXTERNAL
-        if tensor.kind == _STRING:
-            self.warnings.append(Warned("left-out", f"the initializer {tensor.name!r} is text, and is left out", "numbers"))
-            return
-        self.items.append((tensor.name, _entry(str(len(self.items)), tensor, self._content(tensor))))
-        count = len(self.items)
-        limits.NODES.check(limits.LISTED * count, f"The model lists {count} initializers.", self.source.size)
+    def _pair(self, place: Range, wires: _Wires) -> tuple[str, Any]:
+        """Fields 1 and 2 of a message: a text, and a text or a number."""
+        found: dict[int, Any] = {1: "", 2: ""}
+        for number, value, inner in _fields(place, wires, self.budget):
+            if number in found:
+                found[number] = self._text(inner) if _BYTES in wires[number] else _signed(value)
+        return found[1], found[2]
 
     def _tensor(self, place: Range) -> _Tensor:
         found = _Tensor()
-        for number, value, inner in _Message(place, _TENSOR, self.budget):
+        for number, value, inner in _fields(place, _TENSOR, self.budget):
             if number == 1:
                 found.dims += [_signed(size) for size in islice(_packed(inner), MAX_DIMENSIONS + 1)]
                 if len(found.dims) > MAX_DIMENSIONS:
@@ -234,130 +203,111 @@ class _Reader:
             elif number == 8:
                 found.name = self._text(inner)
             elif number == 13:
-                key, text = self._pair(inner)
+                key, text = self._pair(inner, _PAIR)
                 found.external[key] = text
             elif number == 14:
                 found.location = value
-            elif number == _RAW or (number in (4, 5, 6, 7, 10, 11) and inner.length):
-                self.budget.take(limits.NODES, 1, _TOO_MANY)
+            elif number == _RAW or (number in _IN_FIELD and inner.length) or number == 6:
                 found.fields.setdefault(number, []).append(inner)
         return found
 
+    def _initializer(self, tensor: _Tensor) -> None:
+        self.elsewhere |= tensor.location == _EXTERNAL
+        if tensor.kind == _STRING:
+            self.warnings.append(Warned("left-out", f"the initializer {tensor.name!r} is text, and is left out", "numbers"))
+            return
+        if tensor.kind not in _DTYPES:
+            raise UnsupportedContainerError(f"{tensor.called} is of ONNX's type {tensor.kind}, which torch does not have.")
+        content, dtype, shape = self._content(tensor), DTYPES[_DTYPES[tensor.kind]], tuple(tensor.dims)
+        if tensor.kind in (_UINT4, _INT4):
+            content = _one_a_byte(content, prod(shape), tensor)
+        elif tensor.kind == _FLOAT4:
+            if not shape or shape[-1] % 2:
+                raise UnsupportedContainerError(f"{tensor.called} is float4 with an odd last size, which torch has not.")
+            shape = (*shape[:-1], shape[-1] // 2)
+        count = len(self.items)
+        limits.NODES.check(limits.LISTED * count, f"The model lists {count} initializers.", self.source.size)
+        self.items.append((tensor.name, row_major(str(count), dtype, shape, content, tensor.called)))
+
     def _content(self, tensor: _Tensor) -> Content:
-        """The elements, little-endian."""
+        """The elements as bytes, little-endian."""
         if tensor.location == _EXTERNAL:
             return self._external(tensor)
         if tensor.location != _INSIDE:
-            raise DamagedFileError(f"The initializer {tensor.name!r} is at the unknown location {tensor.location}.")
+            raise DamagedFileError(f"{tensor.called} is at the unknown location {tensor.location}.")
         number, parts = next(iter(tensor.fields.items()), (_RAW, []))
         if len(tensor.fields) > 1 or (number == _RAW and len(parts) > 1):
-            raise DamagedFileError(f"The initializer {tensor.name!r} has its elements in two places.")
-        width, count = _dtype(tensor).itemsize, max(prod(tensor.dims), 0)
+            raise DamagedFileError(f"{tensor.called} has its elements in two places.")
         if number != _RAW and tensor.kind not in _IN_FIELD.get(number, ()):
-            raise DamagedFileError(f"The initializer {tensor.name!r} has its elements in a field of another type.")
+            raise DamagedFileError(f"{tensor.called} has its elements in a field of another type.")
         content: Content = parts[0] if len(parts) == 1 else Joined(tuple(parts))
         if number in (_RAW, 4, 10):
             return content
-        if _is_small(tensor):
+        width, count = DTYPES[_DTYPES[tensor.kind]].itemsize, max(prod(tensor.dims), 0)
+        if tensor.kind in (_UINT4, _INT4, _FLOAT4):
             count = -(-count // 2)
         if count > content.length:  # a number takes a byte at least
-            raise TensorError(f"The initializer {tensor.name!r} has fewer numbers than its shape.")
-        return Computed(count * width, lambda: _numbers(content, width, count, tensor.name), content)
+            raise TensorError(f"{tensor.called} has fewer numbers than its shape.")
+        return Computed(count * width, lambda: _numbers(content, width, count, tensor.called), content)
 
     def _external(self, tensor: _Tensor) -> Content:
         location = tensor.external.get("location", "")
         if self.files is None:
             raise UnsupportedContainerError(
-                f"The initializer {tensor.name!r} is in another file, {location!r}, beside the model.",
+                f"{tensor.called} is in another file, {location!r}, beside the model.",
                 fix="Name the model where that file is beside it.",
             )
         other = self.files.open(location)
-        offset, length = (_size(tensor, key) for key in ("offset", "length"))
-        start = offset or 0
-        size = other.size - start if length is None else length
+        start = _size(tensor, "offset", 0)
+        size = _size(tensor, "length", other.size - start)
         if size < 0 or start + size > other.size:
             raise DamagedFileError(
-                f"The initializer {tensor.name!r} reaches outside {location!r}.",
+                f"{tensor.called} reaches outside {location!r}.",
                 why=f"Its bytes end at {start + size}; the file has {other.size}.", fix="Get that file again.",
             )  # fmt: skip
         return Range(other, start, size)
 
 
-def _size(tensor: _Tensor, key: str) -> int | None:
+def _size(tensor: _Tensor, key: str, default: int) -> int:
     text = tensor.external.get(key)
-    if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise DamagedFileError(f"The initializer {tensor.name!r} has the {key} {text[:30]!r} in another file.")
-    return None if text is None else int(text)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise DamagedFileError(f"{tensor.called} has the {key} {text[:30]!r} in another file.")
+    return int(text)
 
 
 def _packed(place: Range) -> Iterator[int]:
     cursor = _cursor(place)
     while cursor.at < cursor.end:
-        yield varint(cursor)
+        yield _varint(cursor)
 
 
-def _numbers(content: Content, width: int, count: int, name: str) -> Iterator[bytes]:
+def _numbers(content: Content, width: int, count: int, called: str) -> Iterator[bytes]:
     """Packed numbers as elements of `width` bytes; those of 16 bits and fewer stand in them as they are."""
-    made, value, shift = bytearray(), 0, 0
+    value = shift = 0
     mask = (1 << 8 * width) - 1
     for chunk in chunks(content):
+        made = bytearray()
         for byte in bytes(chunk):
             value |= (byte & 0x7F) << min(shift, _LONGEST)
             shift += 7
             if byte < 0x80:
                 made += (value & mask).to_bytes(width, "little")
                 value = shift = 0
-                count -= 1
+        count -= len(made) // width
         if count < 0 or shift > _LONGEST:
             break
         yield bytes(made)
-        made.clear()
     if count:
-        raise DamagedFileError(f"The initializer {name!r} has more or fewer numbers than its shape.")
+        raise DamagedFileError(f"{called} has more or fewer numbers than its shape.")
 
 
-_LONGEST = 70  # bits in ten bytes of seven
-
-
-def _dtype(tensor: _Tensor) -> DType:
-    name = _DTYPES.get(tensor.kind) or _HALF_BYTES.get(tensor.kind)
-    if name is None:
-        raise UnsupportedContainerError(
-            f"The initializer {tensor.name!r} is of ONNX's type {tensor.kind}, which torch does not have."
-        )
-    return DTYPES[name]
-
-
-def _is_small(tensor: _Tensor) -> bool:
-    """Whether two elements are in a byte."""
-    return tensor.kind in _HALF_BYTES or _dtype(tensor).packed > 1
-
-
-def _entry(key: str, tensor: _Tensor, content: Content) -> Entry:
-    dtype, shape = _dtype(tensor), tuple(tensor.dims)
-    if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape) or prod(size or 1 for size in shape) > MAX_ELEMENTS:
-        raise TensorError(f"The initializer {tensor.name!r} has impossible sizes.")
-    count = prod(shape)
-    needed = -(-count // 2) if _is_small(tensor) else count * dtype.itemsize
-    if content.length != needed:
-        raise TensorError(f"The initializer {tensor.name!r} has {content.length} bytes, and its shape needs {needed}.")
-    if tensor.kind in _HALF_BYTES:
-        content = _one_a_byte(content, count, signed=dtype.name == "int8")
-    elif dtype.packed > 1:
-        if not shape or shape[-1] % 2:
-            raise UnsupportedContainerError(
-                f"The initializer {tensor.name!r} is float4 with an odd last size, which torch has not."
-            )
-        shape = (*shape[:-1], shape[-1] // 2)
-    storage = Storage(key, dtype, content.length, None, content)
-    entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
-    check(entry, repr(tensor.name))
-    return entry
-
-
-def _one_a_byte(content: Content, count: int, *, signed: bool) -> Computed:
-    """Numbers of four bits, two in a byte, the low half first."""
-    numbers = [half - 16 if signed and half > 7 else half for half in range(16)]
+def _one_a_byte(content: Content, count: int, tensor: _Tensor) -> Computed:
+    """Numbers of four bits, two in a byte, as one in each."""
+    if content.length != -(-count // 2):
+        raise TensorError(f"{tensor.called} has {content.length} bytes, and its shape needs {-(-count // 2)}.")
+    numbers = [half - 16 if tensor.kind == _INT4 and half > 7 else half for half in range(16)]
     low, high = (bytes(numbers[byte >> shift & 15] & 255 for byte in range(256)) for shift in (0, 4))
 
     def work() -> Iterator[bytes | memoryview]:

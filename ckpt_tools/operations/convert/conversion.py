@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit.casts import Casting
-from ckpt_tools.edit.checksums import Leaving
-from ckpt_tools.edit.flatten import Flat
+from ckpt_tools.edit.checksums import Leaving, leaving
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
@@ -24,12 +22,14 @@ from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.tree.nodes import Dict, Node
+from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.casts import Casting
+    from ckpt_tools.edit.flatten import Flat
     from ckpt_tools.parts.flat_rows import Names
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
@@ -69,15 +69,15 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
-    return Planned(leaving.pieces(pieces), report, edited.casting, leaving)
+    found = records_leaving(edited.root, pieces, checkpoint.decoded, edits)
+    return Planned(found.pieces(pieces), report, edited.casting, found)
 
 
-def records_leaving(root: Node, decoded: Decoded, edits: Edits) -> Leaving:
+def records_leaving(root: Node, pieces: Iterable[Piece], decoded: Decoded, edits: Edits) -> Leaving:
     """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
-    from ckpt_tools.edit.checksums import Leaving
-
-    return Leaving(Dict() if edits.options.no_verify else root, keeps=edits.kind == "pth" and decoded.has_checksums)
+    if edits.options.no_verify:
+        return Leaving(())
+    return leaving(root, pieces, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -144,7 +144,7 @@ def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     from ckpt_tools.edit.flatten import flatten
     from ckpt_tools.formats import safetensors
 
-    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata)
+    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts)
     report_flat(flat, report)
     return safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
 
@@ -153,7 +153,7 @@ def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     from ckpt_tools.edit.flatten import flatten
     from ckpt_tools.formats.frameworks import gguf_writing
 
-    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata, holder="GGUF")
+    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts, holder="GGUF")
     report_flat(flat, report)
     if gguf_writing.OF_THE_INPUT in flat.metadata:
         report.dropped.append((gguf_writing.OF_THE_INPUT, "the types of the input's tensors"))

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
-from ckpt_tools.edit.casts import Casting
-from ckpt_tools.edit.flatten import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
@@ -24,6 +22,8 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.parts.families import steps_of
+from ckpt_tools.parts.training import described, is_state, step_folder
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
@@ -34,6 +34,7 @@ _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkp
 
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.casts import Casting
     from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.tree.parametrized import Parametrized
 
@@ -53,8 +54,8 @@ class Edits:
     def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
         if options.quantises and kind != "gguf":
             raise UsageError("`dtype='q8_0'` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
-        self.metadata = MetadataEdit(options.metadata_texts)
-        if self.metadata != UNEDITED and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
+        self.texts = options.metadata_texts
+        if self.texts and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
             what = f"`set_metadata` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
         self.options, self.kind, self.account = options, kind, Account()
@@ -77,7 +78,7 @@ class Edits:
 
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
-        ties, danger = _begin(checkpoint, report), _danger(checkpoint)
+        ties, danger = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), _danger(checkpoint)
         account = self.account
         root, used = self._opened(checkpoint, report, account)
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
@@ -97,8 +98,8 @@ class Edits:
         root, casting = self._cast(root, report, plain)
         if self.kind in ("safetensors", "dcp", "gguf"):
             _leave_attributes(root, self.kind, self.options.objects, report)
-        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.metadata.texts if not text]
-        if found := [repr(key) for key, text in self.metadata.texts if text]:
+        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
+        if found := [repr(key) for key, text in self.texts if text]:
             report.notes.append(Note("metadata-set", f"Metadata: {listed(found)} set."))
         self._tell_danger(danger, root, report)
         left_out = {path for path, _ in report.dropped}
@@ -249,13 +250,13 @@ def _danger(checkpoint: Checkpoint) -> str:
     return danger_in(checkpoint, str(checkpoint.path))
 
 
-def _begin(checkpoint: Checkpoint, report: Converted) -> dict[str, str]:
+def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:
     """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
     checkpoint.locate()
     report.dropped += checkpoint.decoded.lost
     report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
     _note_alone(checkpoint, report)
-    _note_beside(checkpoint, report)
+    _note_beside(checkpoint, report, into_folder)
     ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     if ties:
         names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
@@ -329,7 +330,7 @@ def _spec(location: Location | None) -> str | None:
     return None if location is None else str(location)
 
 
-def _note_beside(checkpoint: Checkpoint, report: Converted) -> None:
+def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> None:
     """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
     if not os.path.isdir(report.source):
         return
@@ -337,8 +338,14 @@ def _note_beside(checkpoint: Checkpoint, report: Converted) -> None:
 
     folder, source = Path(report.source), checkpoint.decoded.source
     own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
-    if others := [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]:
-        text = f"{report.source} holds other checkpoints too, which are converted one by one: {listed(others)}."
+    if steps_of(folder):
+        folder = step_folder(source)
+    names = [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]
+    if state := [name for name in names if is_state(name)] if described(folder) else []:
+        text = f"{folder} also has the state of the training, which stays there: {listed(state)}."
+        report.notes += [] if into_folder else [Note("training-state", text)]  # where it comes along, or stays by name
+    if others := [name for name in names if name not in state]:
+        text = f"{folder} holds other checkpoints too, which are converted one by one: {listed(others)}."
         report.notes.append(Note("others-beside", text))
 
 

@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import flatten
 from ckpt_tools.edit.casts import Casting
 from ckpt_tools.edit.checksums import Leaving
-from ckpt_tools.edit.flatten import UNEDITED, Flat, MetadataEdit
+from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -38,6 +39,7 @@ from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.parts import sharded
 from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
 from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
+from ckpt_tools.parts.training import described, is_state, step_folder
 from ckpt_tools.tree.nodes import Dict, Node
 from ckpt_tools.values.pytorch import need_torch
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 
 _HEAD = 4096
+_DANGEROUS = ("dangerous", "unexamined")
 _TAKEN = re.compile(
     r".+\.(?:json|txt|model|jinja|tiktoken|bpe|spm|vocab|md|ya?ml)|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\..*)?", re.IGNORECASE
 )
@@ -85,18 +88,22 @@ class Companions:
         self.stayed.append((name, why))
 
 
-def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str]) -> Companions:
-    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder."""
+def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, changed: bool) -> Companions:
+    """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder. A training's
+    state is among them unless the tensors `changed`."""
     found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
         return found
     told = {f"{name}.pt" for name in checkpoint.decoded.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
+    own |= {source.folder.name} if isinstance(source := checkpoint.decoded.source, Files) and source is not files else set()
     for name, kind in listed:
         if name in own:
             continue
-        why = kind or _why_it_stays(name.rpartition("/")[2]) or _take(name, files, found)
+        state = is_state(name) and bool(described(files.folder))
+        why = kind or (_why_state_stays(files.open(name), changed=changed) if state else _why_it_stays(name.rpartition("/")[2]))
+        why = why or _take(name, files, found, state=state)
         if why:
             found.stayed.append((name, why))
     return found
@@ -107,11 +114,15 @@ def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files |
     if checkpoint.packed is not None:
         return checkpoint.packed.folder
     source = checkpoint.decoded.source
-    if not isinstance(source, Files) and not is_address(named) and os.path.isdir(named):
-        folder = Files(Path(named), Path(named))
+    if is_address(named) or not os.path.isdir(named):
+        return source if isinstance(source, Files) else None
+    step = step_folder(source)
+    if isinstance(source, Files) and source.folder == step:
+        return source
+    folder = Files(step, step)
+    if not isinstance(source, Files):
         folder.adopt(source)
-        return folder
-    return source if isinstance(source, Files) else None
+    return folder
 
 
 def copy(companions: Companions, staging: Staging) -> None:
@@ -183,13 +194,22 @@ def _why_it_stays(name: str) -> str:
     return _OF_PARTS.get(name, "") or ("" if _TAKEN.fullmatch(name) else "neither configuration nor tokenizer")
 
 
-def _take(name: str, files: Files, found: Companions) -> str:
+def _why_state_stays(source: Source, *, changed: bool) -> str:
+    """Of a file of a training's state, which is of these very tensors; "" for one that may come along."""
+    if changed:
+        return "about the tensors as they were"
+    from ckpt_tools.operations.safety import examine
+
+    return "ckpt scan calls it dangerous, or could not examine it" if examine(source).verdict in _DANGEROUS else ""
+
+
+def _take(name: str, files: Files, found: Companions, *, state: bool) -> str:
     """Take a file in; why not, where it cannot be."""
     plain = name.rpartition("/")[2]
     if plain in found.taken:
         return f"{plain} is there already"
     source = files.open(name)
-    if begins_as_checkpoint(source.read(0, min(_HEAD, source.size))):
+    if not state and begins_as_checkpoint(source.read(0, min(_HEAD, source.size))):
         return "another checkpoint"
     found.taken[plain] = source
     found.names.append(name)
@@ -238,7 +258,9 @@ class FolderTarget:
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
-        found = find(checkpoint, report.source, self.path)
+        changed = bool(report.dropped or report.fitted or report.merged or report.dequantised)
+        changed = changed or any(row.renamed for row in report.state_dicts)
+        found = find(checkpoint, report.source, self.path, changed=changed)
         if report.dequantised:
             _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
@@ -328,14 +350,14 @@ def _run_shards(
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving]:
     decoded, objects = checkpoint.decoded, edits.options.objects
     if edits.kind == "safetensors":
-        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
+        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts)
     else:
         shards = torch_shards(
-            root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata,
+            root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts,
             trust_crc=decoded.has_checksums,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, decoded, edits)
+    leaving = records_leaving(root, chain.from_iterable(pieces for _, pieces in shards.files), decoded, edits)
     shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
 
@@ -389,7 +411,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, checkpoint.decoded, edits)
+    leaving = records_leaving(edited.root, (), checkpoint.decoded, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -481,14 +503,14 @@ class Shards:
 
 
 def safetensors_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], edit: MetadataEdit = UNEDITED
+    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], texts: Sequence[tuple[str, str]] = ()
 ) -> Shards:
     """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each."""
-    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit, shards=True)
+    flat = flatten.flatten(root, objects=objects, metadata=metadata, texts=texts, shards=True)
     shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
     names, files = sharded.SAFETENSORS, []
     weight_map: dict[str, str] = {}
-    said = {key: flat.metadata[key] for key in ("format", *dict(edit.texts)) if key in flat.metadata}
+    said = {key: flat.metadata[key] for key in ("format", *dict(texts)) if key in flat.metadata}
     for number, shard in enumerate(shards):
         file = names.shard(number + 1, len(shards))
         files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, said)))
@@ -498,11 +520,17 @@ def safetensors_shards(
 
 
 def torch_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], trust_crc: bool, edit: MetadataEdit = UNEDITED
+    root: Node,
+    limit: int,
+    *,
+    objects: str | None,
+    metadata: Mapping[str, str],
+    trust_crc: bool,
+    texts: Sequence[tuple[str, str]] = (),
 ) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
-    edit.apply(flat.metadata)
+    flatten.set_texts(flat.metadata, texts)
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
     names, homes = sharded.TORCH, _homes(groups, limit)

@@ -121,7 +121,7 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
         raw = source.read(at, min(CENTRAL.size + _LONGEST_NAME, source.size - at))
         if len(raw) < CENTRAL.size:
             continue
-        entry = CentralEntry.of(raw)
+        entry = CentralEntry._make(CENTRAL.unpack_from(raw))
         name_end = CENTRAL.size + entry.name_length
         name = _name(raw[CENTRAL.size : name_end])
         if name is None:

@@ -1,0 +1,129 @@
+"""The folders that transformers' Trainer and accelerate save: a step's, `checkpoint-500`, and a run's, which has several.
+
+A step's folder has one model, in one of these ways, and the state of the training beside it:
+
+    model.safetensors, pytorch_model.bin           plain; of several parts with an index
+    pytorch_model_fsdp.bin                         FSDP, FULL_STATE_DICT
+    pytorch_model_fsdp_0/                          FSDP, SHARDED_STATE_DICT: a distributed checkpoint of {"model": ...}
+    pytorch_model_fsdp_0_rank0.bin ...             FSDP, LOCAL_STATE_DICT: files of ranks
+    global_step500/ or pytorch_model/, and latest  DeepSpeed
+
+Source: `_save_checkpoint` of transformers/trainer.py; accelerate/checkpointing.py, utils/fsdp_utils.py and utils/constants.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.sources import Files
+from ckpt_tools.parts import names as by_name
+from ckpt_tools.tree.nodes import Dict
+
+TRAINER_STATE = "trainer_state.json"
+FSDP_FILE = "pytorch_model_fsdp.bin"
+STATE = re.compile(  # what is saved beside a model, to go on with
+    r"(?:optimizer|scheduler|sampler|dl_state_dict|scaler|random_states|rng_state|custom_checkpoint)(?:_\d+)*(?:_rank\d+)?"
+    r"(?:\.(?:pt|pth|bin|pkl))?|training_args\.bin|trainer_state\.json"
+)
+_FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
+_STEP = re.compile(r"checkpoint[-_](\d{1,18})")
+_MOST_STATE = 100 << 20
+
+
+def find(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    """The distributed checkpoint in a step's folder that is its model."""
+    found = [name for name in names if _FSDP_FOLDER.fullmatch(name) and (folder / name / by_name.DCP_METADATA).is_file()]
+    return found if len(found) == 1 and not {FSDP_FILE, *by_name.ONE_FILE} & set(names) else ()
+
+
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+    """The model of a step's folder, whose names are those of the model itself."""
+    from ckpt_tools.parts import dcp
+
+    inner = Files(files.path, files.folder / names[0])
+    decoded = dcp.decode((by_name.DCP_METADATA,), inner, partial=partial)
+    if type(decoded.root) is Dict and list(decoded.root.named) == ["model"]:
+        decoded.root = decoded.root.named["model"]
+    return decoded
+
+
+def step_folder(source: Source) -> Path:
+    """The folder of the step that a model was read from: its own, or the one around a distributed checkpoint."""
+    folder = source.folder if isinstance(source, Files) else source.path.parent
+    return folder.parent if _FSDP_FOLDER.fullmatch(folder.name) and folder != source.path else folder
+
+
+def is_state(name: str) -> bool:
+    """Whether a name in a step's folder is that of the training's state, which is beside the model."""
+    return STATE.fullmatch(name) is not None
+
+
+def is_state_of_step(path: Path) -> bool:
+    """Whether a file is the training's state in a folder of Trainer or accelerate, which load it in their own way."""
+    return is_state(path.name) and bool(described(path.parent))
+
+
+def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The steps' folders in a run's, the newest first."""
+    found = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)) and (folder / name).is_dir()]
+    return [folder / name for _, name in sorted(found, reverse=True)]
+
+
+def unfinished(steps: Sequence[Path]) -> dict[Path, str]:
+    """The steps that are still being written, or were never finished, and those whose state is of another step."""
+    by_trainer = any((step / TRAINER_STATE).is_file() for step in steps)
+    return {step: why for step in steps if by_trainer and (why := _unlike_its_name(step))}
+
+
+def _unlike_its_name(step: Path) -> str:
+    if not (step / TRAINER_STATE).is_file():
+        return f"It has no {TRAINER_STATE}, which is written last."
+    said, named = step_of(step), _STEP.fullmatch(step.name)
+    return f"Its {TRAINER_STATE} is of step {said}." if said is not None and named and said != int(named[1]) else ""
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a Trainer's folder says it is of."""
+    with contextlib.suppress(OSError, ValueError, CkptError):
+        state = folder / TRAINER_STATE
+        if state.is_file() and state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
+            step = found.get("global_step")
+            return step if type(step) is int and step >= 0 else None
+    return None
+
+
+def described(folder: Path) -> str:
+    """What a folder is, in one line; "" where it is neither a run's nor a step's."""
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+        if steps := steps_in(folder, names):
+            return f"a training run with {len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the newest {steps[0].name}"
+        if TRAINER_STATE in names:
+            step = step_of(folder)
+            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}, {_how(folder, names)}"
+        if any(name.startswith("random_states_") for name in names):
+            return f"a state of accelerate, {_how(folder, names)}"
+    return ""
+
+
+def _how(folder: Path, names: Sequence[str]) -> str:
+    if FSDP_FILE in names:
+        return "the model of FSDP in one file"
+    if any(_FSDP_FOLDER.fullmatch(name) for name in names):
+        return "the model sharded by FSDP"
+    if any(_FSDP_FOLDER.match(name) for name in names):
+        return "the model in FSDP's files of ranks"
+    if by_name.checkpoint_folder(folder) != folder:
+        return "the model in DeepSpeed's files"
+    if by_name.indexes(names):
+        return "the model in shards"
+    whole = [name for name in names if name in by_name.ONE_FILE]
+    return f"the model in {whole[0]}" if whole else "with no model that is known"
