@@ -65,7 +65,7 @@ def find_checkpoints(top: Path) -> FolderContent:
         links = (Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name)))
         found.others += [link for link in links if leads_out(link, top)]
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
-        ranks = [name for name in folders if MP_RANK.fullmatch(name)]
+        ranks = [name for name in folders if re.fullmatch(MP_RANK, name)]
         wholes, parts = _wholes(Path(folder), sorted([*names, *ranks]))
         if Path(folder) in wholes:
             folders[:] = [name for name in folders if name not in ranks]

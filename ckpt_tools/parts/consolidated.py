@@ -14,6 +14,7 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools import limits
@@ -59,7 +60,7 @@ def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]
     """The files by rank, every rank once, and those that are missing."""
     found: dict[int, str] = {}
     for name in names:
-        match = CONSOLIDATED.fullmatch(name)
+        match = re.fullmatch(CONSOLIDATED, name)
         assert match is not None, "callers have checked that it is one"
         if int(match[1]) in found:
             raise PartError(f"{found[int(match[1])]} and {name} are one rank's.", fix="Remove one of the two.")

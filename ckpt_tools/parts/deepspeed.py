@@ -39,7 +39,7 @@ from ckpt_tools.parts.deepspeed_files import (
 )
 from ckpt_tools.parts.deepspeed_slice import Slice, optimizer_of
 from ckpt_tools.parts.merge import Merger, merged, wrong_ranks
-from ckpt_tools.parts.names import SliceFiles, ZeroFiles, zero_files
+from ckpt_tools.parts.names import ZeroFiles, zero_files
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair, as_dict
@@ -90,6 +90,7 @@ class _Reading:
     def __init__(self, found: ZeroFiles, files: Files, *, partial: bool) -> None:
         self.found, self.files, self.partial = found, files, partial
         self.keys, self.read_files = Keys(), list[Decoded]()
+        self.experts, self.layers = found.kinds["expert"], found.kinds["layer"]
         self.slices: dict[int, Slice] = {}
         self.missing = list[str]()
 
@@ -106,18 +107,18 @@ class _Reading:
 
     def model(self) -> Slice | Slices:
         """All slices as one model."""
-        found = self.found
-        if found.experts and (found.layers or len(found.slices) > 1):
+        slices, unnamed = self.found.slices, [*self.found.kinds["expert-optimizer"].values()]
+        if self.experts and (self.layers or len(slices) > 1):
             raise PartError(
-                f"{next(iter(found.experts.values()))} and {len(found.experts) - 1} more are experts of a mixture "
+                f"{next(iter(self.experts.values()))} and {len(self.experts) - 1} more are experts of a mixture "
                 "whose model is cut in another way too, which is not read.", fix=_SAVE,
             )  # fmt: skip
-        if found.beside and found.optimizers:
-            raise PartError(f"{found.beside[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
-        self.slices = {number: self._slice(number, own) for number, own in sorted(found.slices.items())}
-        if self._check_slices() == 1 and not found.layers:
+        if unnamed and self.found.kinds["optimizer"]:
+            raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
+        self.slices = {number: self._slice(number) for number in slices}
+        if self._check_slices() == 1 and not self.layers:
             return self.first
-        return Slices(self.slices, self.keys, self._rules(), self._layers(), partial=self.partial)
+        return Slices(self.slices, self.keys, self._rules(), self._weights_of_layers(), partial=self.partial)
 
     def missing_parts(self) -> list[Warned]:
         """With `partial`: which parts are missing."""
@@ -126,10 +127,11 @@ class _Reading:
         text = f"files of ranks are missing: {listed(missing)}; what is whole without them is taken"
         return [Warned("parts-missing", text)] if missing else []
 
-    def _slice(self, number: int, own: SliceFiles) -> Slice:
-        optimizers = {rank: read_optimizer(name, self.root_of(name)) for rank, name in sorted(own.optimizers.items())}
+    def _slice(self, number: int) -> Slice:
+        names = self.found.of_slice("optimizer", number)
+        optimizers = {rank: read_optimizer(name, self.root_of(name)) for rank, name in names.items()}
         world = self._check_optimizers(optimizers) if optimizers else 1
-        models = self._models(number, own, optimizers, world)
+        models = self._models(number, optimizers, world)
         if not optimizers and any(model.shapes for model in models.values()):
             raise PartError(
                 "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
@@ -137,13 +139,11 @@ class _Reading:
             )
         return Slice(models, optimizers, self.keys, world, partial=self.partial)
 
-    def _models(
-        self, number: int, own: SliceFiles, optimizers: Mapping[int, OptimizerState], world: int
-    ) -> dict[int, ModelState]:
+    def _models(self, number: int, optimizers: Mapping[int, OptimizerState], world: int) -> dict[int, ModelState]:
         """The model files by rank: one for all but under stage 3."""
         is_stage_3 = any(state.is_stage_3 for state in optimizers.values())
-        whole = {0: own.whole} if own.whole is not None else {}
-        names, others = (own.models, whole) if is_stage_3 else (whole, own.models)
+        whole, models_of_ranks = self.found.of_slice("whole", number), self.found.of_slice("model", number)
+        names, others = (models_of_ranks, whole) if is_stage_3 else (whole, models_of_ranks)
         if others:
             other = next(iter(others.values()))
             raise PartError(
@@ -152,18 +152,18 @@ class _Reading:
         if not names:
             missing = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
             raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
-        models = {rank: self._read_model(name, rank == min(names)) for rank, name in sorted(names.items())}
+        models = {rank: self._read_model(name, rank == min(names)) for rank, name in names.items()}
         if is_stage_3:
             _check_world("files *_model_states.pt, one a rank", models, world, partial=self.partial)
         _check_models(models, world if optimizers else None)
         return models
 
     def _read_model(self, name: str, is_first: bool) -> ModelState:
-        model = read_model(name, self.root_of(name, renewed=is_first), in_layers=bool(self.found.layers))
-        if not (self.found.experts and is_first):
+        model = read_model(name, self.root_of(name, renewed=is_first), in_layers=bool(self.layers))
+        if not (self.experts and is_first):
             return model
-        roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.found.experts.items())]
-        check_experts(model, {key[:2] for key in self.found.experts})
+        roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
+        check_experts(model, {(layer, expert) for layer, expert, _ in self.experts})
         return replace(model, module=with_experts(model.module, roots))
 
     def _check_optimizers(self, optimizers: Mapping[int, OptimizerState]) -> int:
@@ -198,13 +198,13 @@ class _Reading:
         said = first.model.root.get("mp_world_size")
         count = said if type(said) is int else max(self.slices) + 1
         kind = "slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
-        _check_world(kind, self.slices, count, partial=self.partial and bool(self.found.layers))
+        _check_world(kind, self.slices, count, partial=self.partial and bool(self.layers))
         self.missing = [f"mp_rank_{number:02d}_*" for number in range(count) if number not in self.slices]
         return count
 
     def _rules(self) -> Rules | None:
         """How tensor parallel ranks are joined; None for the stages of a pipeline."""
-        if not self.found.layers:
+        if not self.layers:
             info = self.first.model.rules
             if info is None:
                 raise PartError(
@@ -212,19 +212,19 @@ class _Reading:
                     why="A checkpoint of Megatron-DeepSpeed or AutoTP says it as universal_checkpoint_info.", fix=_SAVE,
                 )  # fmt: skip
             return Rules(info, self.first.model.buffers)
-        if several := sorted({rank for _, rank in self.found.layers} - {0}):
+        if several := sorted({rank for _, rank in self.layers} - {0}):
             raise PartError(
                 f"These are stages of a pipeline, each cut among {len(several) + 1} tensor parallel ranks, which is not read.",
                 fix=_SAVE,
             )
         return None
 
-    def _layers(self) -> Dict | None:
+    def _weights_of_layers(self) -> Dict | None:
         """The 16-bit weights of a pipeline; None for another model."""
-        if not self.found.layers:
+        if not self.layers:
             return None
         shapes = {name: shape for own in self.slices.values() for group in own.model.shapes for name, shape in group.items()}
-        roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.found.layers.items())}
+        roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.layers.items())}
         return with_layers(roots, shapes)
 
 

@@ -153,7 +153,7 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
 
 
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
-    if path.name != by_name.MEGATRON_FILE or not by_name.MP_RANK.fullmatch(path.parent.name):
+    if path.name != by_name.MEGATRON_FILE or not re.fullmatch(by_name.MP_RANK, path.parent.name):
         return None
     folder = path.parent.parent
     found = by_name.megatron_files(os.listdir(folder))
@@ -167,7 +167,7 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
     found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
-    return Beside(path.parent, found.names, len(found.optimizers)) if found is not None else None
+    return Beside(path.parent, found.names, len(found.kinds["optimizer"])) if found is not None else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
@@ -304,7 +304,7 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
 
 _OTHERS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"  # PEFT's, transformers'
-_OF_RANK = re.compile(r"rank_?\d+\b(?=.*\.)")
+_OF_RANK = r"rank_?\d+\b(?=.*\.)"
 
 
 def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
@@ -328,7 +328,7 @@ def layout(folder: Path, names: list[str]) -> Found:
 def _what_is_missing(names: Iterable[str]) -> str:
     """Why a folder is not one checkpoint."""
     missing = "It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata)"
-    ranks = sorted(name for name in names if _OF_RANK.search(name) and name.endswith(_OTHERS))
+    ranks = sorted(name for name in names if re.search(_OF_RANK, name) and name.endswith(_OTHERS))
     kinds = {re.sub(r"\d+", "", name) for name in ranks}
     if not kinds:
         return f"{missing}, no files of ranks."

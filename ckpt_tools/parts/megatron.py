@@ -100,28 +100,14 @@ def with_offsets(chunk: Chunk, layers: Mapping[str, int], expert_rank: int, tied
 
 def _embedding(name: str) -> str:
     """The embedding, for the name of its copy on the last stage."""
-    head, _, last = name.rpartition("output_layer.weight")
-    if not last and name.endswith("output_layer.weight"):
-        return f"{head}embedding.word_embeddings.weight"
-    head, _, last = name.rpartition("word_embeddings_for_head.weight")
-    return f"{head}embedding.word_embeddings.weight" if not last and name.endswith("word_embeddings_for_head.weight") else name
+    for copy in ("output_layer.weight", "word_embeddings_for_head.weight"):
+        if name.endswith(copy):
+            return f"{name.removesuffix(copy)}embedding.word_embeddings.weight"
+    return name
 
 
-def is_expert(name: str) -> bool:
-    """Whether a tensor is one expert's, which one rank of expert parallelism has."""
-    return _EXPERT.fullmatch(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Along which dimension a tensor is cut, and of how many that are cut by themselves it consists."""
-
-    axis: int
-    pieces: int = 1
-
-
-def axis_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> Cut | None:
-    """How tensor parallelism cut a tensor; None where every rank has it whole."""
+def _cut_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> tuple[int, int] | None:
+    """Along which dimension a tensor is cut, and of how many that are cut by themselves it consists; None where it is whole."""
     plain = re.sub(r"((?:weight|bias))\d+$", r"\1", name)
     module, _, role = plain.rpartition(".")
     parent, _, kind = re.sub(r"\.local_experts\.\d+", "", module).rpartition(".")
@@ -129,10 +115,10 @@ def axis_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | Non
         return None
     if kind in _COLUMNS and role in ("weight", "bias"):
         if kind in _GATED:
-            return Cut(0, 2 if _is_gated(name, held[0], kind, other) else 1)
-        return Cut(0, 3 if kind == "query_key_value" and version < 1 else 1)
+            return 0, 2 if _is_gated(name, held[0], kind, other) else 1
+        return 0, 3 if kind == "query_key_value" and version < 1 else 1
     if kind in _ROWS or (kind == "dense" and parent.endswith("attention")):
-        return Cut(1) if role == "weight" else None
+        return (1, 1) if role == "weight" else None
     raise PartError(f"Nothing says how {name!r} was cut: it is {list(held[0].shape)} on each of {len(held)} ranks.")
 
 
@@ -220,7 +206,7 @@ def _sizes(folder: str, arguments: Dict) -> Place:
 
 def _place(folder: str, sizes: Place) -> Place:
     """Which rank a folder is by its name: a stage is in it where there are several, a rank of experts likewise."""
-    match = MP_RANK.fullmatch(folder)
+    match = re.fullmatch(MP_RANK, folder)
     assert match is not None, "callers have checked that it is a rank's"
     numbers = [int(number) for number in match.groups() if number is not None]
     if len(numbers) != 1 + (sizes[1] > 1) + (sizes[2] > 1):
@@ -365,9 +351,9 @@ class _Merging:
     def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
         groups = self._groups(name, held)
         if self.sizes[0] > 1:
-            cut = axis_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
+            cut = _cut_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
             if cut is not None:
-                return along(self.merger, name, cut.axis, groups, count=cut.pieces)
+                return along(self.merger, name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _version(self) -> float:
@@ -382,7 +368,7 @@ class _Merging:
         """What the ranks hold, those together that cut one tensor among them: each of the tensor parallel ranks once."""
         stages = sorted({(stage, experts) for _, stage, experts in held})
         wanted = [(stage, experts) for stage in dict.fromkeys(stage for stage, _ in stages) for experts in range(self.sizes[2])]
-        for stage, experts in stages if is_expert(name) else wanted:
+        for stage, experts in stages if _EXPERT.fullmatch(name) else wanted:
             missing = [place for at in range(self.sizes[0]) if (place := (at, stage, experts)) not in held]
             if missing:
                 folders = listed([_folder(place, self.sizes) for place in missing])

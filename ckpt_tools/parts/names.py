@@ -12,21 +12,22 @@ from ckpt_tools import limits
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.io.output import Source
 
-_NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
-_WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)")
-CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
-MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+# The rules are compiled where one is asked for: most checkpoints are one file.
+_NAME = r"(?i)(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))"
+_WORLD = r"(?i)world[_-]?size[_-]?(\d{1,6})"
+_SHARD = r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)"
+CONSOLIDATED = r"consolidated\.(\d{2,5})\.pth"
+MP_RANK = r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?"
 _LATEST_ITERATION, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32
 MEGATRON_FILE = "model_optim_rng.pt"
 ITEM_METADATA = "metadata.pkl"
 COMMON = "common.pt"  # beside a torch_dist checkpoint: what every rank of Megatron-LM has
-_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)")
+_ITEM = r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)"
 INDEX_SUFFIX = ".index.json"
 DCP_METADATA = ".metadata"
 # What transformers and diffusers call the weights of a model that is in one file, beside its config.json
 ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-_DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
+_DEEPSPEED = r"(?:mp|pp|expp)_rank_\d"
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -41,7 +42,7 @@ class Group:
 
 def group_of(name: str, names: Sequence[str]) -> Group | None:
     """The files that differ from this one in the rank alone; None for a name without a rank."""
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     return _groups(names).get((match["head"], match["tail"])) if match is not None else None
 
 
@@ -49,13 +50,13 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
     """The groups among these names, by what stands before the rank and behind it."""
     ranks: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in sorted(names):
-        if (match := _NAME.fullmatch(name)) and not _DEEPSPEED.search(name):
+        if (match := re.fullmatch(_NAME, name)) and not re.search(_DEEPSPEED, name):
             ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
     return {key: _group(key[0], rows) for key, rows in ranks.items()}
 
 
 def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
-    world = _WORLD.search(head)
+    world = re.search(_WORLD, head)
     first = dict(reversed(rows))  # of two files of one rank the first
     names = {rank: first[rank] for rank, _ in rows}
     return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
@@ -70,7 +71,7 @@ def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
     """The files that torch_checkpointing calls by their item and rank, `model_0.pt`: by item and rank; all ranks from 0 on."""
     found: dict[str, dict[int, str]] = {}
     for name in sorted(names):
-        if match := _ITEM.fullmatch(name):
+        if match := re.fullmatch(_ITEM, name):
             found.setdefault(match["item"], {})[int(match["rank"])] = name
     return {item: group for item, group in found.items() if set(group) == set(range(len(group)))}
 
@@ -93,12 +94,12 @@ def model_group(names: Sequence[str]) -> Group | None:
 
 def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
     """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
-    return tuple(sorted(name for name in names if CONSOLIDATED.fullmatch(name)))
+    return tuple(sorted(name for name in names if re.fullmatch(CONSOLIDATED, name)))
 
 
 def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
     """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
-    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if MP_RANK.fullmatch(name))
+    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if re.fullmatch(MP_RANK, name))
 
 
 def iteration_folder(folder: Path) -> Path:
@@ -119,7 +120,7 @@ def iteration_folder(folder: Path) -> Path:
 
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
 # torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
-_DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
 
 
 def indexes(names: Sequence[str]) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ def taken_before(index: str, names: Sequence[str]) -> list[str]:
 
 def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
     """The files that torch's HuggingFaceStorageWriter gives every rank."""
-    return tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
+    return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class ShardName:
 
 def shard_name(name: str) -> ShardName | None:
     """What the name of a file says of a shard; None for any other."""
-    match = _SHARD.fullmatch(name)
+    match = re.fullmatch(_SHARD, name)
     return ShardName(match["stem"], match["suffix"], int(match["number"]), int(match["count"])) if match else None
 
 
@@ -181,86 +182,55 @@ def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 # --- DeepSpeed: deepspeed/runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
 # `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed/utils/zero_to_fp32.py (`latest`)
 
-_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
-_EXPERTS = re.compile(r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
-_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")  # without ZeRO, and without names
-_LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<slice>\d{1,6}))?-model_states\.pt")
-_TAG = re.compile(r"global_step\d+")
+_ZERO = {
+    "optimizer": r"(?:[a-z0-9]+_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt",
+    "model": r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt",
+    "whole": r"mp_rank_(\d{1,6})_model_states\.pt",
+    "expert": r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt",
+    "layer": r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt",
+    "expert-optimizer": r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt",  # without ZeRO, and without names
+}
+_TAG = r"global_step\d+"
 _LATEST = "latest"
 _TAG_LENGTH = 1024
 
 
 @dataclass(slots=True)
-class SliceFiles:
-    """The files of one slice of the model: of a tensor parallel rank, or of a stage of a pipeline."""
-
-    whole: str | None = None
-    models: dict[int, str] = field(default_factory=dict)
-    optimizers: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class ZeroFiles:
-    """The files of one DeepSpeed checkpoint, by what they hold."""
+    """The files of one DeepSpeed checkpoint: of each kind by the numbers in their names, the slice (`mp_rank_NN`) last."""
 
-    slices: dict[int, SliceFiles] = field(default_factory=dict)
+    kinds: dict[str, dict[tuple[int, ...], str]] = field(default_factory=lambda: {kind: {} for kind in _ZERO})
     doubled: list[str] = field(default_factory=list)
-    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    beside: list[str] = field(default_factory=list)
 
     @property
-    def optimizers(self) -> list[str]:
-        """The optimizer's parts of all slices."""
-        return [name for own in self.slices.values() for name in own.optimizers.values()]
+    def slices(self) -> list[int]:
+        """The slices of the model: tensor parallel ranks, or stages of a pipeline."""
+        return sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        found = [own.whole for own in self.slices.values() if own.whole is not None]
-        for own in self.slices.values():
-            found += [*own.models.values(), *own.optimizers.values()]
-        return (*found, *self.doubled, *self.experts.values(), *self.layers.values(), *self.beside)
+        return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+
+    def of_slice(self, kind: str, number: int) -> dict[int, str]:
+        """The files of a slice by rank."""
+        return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
 
 
 def zero_files(names: Sequence[str]) -> ZeroFiles | None:
     """The files of a DeepSpeed checkpoint among these; None where there are none."""
     found = ZeroFiles()
     for name in sorted(names):
-        _sort_in(name, found)
+        for kind, rule in _ZERO.items():
+            if match := re.fullmatch(rule, name):
+                there = found.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
+                found.doubled += [name] if there != name else []
     return found if found.slices else None
-
-
-def _sort_in(name: str, found: ZeroFiles) -> None:
-    if match := _EXPERTS.fullmatch(name):
-        key = (int(match["layer"] or 0), int(match["expert"]), int(match["slice"]))
-        _take(name, found.experts.setdefault(key, name), found)
-    elif match := _LAYER.fullmatch(name):
-        _take(name, found.layers.setdefault((int(match["layer"]), int(match["slice"] or 0)), name), found)
-    elif match := _OPTIMIZER.fullmatch(name):
-        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
-        _take(name, own.optimizers.setdefault(int(match["rank"]), name), found)
-    elif match := _MODEL.fullmatch(name):
-        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
-        if match["rank"] is not None:
-            _take(name, own.models.setdefault(int(match["rank"]), name), found)
-        else:
-            own.whole = own.whole if own.whole is not None else name
-            _take(name, own.whole, found)
-    elif _EXPERT_OPTIMIZER.fullmatch(name):
-        found.beside.append(name)
-
-
-def _take(name: str, there: str, found: ZeroFiles) -> None:
-    """Whether a file is the only one of what it holds."""
-    if there != name:
-        found.doubled.append(name)
 
 
 def is_zero_file(name: str) -> bool:
     """Whether a file has the name of a rank's part, of the model file beside those, of an expert or of a pipeline's layer."""
-    return any(rule.fullmatch(name) for rule in (_OPTIMIZER, _MODEL, _EXPERTS, _LAYER))
+    return any(re.fullmatch(rule, name) for kind, rule in _ZERO.items() if kind != "expert-optimizer")
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -270,7 +240,7 @@ def checkpoint_folder(folder: Path) -> Path:
         tag = _latest(folder / _LATEST) if _LATEST in names else None
     except OSError:
         return folder  # told about when it is read
-    tags = sorted((name for name in names if _TAG.fullmatch(name) or name == tag), key=len)
+    tags = sorted((name for name in names if re.fullmatch(_TAG, name) or name == tag), key=len)
     tags = [name for name in tags if _has_files(folder / name)]
     if tag in tags or (tag is None and len(tags) == 1):
         return folder / (tag if tag is not None else tags[0])

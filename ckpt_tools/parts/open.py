@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, Warned
@@ -28,6 +29,8 @@ from ckpt_tools.tree.options import natural
 
 if TYPE_CHECKING:
     from ckpt_tools.parts.flat_rows import Names
+
+_Source = TypeVar("_Source", bound=Source)
 
 
 @natural
@@ -92,7 +95,7 @@ def _in_folder(source: Source) -> Source:
     return source if name is None else open_source(f"{source.folder}/{name}")
 
 
-def _opened(source: Source, decode: Callable[[Source], Decoded]) -> Checkpoint:
+def _opened(source: _Source, decode: Callable[[_Source], Decoded]) -> Checkpoint:
     """What is decoded of a source, which is closed where that fails."""
     try:
         with collector_paused(), naming(source):
@@ -198,15 +201,7 @@ def _of_all_ranks(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
     if found is None:
         raise part_error(checkpoint, part)
     checkpoint.close()
-    return _opened(Files(checkpoint.path, found.folder), _reading(found))
-
-
-def _reading(found: Found, *, partial: bool = False) -> Callable[[Source], Decoded]:
-    def decode(source: Source) -> Decoded:
-        assert isinstance(source, Files)
-        return found.decode(source, partial=partial)
-
-    return decode
+    return _opened(Files(checkpoint.path, found.folder), found.decode)
 
 
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
@@ -219,9 +214,7 @@ def _open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
     found = _partial_at(path)
     if found is None:
         return None
-    place = Path(path)
-    files = open_source(place) if place.is_dir() else Files(place, place.parent)
-    return _opened(files, _reading(found, partial=True))
+    return _opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True))
 
 
 def has_partial(path: str | os.PathLike[str]) -> bool:
@@ -245,8 +238,7 @@ def _open_named(place: Path, names: Names) -> Checkpoint:
     every = os.listdir(folder)
     group = group_of(place.name, every) if folder != place else model_group(every)
     assert group is not None, "callers have seen that they are files of ranks"
-    files = Files(place, folder)
-    return _opened(files, lambda _: rank_files.merge(group, files, names=names))
+    return _opened(Files(place, folder), lambda files: rank_files.merge(group, files, names=names))
 
 
 def take_whole(checkpoint: Checkpoint) -> None:

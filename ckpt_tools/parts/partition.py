@@ -127,7 +127,7 @@ _ITEM = r".+_\d{1,6}\.(?:pt|safetensors)"  # compiled where one may be: most fil
 def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
     described = checkpoint.path.parent / "metadata.pkl"
-    if not isinstance(described, Path) or not re.fullmatch(_ITEM, checkpoint.path.name) or not described.is_file():
+    if not isinstance(described, Path) or not described.is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
         return None
     count = beside()
     if count is None or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
@@ -215,7 +215,7 @@ def _of_module(checkpoint: Checkpoint) -> Partition | None:
 
 def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By its name, and by the files beside it or what its shapes say."""
-    match = CONSOLIDATED.fullmatch(checkpoint.name)
+    match = re.fullmatch(CONSOLIDATED, checkpoint.name) if checkpoint.name.startswith("consolidated.") else None
     if match is None or type(checkpoint.root) is not Dict:
         return None
     world = beside() or _parts_by_shape(checkpoint.root)

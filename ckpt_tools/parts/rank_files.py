@@ -10,6 +10,7 @@ Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,13 +22,12 @@ from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.parts.merge import Merger, Piece, wrong_ranks
+from ckpt_tools.parts.merge import Merger, Piece, merged, wrong_ranks
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
-from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.exchange import Drop
+from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.boxes import Sizes
@@ -59,46 +59,43 @@ def merge(
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    _check_world(group, group.world or max(group.names) + 1, partial=partial)
-    keys, ranks = Keys(), sorted(group.names)
-    parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
-    base = parts[ranks[0]]
-    base.root = keys.renew(base.root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, places, names, partial=partial)
-    made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
-    gone = merging.globals_of_parts()
-    made.globals = [name for name in made.globals if name not in gone]
-    made.has_checksums = False  # those of the ranks' records are not looked at
-    made.warnings += merging.warnings
-    made.lost = merging.lost
-    made.locate = merging.locate
-    return made
-
-
-def _check_world(group: Group, world: int, *, partial: bool) -> None:
+    world = group.world or max(group.names) + 1
     if what := wrong_ranks(group.names, world, partial=partial):
         there = next(iter(group.names.values()))
         raise PartError(
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
             fix="Get the others too: a model needs the parts of all ranks.", rest=max(group.names) < world,
         )  # fmt: skip
+    keys, ranks = Keys(), sorted(group.names)
+    parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
+    roots = {rank: decoded.root for rank, decoded in parts.items()}
+    roots[ranks[0]] = keys.renew(roots[ranks[0]])
+    merging = _Merging(group, roots, Merger(keys, partial=partial), places, names, world)
+    made = merged(CONTAINER, merging.run(), files, list(parts.values()))
+    gone = merging.globals_of_parts()
+    made.globals = [name for name in made.globals if name not in gone]
+    made.warnings += merging.warnings
+
+    def locate(root: Node) -> Node:
+        root = merging.compared(root)
+        made.lost = list(merging.merger.lost.items())
+        return root
+
+    made.lost, made.locate = list(merging.merger.lost.items()), locate
+    return made
 
 
 class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
     def __init__(
-        self, group: Group, roots: Mapping[int, Node], keys: Keys, places: Places | None, names: Names | None, *, partial: bool
-    ) -> None:  # fmt: skip
-        self.places, self.names = places, names
-        self.group, self.roots, self.ranks = group, roots, sorted(roots)
-        self.merger = Merger(keys)
-        self.reader = PartReader()
+        self, group: Group, roots: Mapping[int, Node], merger: Merger, places: Places | None, names: Names | None, world: int
+    ) -> None:
+        self.group, self.roots, self.ranks, self.world = group, roots, sorted(roots), world
+        self.merger, self.places, self.names, self.reader = merger, places, names, PartReader()
         self.warnings: list[Warned] = []
         self.objects: list[Object] = []
         self.gone: list[Node] = []
-        self.partial, self.lost = partial, list[tuple[str, str]]()
-        self.world = group.world or max(group.names) + 1
 
     def run(self) -> Node:
         """The merged tree."""
@@ -106,12 +103,10 @@ class _Merging:
         splitting = self._split(tensors)
         uneven = self._check_names(tensors)
         self._check_values()
-        first = tensors[self.ranks[0]]
-        new: dict[int, Node | Drop] = {id(node): exchange.DROP for where, node in first.items() if where in uneven}
-        for where, node in first.items():
-            if where not in uneven:
-                new[id(node)] = self._merged_or_lost(where, [tensors[rank][where] for rank in self.ranks])
-        new.update((id(node), exchange.DROP) for node in self.gone)
+        new: dict[int, Node | Drop] = {}
+        for where, node in tensors[self.ranks[0]].items():
+            new[id(node)] = DROP if where in uneven else self._whole(where, [tensors[rank][where] for rank in self.ranks])
+        new.update((id(node), DROP) for node in self.gone)
         self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
         if splitting is not None:
             splitting.put(self.root)
@@ -121,7 +116,7 @@ class _Merging:
     def _split(self, tensors: Mapping[int, dict[Where, Node]]) -> Splitting | None:
         """Cut rows of parameters into tensors; what is in their place is no longer among `tensors`."""
         places = [where for where in tensors[self.ranks[0]] if is_flat(where)]
-        if places and self.names is None and not self.partial:
+        if places and self.names is None and not self.merger.partial:
             raise _unnamed(dotted(places[0]))
         if not places or self.names is None:
             return None
@@ -136,38 +131,35 @@ class _Merging:
                 self.objects += [node] if type(node) is Object else []
         return splitting
 
-    def locate(self, root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are. What differs goes, if what is whole is wanted."""
-        if not self.partial:
+    def compared(self, root: Node) -> Node:
+        """The tree, once what several ranks hold was compared. What differs goes, if what is whole is wanted."""
+        if not self.merger.partial:
             self.merger.check_replicas()
             return root
         wrong = self.merger.differing()
-        gone = {id(node): dotted(where) for where, node in _tensors(root) if dotted(where) in wrong}
-        self.lost += [(name, f"different values on {these_ranks(sorted(ranks))}") for name, ranks in wrong.items()]
-        self.root = exchange.replace(root, lambda node: exchange.DROP if id(node) in gone else node)
+        self.merger.lost |= {name: f"different values on {these_ranks(sorted(ranks))}" for name, ranks in wrong.items()}
+        gone = {id(node) for where, node in _tensors(root) if dotted(where) in wrong}
+        self.root = exchange.replace(root, lambda node: DROP if id(node) in gone else node)
         self._check_rest()
         return self.root
 
     def _check_rest(self) -> None:
         """With `partial`: say which ranks are missing; something must be left."""
-        if not self.partial:
+        if not self.merger.partial:
             return
         missing = [rank for rank in range(self.world) if rank not in self.roots]
         if missing and not any(warned.code == "parts-missing" for warned in self.warnings):
             text = f"of {self.world} ranks' files are missing: {these_ranks(missing)}; what is whole without them is taken"
             self.warnings.append(Warned("parts-missing", text))
-        if self.lost and next(_tensors(self.root), None) is None:
-            raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {_first(self.lost)}.")
+        if self.merger.lost and next(_tensors(self.root), None) is None:
+            (name, why), *more = self.merger.lost.items()
+            others = f", and {len(more)} more" if more else ""
+            raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {name!r} {why}{others}.")
 
-    def _merged_or_lost(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
-        """The whole tensor; DROP, with a word in `lost`, for one that is not whole where that is not an error."""
-        try:
-            return self._merged(where, nodes)
-        except PartError as error:
-            if not (self.partial and error.rest and _is_named(where)):  # lists would close up
-                raise
-            self.lost.append((dotted(where), error.what.removeprefix(f"{dotted(where)!r} ").rstrip(".")))
-            return exchange.DROP
+    def _whole(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
+        """The whole tensor; of a list, which would close up, none may be lost."""
+        make = functools.partial(self._merged, where, nodes)
+        return self.merger.unless_lost(dotted(where), make) if _is_named(where) else make()
 
     def globals_of_parts(self) -> set[Global]:
         """The globals that only parts name, which are whole tensors now."""
@@ -176,20 +168,18 @@ class _Merging:
 
     def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
         """The tensors that not every rank has, where they may be left out."""
-        every = {where: None for found in tensors.values() for where in found}
         uneven: dict[Where, list[int]] = {}
-        for rank, found in tensors.items():
-            lacks = [where for where in every if where not in found]
-            if self.partial and all(map(_is_named, lacks)):
-                for where in lacks:
-                    uneven.setdefault(where, []).append(rank)
-            elif missing := [dotted(where) for where in lacks]:
-                raise PartError(
-                    f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
-                )  # fmt: skip
-
-        self.lost += [(dotted(where), f"not on {these_ranks(ranks)}") for where, ranks in uneven.items()]
+        for where in dict.fromkeys(where for found in tensors.values() for where in found):
+            if lacking := [rank for rank, found in tensors.items() if where not in found]:
+                uneven[where] = lacking
+        if wrong := [where for where in uneven if not (self.merger.partial and _is_named(where))]:
+            rank = min(uneven[where][0] for where in wrong)
+            missing = [dotted(where) for where, ranks in uneven.items() if rank in ranks]
+            raise PartError(
+                f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
+                fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
+            )  # fmt: skip
+        self.merger.lost |= {dotted(where): f"not on {these_ranks(ranks)}" for where, ranks in uneven.items()}
         return set(uneven)
 
     def _check_values(self) -> None:
@@ -211,20 +201,21 @@ class _Merging:
 
     def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
         name = dotted(where)
-        entries = [node for node in nodes if type(node) is Entry]
+        entries = [(rank, node) for rank, node in zip(self.ranks, nodes, strict=True) if type(node) is Entry]
         if len(entries) == len(nodes):
+            first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
-                return entries[0]  # every rank's random numbers are its own
-            placed = self.places.shares(where, list(zip(self.ranks, entries, strict=True))) if self.places else None
+                return first  # every rank's random numbers are its own
+            placed = self.places.shares(where, entries) if self.places else None
             if placed is not None:
-                return self.merger.tensor(name, entries[0].dtype, *placed, requires_grad=entries[0].requires_grad)
-            return self.merger.replicated(name, list(zip(self.ranks, entries, strict=True)))
+                return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
+            return self.merger.replicated(name, entries)
         self.objects += [node for node in nodes if type(node) is Object]
-        parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]
+        parts = {rank: self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)}
         self._check_alike(name, parts)
-        shares = [replace(box, rank=rank) for rank, part in zip(self.ranks, parts, strict=True)
-                  for box in part.held]  # fmt: skip
-        return self.merger.tensor(name, parts[0].dtype, parts[0].shape, shares, requires_grad=parts[0].requires_grad)
+        pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
+        one = parts[self.ranks[0]]
+        return self.merger.tensor(name, one.dtype, one.shape, pieces, requires_grad=one.requires_grad)
 
     def _part(self, name: str, rank: int, node: Node) -> Part:
         file = self.group.names[rank]
@@ -240,9 +231,10 @@ class _Merging:
             raise _unnamed(name)
         return part
 
-    def _check_alike(self, name: str, parts: Sequence[Part]) -> None:
-        for rank, part in zip(self.ranks, parts, strict=True):
-            if (part.kind, part.shape, part.dtype.name) != (parts[0].kind, parts[0].shape, parts[0].dtype.name):
+    def _check_alike(self, name: str, parts: Mapping[int, Part]) -> None:
+        first = parts[self.ranks[0]]
+        for rank, part in parts.items():
+            if (part.kind, part.shape, part.dtype.name) != (first.kind, first.shape, first.dtype.name):
                 raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
             if part.is_partial:
                 raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
@@ -250,7 +242,7 @@ class _Merging:
             if max(ranks, default=0) < self.world:
                 continue
             other = max(part.world, max(ranks) + 1)
-            if not self.partial or self.group.world is not None:
+            if not self.merger.partial or self.group.world is not None:
                 text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
                 raise PartError(text, rest=self.group.world is None)
             self.world = other  # names that say nothing of it: the others are missing
@@ -282,8 +274,3 @@ def _same(one: Node, other: Node) -> bool:
 def _is_named(where: Where) -> bool:
     """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
     return bool(where) and type(where[-1]) is str
-
-
-def _first(lost: Sequence[tuple[str, str]]) -> str:
-    name, why = lost[0]
-    return f"{name!r} {why}" if len(lost) == 1 else f"{name!r} {why}, and {len(lost) - 1} more"

@@ -169,7 +169,7 @@ def test_shapes_of_deepspeed_that_lie(shape: tuple[Any, ...], tmp_path: Path) ->
 
 @pytest.mark.parametrize(("values", "text"), [
     ({"partition_count": 0}, "no partition_count"), ({"partition_count": -3}, "no partition_count"),
-    ({"partition_count": [1, 10**12]}, "missing: 999999999999"), ({"partition_count": [1, 1, 1]}, ""),
+    ({"partition_count": [1, 10**12]}, "5 and 999999999994 more"), ({"partition_count": [1, 1, 1]}, ""),
     ({"param_alignment_paddings": [[1 << 62, 1 << 62], [0, 0, 0]]}, "do not add up"),
     ({"param_alignment_paddings": [[-1, 1], [0, 0, 0]]}, "param_alignment_paddings"),
     ({"single_partition_of_fp32_groups": [torch.zeros(1).expand(10**9)] * 2}, "not rows|overlap|impossible|views"),
