@@ -237,6 +237,7 @@ class Output:
     target: Path
     path: Path | None = None
     replaces: bool = False
+    shares: Source | None = None  # whose blocks it has at the same places
 
 
 @contextlib.contextmanager
@@ -434,16 +435,12 @@ def no_space(target: Path, needed: int) -> OutputError:
     return made
 
 
-def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:
-    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes."""
-    free = free_bytes(folder)  # first: what the clone takes from now on is counted twice, and never called missing
-    if free is not None and free + max(written, 0 if fd is None else _allocated(fd)) < size:
+def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None) -> None:
+    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes, in a file that has some."""
+    free = free_bytes(folder)
+    allocated = 0 if fd is None else getattr(os.fstat(fd), "st_blocks", 0) * 512
+    if free is not None and free + allocated < size:
         raise no_space(target, size)
-
-
-def _allocated(fd: int) -> int:
-    """Bytes of disk that a file has, written or reserved; 0 where the system does not tell."""
-    return getattr(os.fstat(fd), "st_blocks", 0) * 512
 
 
 def reserve(fd: int, size: int) -> None:
