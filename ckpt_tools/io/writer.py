@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from queue import SimpleQueue
+from typing import TypeAlias
 
 from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
 from ckpt_tools.io.output import Output, Source, no_space, output_error, output_errors, reserve
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 Progress: TypeAlias = Callable[[int, int], None]
 Step: TypeAlias = Callable[[], None]
@@ -24,7 +22,7 @@ _KERNEL_COPY = 1 << 20
 _CONGRUENT = 65536
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY}
 _BUFFER = 1 << 20  # bytes: what two cores hand on should stay in their cache
-_UNDER_WAY = 3  # buffers
+_BUFFERS = 4
 _FICLONE = 0x40049409  # of linux/fs.h; where it is another number the call fails
 _SHARED_FROM = 32 << 20
 
@@ -59,27 +57,44 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
     return loop.position
 
 
+class _Buffer:
+    """Room for bytes, `fill` of which are taken, and the steps to do once they are all there."""
+
+    __slots__ = ("data", "fill", "steps")
+
+    def __init__(self, size: int) -> None:
+        self.data = memoryview(bytearray(size))
+        self.fill = 0
+        self.steps: list[Step] = []
+
+    @property
+    def room(self) -> int:
+        return len(self.data) - self.fill
+
+    def take(self, length: int) -> memoryview:
+        """The next bytes, up to `length` of them, for the caller to fill."""
+        part = self.data[self.fill : self.fill + length]
+        self.fill += len(part)
+        return part
+
+
 class _Loop:
     """The pieces one after another; `position` is where the next byte goes.
 
-    The caller fills a buffer, and a thread sums up and writes the ones before it.
+    The caller fills a buffer, while one thread sums up the ones before it, and another writes those that are summed up
+    (executors of concurrent.futures took 8 % longer for 300 MB).
     """
 
     def __init__(self, output: Output, size: int, progress: Progress | None) -> None:
         self.output, self.size, self.progress = output, size, progress
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
-        self.buffer, self.fill = self.new_buffer(), 0
-        self.steps: list[Step] = []  # to do once the bytes of the buffer are all there
-        self.under_way: deque[Future[memoryview]] = deque()
-        self.thread = None
-        if size > _BUFFER:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self.thread = ThreadPoolExecutor(1)
-
-    def new_buffer(self) -> memoryview:
-        return memoryview(bytearray(min(_BUFFER, max(self.size, 1))))
+        self.buffer = _Buffer(min(_BUFFER, max(size, 1)))
+        self.threads: list[threading.Thread] = []
+        self.free: SimpleQueue[_Buffer] = SimpleQueue()
+        self.filled: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.summed: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.failure: BaseException | None = None
 
     def add(self, content: Content | Late, checksum: Checksum | None) -> None:
         if isinstance(content, Joined):
@@ -128,24 +143,23 @@ class _Loop:
 
     def late(self, content: Late, checksum: Checksum | None) -> None:
         """Bytes that are known once all before them have been summed up."""
-        if content.length > len(self.buffer):
+        if content.length > self.buffer.room:
+            self.flush()
+        if content.length > self.buffer.room:
             self.drain()
             self.append(content.make(), checksum)
             return
-        if content.length > len(self.buffer) - self.fill:
-            self.flush()
         part = self.part(content.length)
-        self.steps.append(partial(_fill, part, content.make))
+        self.buffer.steps.append(partial(_fill, part, content.make))
         if checksum is not None:
-            self.steps.append(partial(checksum.update, part))
+            self.buffer.steps.append(partial(checksum.update, part))
 
     def part(self, length: int, *checksums: Checksum | None) -> memoryview:
         """Room in the buffer for up to `length` bytes, which count into the checksums."""
-        if self.fill == len(self.buffer):
+        if not self.buffer.room:
             self.flush()
-        part = self.buffer[self.fill : self.fill + length]
-        self.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
-        self.fill += len(part)
+        part = self.buffer.take(length)
+        self.buffer.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
         self.advance(len(part))
         return part
 
@@ -179,31 +193,60 @@ class _Loop:
 
     def flush(self) -> None:
         """Send the buffer on its way, and take a free one."""
-        if self.thread is None:
-            self.buffer = self.finish(self.buffer, self.fill, self.steps)
+        if self.size <= _BUFFER:
+            self.sum_up(self.buffer)
+            self.write(self.buffer)
         else:
-            self.under_way.append(self.thread.submit(self.finish, self.buffer, self.fill, self.steps))
-            full = len(self.under_way) >= _UNDER_WAY
-            self.buffer = self.under_way.popleft().result() if full else self.new_buffer()
-        self.fill, self.steps = 0, []
+            if not self.threads:
+                self.start()
+            self.filled.put(self.buffer)
+            self.buffer = self.free.get()
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self) -> None:
+        for _ in range(_BUFFERS - 1):
+            self.free.put(_Buffer(_BUFFER))
+        stages = (self.sum_up, self.filled, self.summed.put), (self.write, self.summed, self.free.put)
+        self.threads = [threading.Thread(target=self.stage, args=stage, daemon=True) for stage in stages]
+        for thread in self.threads:
+            thread.start()
+
+    def stage(
+        self, work: Callable[[_Buffer], None], source: SimpleQueue[_Buffer | None], hand_on: Callable[[_Buffer], None]
+    ) -> None:
+        """In a thread: do the work on buffers as they come, until something has failed, and hand them on."""
+        while (buffer := source.get()) is not None:
+            try:
+                if self.failure is None:
+                    work(buffer)
+            except BaseException as error:  # for the caller's thread
+                self.failure = error
+            hand_on(buffer)
 
     def drain(self) -> None:
         """Flush, and wait until everything is written."""
-        if self.fill:
+        if self.buffer.fill:
             self.flush()
-        while self.under_way:
-            self.under_way.popleft().result()
+        if self.threads:
+            for buffer in [self.free.get() for _ in range(_BUFFERS - 1)]:
+                self.free.put(buffer)
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None:
-        """Let the thread end; what is still on its way is not written when something has failed."""
-        if self.thread is not None:
-            self.thread.shutdown(cancel_futures=True)
+        """Let the threads end."""
+        for thread, queue in zip(self.threads, (self.filled, self.summed), strict=False):
+            queue.put(None)
+            thread.join()
 
-    def finish(self, buffer: memoryview, fill: int, steps: Sequence[Step]) -> memoryview:
-        """Sum a buffer up and write it; returns it, to be filled again."""
-        for step in steps:
+    def sum_up(self, buffer: _Buffer) -> None:
+        for step in buffer.steps:
             step()
-        data = buffer[:fill]
+        buffer.steps = []
+
+    def write(self, buffer: _Buffer) -> None:
+        data, buffer.fill = buffer.data[: buffer.fill], 0
         while len(data):
             try:
                 count = os.write(self.output.fd, data)
@@ -212,7 +255,6 @@ class _Loop:
             if not count:
                 raise no_space(self.output.target, self.size)
             data = data[count:]
-        return buffer
 
     def advance(self, count: int) -> None:
         """Count bytes that have found their place; the progress is told every few megabytes."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.open import open_source
-from ckpt_tools.io.address import Address
+from ckpt_tools.io.member_paths import Address
 from ckpt_tools.io.parsers import load_json
 
 CONFIG = "adapter_config.json"
