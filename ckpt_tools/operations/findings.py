@@ -71,7 +71,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 def _of_training(finding: Finding) -> Finding:
     """What is so in a file of a training's state, which whoever wrote it reads again: nothing to be mended."""
-    return replace(finding, severity="info", fix="") if finding.code == "weights-only-refused" else finding
+    return replace(finding, severity="info", fix="") if finding.code in ("weights-only-refused", "not-importable") else finding
 
 
 def _findings(facts: Facts) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _lightning(facts: Facts) -> Iterator[_Advised]:
     keep = f" --keep {shlex.quote(f'{inner[0]}.*')}" if names and len(parts) > 1 else ""
     expected = f"the network in it, {inner[0]!r}, by its own names" if names else "the state dict alone"
     fix = facts.fix(f"--select state_dict{keep}{names}")
-    yield Finding("lightning", "info", [], "a run of Lightning, with the weights in 'state_dict'", expected, fix), ""
+    yield Finding("lightning-run", "info", [], "a run of Lightning, with the weights in 'state_dict'", expected, fix), ""
 
 
 def _wrappers(facts: Facts) -> Iterator[_Advised]:

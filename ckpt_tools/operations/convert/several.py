@@ -40,7 +40,8 @@ def targets(sources: Sequence[str | os.PathLike[str]], folder: Path, asked: Mapp
 def share_of(pairs: Sequence[Pair], part: tuple[int, int], *, skip_done: bool) -> tuple[list[Pair], list[Pair]]:
     """Of inputs and their outputs what job K of N is to do, and what of that is done: OUT is there, and is not older."""
     number, count = part
-    own = [pair for index, pair in enumerate(sorted(pairs, key=lambda pair: str(pair[1]))) if index % count == number - 1]
+    mine = set(sorted(str(target) for _, target in pairs)[number - 1 :: count])
+    own = [pair for pair in pairs if str(pair[1]) in mine]
     done = [pair for pair in own if skip_done and _is_done(*pair)]
     return [pair for pair in own if pair not in done], done
 
