@@ -60,16 +60,16 @@ _Advised: TypeAlias = tuple[Finding, str]
 def findings(facts: Facts) -> Iterator[Finding]:
     """What is worth knowing, dangers first; of a part before all that it is one."""
     path = facts.checkpoint.path
-    of_training = is_state_of_step(path)
+    is_state = is_state_of_step(path)
     found: Iterator[Finding] = chain(facts.safety.findings(str(path)), _findings(facts))
     if facts.part is not None:
-        severity = "info" if of_training else "warning"
+        severity = "info" if is_state else "warning"
         yield Finding("partition", severity, [], facts.part.found, "whole tensors under their names", facts.part.fix)
         found = (finding for finding in without_advice(found) if finding.code != "together")
-    yield from (_of_training(finding) for finding in found) if of_training else found
+    yield from (of_training(finding) for finding in found) if is_state else found
 
 
-def _of_training(finding: Finding) -> Finding:
+def of_training(finding: Finding) -> Finding:
     """What is so in a file of a training's state, which whoever wrote it reads again: nothing to be mended."""
     return replace(finding, severity="info", fix="") if finding.code in ("weights-only-refused", "not-importable") else finding
 

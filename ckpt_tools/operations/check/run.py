@@ -38,6 +38,7 @@ from ckpt_tools.operations.check import digests, loading, values
 from ckpt_tools.operations.check.passes import Advance
 from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file, read_checkpoint, storages_of
 from ckpt_tools.operations.check.report import Checked, Verdict
+from ckpt_tools.operations.findings import of_training
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.operations.safety import Safety, of_checkpoint, of_unreadable
@@ -45,6 +46,7 @@ from ckpt_tools.parts.families import partition
 from ckpt_tools.parts.names import INDEX_SUFFIX
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.parts.partition import without_advice
+from ckpt_tools.parts.training import is_state_of_step
 from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
@@ -391,6 +393,8 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, 
 
 def _loading(checkpoint: Checkpoint, safety: Safety, wanted: Wanted) -> Iterator[Finding]:
     loads = list(loading.findings(checkpoint, wanted.device))
+    if is_state_of_step(checkpoint.path):
+        loads = list(map(of_training, loads))
     if partition(checkpoint) is not None:
         loads = list(without_advice(loads))
     for finding in find_findings(checkpoint, safety):
