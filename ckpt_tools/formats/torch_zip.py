@@ -211,7 +211,7 @@ def _odd_records(small: _Small) -> Iterator[Warned]:
 
 
 def _unreadable(source: Source, small: _Small, id_record: Record | None) -> Iterator[str]:
-    """Small records for which torch refuses the file: no number, or too large a one, or a serialization id that is no text."""
+    """Small records for which torch refuses the file: no number, or too large a one, or a serialization id that is not text."""
     version, alignment = small["version"], small[".storage_alignment"]
     number = re.match(r"\d{1,9}", version or "")
     if number is None or not 1 <= int(number[0]) <= _NEWEST:

@@ -46,7 +46,7 @@ def create(path: Path, *, folder: bool = False) -> int:
 
 
 def discard(path: Path, *fds: int) -> None:
-    """Remove a temporary that has not got its name, and close it after that; -1 is no descriptor."""
+    """Remove a temporary that has not got its name, and close it after that; -1 is not one."""
     with contextlib.suppress(OSError):
         path.unlink()
     for fd in fds:

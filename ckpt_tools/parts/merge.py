@@ -44,7 +44,7 @@ class Piece:
 class Merger:
     """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
 
-    With `partial` what is not whole is noted in `lost`, with why, and is no error.
+    With `partial` what is not whole is noted in `lost`, with why, and is not an error.
     """
 
     def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
