@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice, pairwise
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, exhausted
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
 from ckpt_tools.formats import program_harm as harm
 from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
@@ -40,7 +40,6 @@ from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
-from ckpt_tools.pickling.machine import EXTENSION
 from ckpt_tools.pickling.raw_between import LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
@@ -149,7 +148,7 @@ class _Walk:
         for at, data in texts.bytes_in(source):
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
-            elif (_BEGINS.match(data) or _may_name(data)) and _is_meant(data) and not self.has_enough():
+            elif _is_meant(data) and not self.has_enough():
                 self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
             if self.is_full:
                 return
@@ -221,7 +220,7 @@ class _Walk:
         """Bytes that a pickle loads, or may load."""
         for data in pickle.nested:
             held = _InMemory(data, source)
-            if has_end(held) or _may_hold(data):
+            if has_end(held) or _is_meant(data):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: LegacyStorages | None) -> None:
@@ -420,26 +419,17 @@ def _may_name(data: bytes) -> bool:
     return b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0
 
 
-def _may_hold(data: bytes) -> bool:
-    """Whether bytes that a pickle holds are worth a look: an archive, an array of objects, a pickle that names something."""
-    head = data[:_HEAD]
-    if head.startswith(NUMPY):
-        return _array_bytes(head) is None
-    if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
-        return True
-    if not _may_name(data):
-        return False
-    read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
-    named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
-    return named or any(type(pickle.error) is not PickleError for pickle in read)
-
-
 def _is_meant(data: bytes) -> bool:
-    """Whether bytes that a text may stand for are a pickle, which names what can be a module or goes through, or hold some."""
-    if is_zip(data) or data.startswith(NUMPY) or _inflates(data):
+    """Whether bytes that a pickle or a text holds are a pickle, or may hold some."""
+    if not (_BEGINS.match(data) or _may_name(data) or is_tar(data[:_HEAD])):  # as any random bytes do not
+        return False
+    if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith(NUMPY) or _inflates(data):
         return True
-    pickle = next(list_pickles(BytesPart(data)), None)
-    return pickle is not None and _is_pickle(pickle, data)
+    for pickle in list_pickles(BytesPart(data)):
+        head, is_named = data[pickle.start : pickle.start + 2], any(name.name[:1] != "<" for name in pickle.names)
+        if _is_pickle(pickle, head) and (is_named or pickle.two_ways or not pickle.calls):
+            return True
+    return False
 
 
 def _inflates(data: bytes) -> bool:
