@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.compressed import KINDS
+from ckpt_tools.formats.zip_directory import has_end
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_KINDS = (
-    *((kind.magic, kind.called, f"Unpack it first: {kind.shell} FILE.") for kind in KINDS),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
-    (b"Rar!", "a RAR archive", "Unpack it first."),
-    (b"\x89PNG", "a PNG picture", ""),
-    (b"\xff\xd8\xff", "a JPEG picture", ""),
-    (b"%PDF", "a PDF document", ""),
-    (b"\x7fELF", "a program", ""),
+_ASK = "Ask for the PyTorch weights that it was made of."
+_KINDS = (  # where the magic bytes are, what they are, what the file is
+    *((0, kind.magic, kind.called, f"Unpack it first: {kind.shell} FILE.") for kind in KINDS),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
+    (0, b"Rar!", "a RAR archive", "Unpack it first."),
+    (0, b"\x89PNG", "a PNG picture", ""),
+    (0, b"\xff\xd8\xff", "a JPEG picture", ""),
+    (0, b"%PDF", "a PDF document", ""),
+    (0, b"\x7fELF", "a program", ""),
+    (4, b"TFL3", "a TensorFlow Lite model", _ASK),  # behind a flatbuffer's first offset
+    (4, b"ET12", "an ExecuTorch program", _ASK),
 )  # fmt: skip
-_AT_FOUR = {b"TFL3": "a TensorFlow Lite model", b"ET12": "an ExecuTorch program"}  # behind a flatbuffer's first offset
 _READS = "ckpt reads what torch.save writes and wrote, safetensors, GGUF, ONNX, Flax's msgpack, pickles, NumPy's .npz and .npy."
 
 
@@ -34,23 +38,31 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
         why = f".{path.name}.ckpt-journal, beside it, has the bytes that were there."
         fix = f"pip install 'ckpt-tools<0.2', and put them back: ckpt repair {shlex.quote(str(path))}"
         return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
-    for magic, kind, fix in _KINDS:
-        if head.startswith(magic):
+    for at, magic, kind, fix in _KINDS:
+        if head.startswith(magic, at):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)
-    kind = _AT_FOUR.get(head[4:8], "")
-    if kind:
-        return NotACheckpointError(
-            f"{path} is {kind}, not a checkpoint.", fix="Ask for the PyTorch weights that it was made of."
-        )
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
-        return _lfs_pointer(source, head)
+        size = re.search(rb"^size (\d+)", head, re.MULTILINE)
+        real = f" The real file has {size.group(1).decode()} bytes." if size else ""
+        what, why = f"{path} is a git-LFS pointer, not the file itself.", f"git cloned the pointer only.{real}"
+        return NotACheckpointError(what, why=why, fix="Run: git lfs pull")
     if not any(head) and not any(any(source.read(at, min(1 << 20, source.size - at))) for at in range(0, source.size, 1 << 20)):
         return NotACheckpointError(
             f"{path} holds {source.size} zero bytes: it was never written.",
             why="A disk that was full, or a copy that was interrupted, leaves such files.",
             fix="Get the file again.",
         )
-    return _text_mode(source, head) or _zip_behind(source) or _text(source, head)
+    if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32]:
+        return NotACheckpointError(
+            f"{path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
+            fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(path))}",
+        )  # fmt: skip
+    if has_end(source):
+        return NotACheckpointError(
+            f"{path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only.",
+            fix=f"Write it without them: {mending('repair', str(path))}",
+        )  # fmt: skip
+    return _text(path, head)
 
 
 def unknown(source: Source, head: bytes) -> CkptError:
@@ -58,47 +70,17 @@ def unknown(source: Source, head: bytes) -> CkptError:
     return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")
 
 
-def _zip_behind(source: Source) -> CkptError | None:
-    """A zip that begins later than the file."""
-    tail = min(source.size, 1 << 16)
-    if b"PK\x05\x06" not in source.read(source.size - tail, tail):
-        return None
-    return NotACheckpointError(
-        f"{source.path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only.",
-        fix=f"Write it without them: {mending('repair', str(source.path))}",
-    )  # fmt: skip
-
-
-def _lfs_pointer(source: Source, head: bytes) -> CkptError:
-    size = re.search(rb"^size (\d+)", head, re.MULTILINE)
-    real = f" The real file has {size.group(1).decode()} bytes." if size else ""
-    return NotACheckpointError(
-        f"{source.path} is a git-LFS pointer, not the file itself.",
-        why=f"git cloned the pointer only.{real}",
-        fix="Run: git lfs pull",
-    )
-
-
-def _text_mode(source: Source, head: bytes) -> CkptError | None:
-    if LEGACY_MAGIC.replace(b"\n", b"\r\n") not in head[:32]:
-        return None
-    return NotACheckpointError(
-        f"{source.path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
-        fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
-    )  # fmt: skip
-
-
-def _text(source: Source, head: bytes) -> CkptError | None:
+def _text(path: Path, head: bytes) -> CkptError | None:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     first = start.splitlines()[0][:80].decode("utf-8", "replace") if start else ""
     if re.match(rb"<(!doctype html|html|head|body)", start, re.IGNORECASE):
         title = re.search(rb"<title[^>]*>(.*?)</title", head, re.IGNORECASE | re.DOTALL)
         named = f" Its title is {title.group(1).strip().decode('utf-8', 'replace')[:80]!r}." if title else ""
         return NotACheckpointError(
-            f"{source.path} is a web page, not a checkpoint.", why=f"The server sent a page in place of the file.{named}",
+            f"{path} is a web page, not a checkpoint.", why=f"The server sent a page in place of the file.{named}",
             fix="Download the file itself.",
         )  # fmt: skip
     if start[:1] in (b"{", b"[", b"<") and b"\0" not in start[:8]:
         kind = "XML" if start[:1] == b"<" else "JSON"
-        return NotACheckpointError(f"{source.path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
+        return NotACheckpointError(f"{path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
     return None

@@ -6,8 +6,6 @@ only the `.metadata` beside it says which tensor is which; alone it is shown as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
@@ -18,7 +16,7 @@ from ckpt_tools.formats.zip_inner import is_npz, is_torchscript, refuse_two_read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.text import some
-from ckpt_tools.tree.nodes import List, as_dict
+from ckpt_tools.tree.nodes import Global, List, as_dict
 
 _COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
 
@@ -83,48 +81,42 @@ _ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, w
 
 def split(source: Source) -> list[tuple[int, int]]:
     """Start and size of each archive, when the file is several of torch's one after another and nothing else; else none."""
-    found = list(_backwards(source))
-    return found[::-1] if len(found) > 1 and found[-1][0] == 0 else []
-
-
-def _backwards(source: Source) -> Iterator[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
     end = source.size
-    for _ in range(limits.RECORDS.value):
-        if end < _ENDS:
-            return
+    while end >= _ENDS:
+        limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         ends = source.read(end - _ENDS, _ENDS)
         signature, *_, size, start = END64.unpack_from(ends)
         begin = end - _ENDS - start - size
         if signature != b"PK\x06\x06" or ends[-END.size :][:4] != b"PK\x05\x06" or begin < 0:
-            return
-        yield begin, end - begin
+            break
+        found.append((begin, end - begin))
         end = begin
-    raise limits.RECORDS.error(f"{source.path} holds more archives than any checkpoint.")
+    return found[::-1] if len(found) > 1 and end == 0 else []
 
 
 def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Decoded:
     """What the archives hold, as a list."""
-    first = _torch_reads_the_first(source, spans[0][1])
-    parts, keys = [], Keys()
+    first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, spans[0][1]) else ""
+    decoded, keys = Decoded("dcp-part", List(), source, has_checksums=True), Keys()
+    roots, byteorders = [], set()
+    names, uses = dict[Global, None](), dict[str, None]()
     for start, size in spans:
         limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
         part = decode(Window(source, start, size))
-        part.root = keys.renew(part.root)
-        parts.append(part)
-    if len({part.byteorder for part in parts}) > 1:
+        roots.append(keys.renew(part.root))
+        byteorders.add(part.byteorder)
+        names |= dict.fromkeys(part.globals)
+        uses |= dict.fromkeys(part.unusual)
+        decoded.storage_bytes += part.storage_bytes
+        decoded.has_checksums &= part.has_checksums
+    if len(byteorders) > 1:
         raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
-    warned = Warned(
-        "several-archives",
-        f"{len(parts)} archives one after another: one rank's part of a distributed checkpoint, without names"
-        + ("; torch.load gives the first of them alone" if first else ""),
-        "the folder that it is from, with its .metadata",
-    )
-    return Decoded(
-        "dcp-part", List([part.root for part in parts]), source,
-        list(dict.fromkeys(name for part in parts for name in part.globals)),
-        list(dict.fromkeys(use for part in parts for use in part.unusual)), {}, [warned],
-        sum(part.storage_bytes for part in parts), parts[0].byteorder, all(part.has_checksums for part in parts),
-    )  # fmt: skip
+    found = f"{len(spans)} archives one after another: one rank's part of a distributed checkpoint, without names{first}"
+    decoded.root, decoded.byteorder = List(roots), byteorders.pop()
+    decoded.globals, decoded.unusual = [*names], [*uses]
+    decoded.warnings = [Warned("several-archives", found, "the folder that it is from, with its .metadata")]
+    return decoded
 
 
 def _torch_reads_the_first(source: Source, first: int) -> bool:
