@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckpt_tools.io.attributes import Inputs
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
-
-
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
 _SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that are not read
 _RESERVE_FROM = 4 << 20  # bytes
@@ -73,11 +71,6 @@ class Source:
         """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
         return self._fd
 
-    @property
-    def identity(self) -> object:
-        """What `identity_of` gave when the file was opened."""
-        return self._identity
-
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
         data = self._pread(length, offset)
@@ -90,17 +83,15 @@ class Source:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
+        if not hasattr(os, "preadv") or self.fd < 0:
+            buffer[:] = self.read(offset, len(buffer))
+            return
         while len(buffer):
-            if hasattr(os, "preadv"):
-                fd = self.fd  # opens a file that was closed meanwhile; that it is gone is an OSError too
-                try:
-                    count = os.preadv(fd, [buffer], offset)
-                except OSError as error:
-                    raise self._unreadable(error) from None
-            else:
-                data = self._pread(len(buffer), offset)
-                count = len(data)
-                buffer[:count] = data
+            fd = self.fd  # opens a file that was closed meanwhile; that it is gone is an OSError too
+            try:
+                count = os.preadv(fd, [buffer], offset)
+            except OSError as error:
+                raise self._unreadable(error) from None
             if not count:
                 raise self.changed()
             buffer, offset = buffer[count:], offset + count
@@ -159,32 +150,27 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-_SPECIAL = "not a regular file (a pipe, socket or device)"
-
-
 def open_regular(path: Path) -> int:
     """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
+    fd = -1
     try:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as error:
-        if os.path.isdir(path):  # Windows refuses to open a directory
-            raise _not_regular(path, "a directory") from None
-        if os.path.exists(path) and not os.path.isfile(path):  # Linux refuses to open a socket
-            raise _not_regular(path, _SPECIAL) from None
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
-    try:
-        mode = os.fstat(fd).st_mode
-    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+            fd = -1
+        if not os.path.exists(path) or os.path.isfile(path):  # Windows opens no directory, Linux no socket
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
+    what = "a directory" if os.path.isdir(path) else "not a regular file (a pipe, socket or device)"
+    if fd >= 0:
         os.close(fd)
-        raise NotACheckpointError(f"{path} cannot be read.", why=f"{error.strerror}.") from None
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else _SPECIAL)
-    return fd
+    raise NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
@@ -223,10 +209,6 @@ def _near(path: Path) -> str:
         return did_you_mean_file(path.name, sorted(name for name in os.listdir(path.parent) if name != path.name))
     except OSError:
         return ""
-
-
-def _not_regular(path: Path, what: str) -> NotACheckpointError:
-    return NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import LimitError, UsageError
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _PATIENCE = 10.0  # seconds that a process has to end, once it was asked to
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_at_work = False  # of a worker: whether it has begun what it may have to undo
-_leaving = False  # whether it was told to end
 
 
 def in_processes(
@@ -72,12 +70,10 @@ def _end_all(children: list[BaseProcess]) -> None:
 
     for child in children:
         child.terminate()
-    stop, left = time.monotonic() + _PATIENCE, {child.sentinel: child for child in children}
-    while left and (ended := wait(list(left), max(0.0, stop - time.monotonic()))):
-        for sentinel in ended:
-            left.pop(cast("int", sentinel))
-    for child in left.values():
-        child.kill()
+    stop = time.monotonic() + _PATIENCE
+    for child in children:
+        if not wait([child.sentinel], max(0.0, stop - time.monotonic())):
+            child.kill()
 
 
 @contextlib.contextmanager
@@ -95,7 +91,7 @@ def _safe_paths() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes that are started in the block take no Ctrl-C before `_begin`: Python would print where it stood."""
+    """Processes that are started in the block never take Ctrl-C: Python would print where it stood. Their parent ends them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -110,31 +106,12 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _begin(raised: list[str]) -> None:
-    """In a worker: Ctrl-C, SIGTERM and the end of its parent end it without a word, and the parent's limits hold."""
+    """In a worker: the end of its parent ends it, Ctrl-C does not, and the parent's limits hold."""
     import threading
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     limits.set_limits(raised)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End this worker: at once, or when what it is writing has been removed."""
-    global _leaving
-    if _leaving:
-        return
-    _leaving = True
-    if not _at_work:
-        _end()
-    raise SystemExit(number)
-
-
-def _end() -> None:
-    """By a signal, so that the parent does not take it for a program that could not begin."""
-    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def _end_with_the_parent() -> None:
@@ -148,13 +125,17 @@ def _end_with_the_parent() -> None:
 
 
 def _all_of(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """In a worker: the results of some items."""
-    global _at_work
+    """In a worker: the results of some items. Told to end, it does so when what it is writing has been removed."""
+    signal.signal(signal.SIGTERM, _leave)
     try:
-        _at_work = True
-        results = [function(item) for item in items]
-        _at_work = False
-    except SystemExit:  # the pool would take it for a result
-        _end()
+        return [function(item) for item in items]
+    except SystemExit:  # the pool would take it for a result, and the parent for a program that could not begin
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
         raise
-    return results
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(number)

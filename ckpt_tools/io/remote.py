@@ -346,10 +346,6 @@ class RemoteSource(Source):
         self._expected = offset + length
         return found
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
-        buffer[:] = self.read(offset, len(buffer))
-
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch many small ranges at once, neighbours together."""
         runs: list[list[int]] = []

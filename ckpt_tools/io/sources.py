@@ -235,10 +235,6 @@ class HandedSource(Source):
     def _end(self) -> int:
         return int(self._file.seek(0, os.SEEK_END))
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
-        buffer[:] = self.read(offset, len(buffer))
-
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when the file has another length than when it was opened."""
         with self._lock:

@@ -17,7 +17,7 @@ from ckpt_tools.errors import ChangedFileError, ChecksumError, CkptError, Conver
 from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
 from tests.support.terminal import wait_for
 
-SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
+SMALL, KERNEL, LARGE = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, from where blocks are shared
 
 
 def save(path: Path, size: int = SMALL, **more: torch.Tensor) -> Path:
@@ -52,7 +52,7 @@ def test_89_names_that_safetensors_cannot_hold(name: str, said: str, tmp_path: P
 # --- 90: out is in, and out exists
 
 
-@pytest.mark.parametrize("size", [SMALL, KERNEL, AHEAD])
+@pytest.mark.parametrize("size", [SMALL, KERNEL, LARGE])
 def test_90_out_is_in(size: int, tmp_path: Path) -> None:
     """A file may be replaced by its own conversion."""
     path = save(tmp_path / "in.pth", size)
@@ -167,8 +167,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
 @pytest.mark.parametrize(
     ("function", "size", "options"),
     [
-        ("write", SMALL, {}), ("write", KERNEL, {"dtype": "fp64"}), ("write", AHEAD, {"strip_module": True}),
-        ("copy_file_range", KERNEL, {}), ("copy_file_range", AHEAD, {}),
+        ("write", SMALL, {}), ("write", KERNEL, {"dtype": "fp64"}), ("write", LARGE, {"strip_module": True}),
+        ("copy_file_range", KERNEL, {}), ("copy_file_range", LARGE, {}),
     ],
 )  # fmt: skip
 def test_92_disk_full(
@@ -271,7 +271,7 @@ SLOW = textwrap.dedent("""
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-@pytest.mark.parametrize(("size", "started"), [(8 << 20, 0), (8 << 20, 1 << 20), (AHEAD, 2 << 20)])
+@pytest.mark.parametrize(("size", "started"), [(8 << 20, 0), (8 << 20, 1 << 20), (LARGE, 2 << 20)])
 def test_94_signals(number: signal.Signals, code: int, size: int, started: int, tmp_path: Path) -> None:
     """Interrupted, terminated or killed: the old file. Only a kill leaves the temporary, which the next run removes."""
     save(tmp_path / "in.pth", size)

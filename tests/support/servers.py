@@ -65,8 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             file.seek(start)
             try:
                 while start < end and (data := file.read(min(1 << 20, end - start))):
-                    self.wfile.write(data)
                     start += len(data)
-                    server.sent += len(data)
+                    server.sent += len(data)  # before whoever gets them may look
+                    self.wfile.write(data)
             except ConnectionError:
                 pass
