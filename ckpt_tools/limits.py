@@ -97,9 +97,12 @@ class Budget:
 
     def take(self, limit: Limit, count: int, what: str) -> None:
         """Count before it is read or made; the error of `what` where it is too much."""
-        taken = self.taken.get(limit.name, 0) + count
-        limit.check(taken, what, self.file_bytes)
-        self.taken[limit.name] = taken
+        limit.check(self.taken.get(limit.name, 0) + count, what, self.file_bytes)
+        self.add(limit, count)
+
+    def add(self, limit: Limit, count: int) -> None:
+        """Count what was read or made."""
+        self.taken[limit.name] = self.taken.get(limit.name, 0) + count
 
     def room(self, limit: Limit) -> int:
         """How much a limit still leaves."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -37,6 +38,29 @@ if TYPE_CHECKING:
     from ckpt_tools.io.ranks import Ranks
 
 
+class _Part(click.ParamType[Any]):
+    """K/N: one of N jobs."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """The two numbers."""
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(value))
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            self.fail(f"{value!r} is not K/N with K from 1 to N: 3/16.", param, ctx)
+        return int(found[1]), int(found[2])
+
+
+PART = _Part()
+
+
+class _Share(NamedTuple):
+    """Which of many inputs are to be converted: those of one job of several, and with `skip_done` none twice."""
+
+    part: tuple[int, int]
+    skip_done: bool
+
+
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
@@ -48,10 +72,14 @@ if TYPE_CHECKING:
     "--to-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
 )  # fmt: skip
+@once(
+    "--part", type=PART, metavar="K/N", help="With --to-dir: of N jobs that are given the same IN, this is number K.",
+)  # fmt: skip
+@click.option("--skip-done", is_flag=True, help="With --to-dir: pass over each IN whose OUT is there already and not older.")
 @report_options
 def convert(
     source: Path, target: str | None, more: tuple[str, ...], output: str | None, in_place: bool, to_dir: Path | None,
-    quiet: bool, json: bool, **options: Any,
+    part: tuple[int, int] | None, skip_done: bool, quiet: bool, json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
@@ -67,6 +95,7 @@ def convert(
     ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
     ckpt convert runs/*.pth --to-dir out --format safetensors
+    ckpt convert runs/*.pth --to-dir out --part 3/16 --skip-done
 
     Whatever their order on the line, the steps are: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
     fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, like or plan,
@@ -93,7 +122,10 @@ def convert(
             raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
         if output is not None:
             raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
-        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, quiet=quiet, json=json))
+        share = _Share(part or (1, 1), skip_done)
+        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, share, quiet=quiet, json=json))
+    if part is not None or skip_done:
+        raise click.UsageError(f"{'--part' if part is not None else '--skip-done'} is for many IN; --to-dir DIR is missing.")
     if more:
         named = ", ".join((str(source), str(target), *map(str, more[:2]), *(["..."] if more[2:] else [])))
         raise click.UsageError(
@@ -143,11 +175,15 @@ def inputs(given: Iterable[str | Path | None]) -> list[Path]:
     return [LOCATION.convert(value, None, None) for value in given if value is not None]
 
 
-def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], *, quiet: bool, json: bool) -> int:
+def convert_many(
+    sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], share: _Share, *, quiet: bool, json: bool
+) -> int:
     """Convert each into the folder, and report; the exit code."""
-    from ckpt_tools.operations.convert.several import convert_several, targets
+    from ckpt_tools.operations.convert.several import convert_several, share_of, targets
 
-    made = targets(sources, folder, asked)
+    every = targets(sources, folder, asked)
+    pairs, done = share_of(list(zip(sources, every, strict=True)), share.part, skip_done=share.skip_done)
+    sources, made = [source for source, _ in pairs], [target for _, target in pairs]
     results: list[Converted | CkptError] = []
     for source, result in zip(sources, convert_several(sources, made, asked), strict=True):
         results.append(result)
@@ -160,7 +196,7 @@ def convert_many(sources: Sequence[Path], folder: Path, asked: Mapping[str, Any]
     if not json and not quiet:
         from ckpt_tools.render.text import show
 
-        show(partial(print_several, sources, made, results))
+        show(partial(print_several, sources, made, results, passed=len(done), every=len(every)))
     return max((result.exit_code for result in results if isinstance(result, CkptError)), default=0)
 
 

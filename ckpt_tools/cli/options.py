@@ -121,7 +121,7 @@ class Location(click.Path):
             return _piped(value, ctx)
         if not is_address(value):
             return super().convert(value, param, ctx)
-        from ckpt_tools.io.address import Address
+        from ckpt_tools.io.member_paths import Address
 
         return Address(os.fspath(value))
 

@@ -240,7 +240,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = Fa
     check_document_name(path, "a plan", ".toml")
     data = "".join(line + "\n" for line in _lines(plan)).encode()
     with replacing(path, overwrite=overwrite) as output:
-        write([Piece(Literal(data))], output, None, None)
+        write([Piece(Literal(data))], output)
 
 
 def _lines(plan: Plan) -> Iterator[str]:

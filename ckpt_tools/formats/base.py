@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,6 +27,15 @@ PROGRAMS = {
 }
 
 
+def program(container: str, holds: str, constants: Sequence[Record]) -> Warned:
+    """What a state dict of a program leaves behind."""
+    code, called = PROGRAMS[container]
+    found = f"{called}: {holds}"
+    if constants:
+        found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
+    return Warned(code, found, "a state dict, which a model's own code loads")
+
+
 # folders of many ranks' files, each with parts of the tensors
 PART_CONTAINERS = ("rank-files", "consolidated", "megatron", "deepspeed")
 CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
@@ -37,25 +47,20 @@ def is_zip(head: bytes) -> bool:
 
 
 TAR_BLOCK = 512
-_SUM = slice(148, 156)  # where a tar header has its checksum
+_CHECKSUM = re.compile(rb"[\x80\xff]|[\s\x1c-\x1f\w+-]*(?:\0|\Z)")  # how that of a header, at byte 148, begins
 
 
 def is_tar(head: bytes) -> bool:
     """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar:"""
     block = head[:TAR_BLOCK]
-    if len(block) < TAR_BLOCK:
+    if len(block) < TAR_BLOCK or not _CHECKSUM.match(block, 148, 156):
         return False
-    field = block[_SUM]
-    if field[0] in (0x80, 0xFF):
-        said = int.from_bytes(field[1:], "big") - (field[0] == 0xFF) * 256**7
-    else:
-        try:
-            said = int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
-        except ValueError:
-            return False
-    others = block[:148] + b" " * 8 + block[156:]
-    unsigned = sum(others)
-    return said in (unsigned, unsigned - 256 * sum(byte > 127 for byte in others))
+    import tarfile  # few files come to here
+
+    try:
+        return tarfile.nti(block[148:156]) in tarfile.calc_chksums(block)  # type: ignore[attr-defined]
+    except tarfile.HeaderError:
+        return False
 
 
 def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:

@@ -12,11 +12,11 @@ the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_packa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Keys, Warned, unique
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Keys, program, unique
 from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
@@ -44,11 +44,11 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     """Read the names and views of the weights; no tensor bytes."""
     records = torch_zip.by_name(directory)
     start = folder + _WEIGHTS
-    program = Decoded(
+    decoded = Decoded(
         "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
         has_checksums=any(record.crc for record in directory.records),
     )  # fmt: skip
-    weights = _Weights(program, records, start)
+    weights = _Weights(decoded, records, start)
     models = [name for name in records if name.startswith(start) and name.endswith(_CONFIG)]
     for name in models:
         if (older := f"{name.removesuffix(_CONFIG)}.pt") in records:
@@ -56,15 +56,11 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
                 f"The archive has {name!r}, and {older!r}, which torch.export.load would take.", why=TWO_FILES
             )
     state_dicts = [(name[len(start) : -len(_CONFIG)], weights.read(name)) for name in models]
-    program.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
-    program.storage_bytes = sum(row.size for name, row in records.items() if name.startswith(start) and name not in models)
+    decoded.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
+    decoded.storage_bytes = sum(row.size for name, row in records.items() if name.startswith(start) and name not in models)
     constants = [row for name, row in records.items() if name.startswith(f"{folder}/data/constants/") and ".json" not in name]
-    code, called = PROGRAMS["torch-export"]
-    found = f"{called}: the graph of {some([name for name, _ in state_dicts])}"
-    if constants:
-        found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
-    program.warnings.append(Warned(code, found, "a state dict, which a model's own code loads"))
-    return program
+    decoded.warnings.append(program("torch-export", f"the graph of {some([name for name, _ in state_dicts])}", constants))
+    return decoded
 
 
 class _Weights:
@@ -93,15 +89,15 @@ class _Weights:
             raise DamagedFileError(
                 f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}."
             )
-        if _truth(row["use_pickle"]):
+        if _exactly(bool, row["use_pickle"]):
             return self._unpickled(name, record)
         meta = row["tensor_meta"]
         dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
         if dtype is None or meta["layout"] != _STRIDED:
             raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
         self._follow("little", name)  # torch.export.load takes the elements as they lie, whatever the record says
-        shape, stride = (tuple(_whole(size["as_int"]) for size in meta[field]) for field in ("sizes", "strides"))
-        parameter, grad = _truth(row["is_param"]), _truth(meta["requires_grad"])
+        shape, stride = (tuple(_exactly(int, size["as_int"]) for size in meta[field]) for field in ("sizes", "strides"))
+        parameter, grad = _exactly(bool, row["is_param"]), _exactly(bool, meta["requires_grad"])
         on_meta = dtype if meta["device"]["type"] == META else None
         if self.on_meta.setdefault(record.name, on_meta) is not on_meta:  # for torch the first row on a record decides
             raise TensorError(f"The bytes of {name!r} are used on the meta device and on another, or there with two types.")
@@ -110,14 +106,16 @@ class _Weights:
             return parameter_of(made, grad) if parameter else made
         storage = self.storages.get(record.name)
         if storage is None:
-            device = meta["device"]["type"] + ("" if meta["device"]["index"] is None else f":{_whole(meta['device']['index'])}")
+            device = meta["device"]["type"] + (
+                "" if meta["device"]["index"] is None else f":{_exactly(int, meta['device']['index'])}"
+            )
             content = torch_zip.record_content(self.program.source, record)
             storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, device, content)
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
             raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
         base_grad = self.grads.setdefault(record.name, grad)  # a buffer has what the model's first row on its record says
         entry = Entry(
-            storage, dtype, shape, stride, _whole(meta["storage_offset"]["as_int"]),
+            storage, dtype, shape, stride, _exactly(int, meta["storage_offset"]["as_int"]),
             grad if parameter else base_grad, "parameter" if parameter else "tensor",
         )  # fmt: skip
         check(entry, repr(name))
@@ -142,13 +140,10 @@ class _Weights:
             raise DamagedFileError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
 
 
-def _truth(value: object) -> bool:
-    if type(value) is not bool:
-        raise TypeError(f"{value!r} is neither true nor false")
+def _exactly(kind: type[_Kind], value: object) -> _Kind:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is {'neither true nor false' if kind is bool else 'not a whole number'}")
     return value
 
 
-def _whole(number: object) -> int:
-    if type(number) is not int:
-        raise TypeError(f"{number!r} is not a whole number")
-    return number
+_Kind = TypeVar("_Kind", bool, int)

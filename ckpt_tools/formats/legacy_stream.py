@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
@@ -93,6 +93,21 @@ class Blobs:
             return BytesPart(data)
         start = self.anchor + place[0]
         return BytesPart(data, self.part.source, start if isinstance(self.part, FilePart) else self.part.at + start)
+
+
+def load_with_blobs(
+    pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", kind: type[Machine] = Machine
+) -> tuple[Machine, Node, Blobs]:
+    """The next pickle, with what its strings of bytes hold."""
+    blobs = Blobs()
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal blobs
+        blobs = Blobs(pickles.part, prefix=prefix)
+        return blobs.watch(kind(data, blobs.makers, persistent, offset), pickles.anchor)
+
+    machine, root = pickles.load(make)
+    return machine, root, blobs
 
 
 def is_stream(head: bytes) -> bool:

@@ -19,18 +19,17 @@ import operator
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TypeGuard
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import Blobs
+from ckpt_tools.formats.legacy_stream import Blobs, load_with_blobs
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
@@ -137,16 +136,13 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if not _is_shape(shape) or type(fortran) is not bool:
+    is_shape = type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
     code, order = _kind(fields["descr"], what)
     return Header(code, order == ">", fortran, shape, start + length)
-
-
-def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
-    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
@@ -158,7 +154,7 @@ def _kind(descr: object, what: str) -> tuple[str, str]:
     return code, found[1]
 
 
-def _literal(text: bytes) -> dict[str, object]:
+def _literal(text: bytes) -> dict[str, Any]:
     """The literal that a header is, read as NumPy reads it; empty when it is none. Python 2 wrote sizes as 3L."""
     if b"\\" in text:
         return {}
@@ -228,14 +224,8 @@ class Arrays:
 
     def _objects(self, header: Header, rest: Part) -> Node:
         """What the pickle of an array of objects holds: the object of an array without dimensions, else a list."""
-        pickles, blobs = Pickles(rest), Blobs(rest)
-
-        def make(data: bytes, offset: int) -> Machine:
-            nonlocal blobs
-            blobs = Blobs(rest, prefix=f"{self.count}.")
-            return blobs.watch(Machine(data, blobs.makers, _refuse, offset), pickles.anchor)
-
-        machine, root = pickles.load(make)
+        pickles = Pickles(rest)
+        machine, root, blobs = load_with_blobs(pickles, _refuse, prefix=f"{self.count}.")
         self.left = pickles.left
         self.count += 1
         self.storage_bytes += blobs.storage_bytes

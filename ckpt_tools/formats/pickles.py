@@ -41,7 +41,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
 from ckpt_tools.pickling.machine import EXTENSION
-from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
+from ckpt_tools.pickling.raw_between import LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
@@ -113,7 +113,9 @@ class _Walk:
         self.found = Pickles()
         self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
 
-    def examine(self, source: Source, where: str, depth: int, between: Between | None = None, *, of_text: bool = False) -> None:
+    def examine(
+        self, source: Source, where: str, depth: int, between: LegacyStorages | None = None, *, of_text: bool = False
+    ) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
         if self.has_enough():
             return
@@ -193,7 +195,7 @@ class _Walk:
             length = _array_bytes(head)
             at = self.stream(source, where, depth, at + _npy_header(head)) if length is None else at + length
 
-    def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
+    def stream(self, source: Source, where: str, depth: int, start: int = 0, between: LegacyStorages | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
         last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
         for pickle in list_pickles(FilePart(source, min(start, last), last), between):
@@ -222,7 +224,7 @@ class _Walk:
             if has_end(held) or _may_hold(data):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
-    def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
+    def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: LegacyStorages | None) -> None:
         """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
         told = {call.text for pickle in self.found.pickles for call in pickle.calls}
         part = FilePart(source, start, source.size)
@@ -365,7 +367,7 @@ def _is_lzma(head: bytes) -> bool:
 
 
 # Raw bytes stand between the pickles of these members of a torch-tar.
-_IN_TAR: dict[str, type[Between]] = {"storages": TarStorages, "tensors": TarTensors}
+_IN_TAR: dict[str, type[LegacyStorages]] = {"storages": TarStorages, "tensors": TarTensors}
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
 _OF_PROGRAMS = (
     "/constants.pkl", "/archive_format", "/archive_version", "/model.json", "/serialized_exported_program.json",

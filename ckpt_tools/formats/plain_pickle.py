@@ -20,7 +20,7 @@ from types import NoneType
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, PickleError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
+from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.zip_inner import decode_inner
@@ -49,17 +49,8 @@ def sniff(head: bytes) -> bool:
 
 def decode(source: Source) -> Decoded:
     """Read the pickle."""
-    part = FilePart(source, 0, source.size)
-    pickles = Pickles(part)
-    blobs, machine = Blobs(part), ArrayMachine(b"", {}, _refuse)
-
-    def make(data: bytes, offset: int) -> Machine:
-        nonlocal blobs, machine
-        blobs = Blobs(part)
-        machine = ArrayMachine(data, blobs.makers, _refuse, offset)
-        return blobs.watch(machine, pickles.anchor)
-
-    _, root = pickles.load(make)
+    pickles = Pickles(FilePart(source, 0, source.size))
+    machine, root, blobs = load_with_blobs(pickles, _refuse, kind=ArrayMachine)
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
@@ -67,9 +58,10 @@ def decode(source: Source) -> Decoded:
         _refuse_computed_magic(pickles)
     arrays = Arrays(source)
     root, inner = _with_archives(modernise(arrays.as_tensors(root, blobs), machine.globals), blobs)
+    has_arrays = isinstance(machine, ArrayMachine) and machine.has_arrays
     names = dict.fromkeys([*machine.globals, *(name for decoded in inner for name in decoded.globals)])
     return Decoded(
-        "pickle", root, source, list(names), [_JOBLIB if machine.has_arrays else _PICKLE, *machine.unusual],
+        "pickle", root, source, list(names), [_JOBLIB if has_arrays else _PICKLE, *machine.unusual],
         warnings=[*validate_tree(root), *trailing(left, "the pickle")],
         storage_bytes=blobs.storage_bytes + arrays.storage_bytes + sum(decoded.storage_bytes for decoded in inner),
     )  # fmt: skip

@@ -39,13 +39,11 @@ def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a safetensors file."""
     if head[8:9] != b"{" or head.startswith(b"GGUF") or (head[:8].isascii() and head[:8].decode().isprintable()):
         return False
-    return not any(head[4:8]) or not _is_msgpack(head)
+    if not any(head[4:8]):
+        return True
+    from ckpt_tools.formats.frameworks import flax  # whose maps may have a brace there
 
-
-def _is_msgpack(head: bytes) -> bool:
-    from ckpt_tools.formats.frameworks import flax
-
-    return flax.sniff(head)
+    return not flax.sniff(head)
 
 
 # --- reading
@@ -298,8 +296,15 @@ def _header(
         raise ConvertError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
     fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     for name, (entry, _) in tensors.items():
-        shape, (begin, end) = ",".join(map(str, _safetensors_shape(entry))), offsets[name]
-        fields.append(f'{_json(name)}:{{"dtype":"{_code(name, entry)}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
+        dtype, (begin, end) = entry.dtype, offsets[name]
+        sizes = [*entry.shape]
+        if dtype.safetensors is None or (dtype.packed > 1 and not sizes):
+            what = f"{name!r} is {dtype.name}, which safetensors has no type for."
+            raise ConvertError(what, fix="Write a .pth, which holds any tensor.")
+        if sizes:
+            sizes[-1] *= dtype.packed
+        shape = ",".join(map(str, sizes))
+        fields.append(f'{_json(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
     try:
         return f"{{{','.join(fields)}}}".encode()
     except UnicodeEncodeError:
@@ -307,21 +312,6 @@ def _header(
 
 
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-
-def _code(name: str, entry: Entry) -> str:
-    if entry.dtype.safetensors is None or (entry.dtype.packed > 1 and not entry.shape):
-        raise ConvertError(
-            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix="Write a .pth, which holds any tensor."
-        )
-    return entry.dtype.safetensors
-
-
-def _safetensors_shape(entry: Entry) -> list[int]:
-    shape = list(entry.shape)
-    if shape and entry.dtype.packed > 1:
-        shape[-1] *= entry.dtype.packed
-    return shape
 
 
 CONTAINER = Container(sniff, decode, in_zips=True)

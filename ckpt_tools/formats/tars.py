@@ -88,15 +88,10 @@ def _check(source: Source, archive: tarfile.TarFile, info: tarfile.TarInfo) -> N
         said_of_all = key in archive.pax_headers
         if not (key in _IDLE or key.startswith(_IDLE_STARTS) or (key in ("path", "size") and not said_of_all)):
             raise OddHeaderError(f"a pax header with {key[:40]!r}")
-    _check_names(source, info)
-
-
-def _check_names(source: Source, info: tarfile.TarInfo) -> None:
-    """Refuse two headers that name one member."""
-    at, named = info.offset, 0
+    at, names = info.offset, 0  # headers in front of the member's own may name it, one of them
     while at + TAR_BLOCK < info.offset_data:
         header = source.read(at, TAR_BLOCK)
-        named += header[156:157] in b"xXL"
+        names += header[156:157] in b"xXL"
         at += TAR_BLOCK + -(-tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size // TAR_BLOCK) * TAR_BLOCK
-    if named > 1:
+    if names > 1:
         raise OddHeaderError("two names for one member")

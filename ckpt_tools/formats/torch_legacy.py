@@ -25,21 +25,11 @@ from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.survey import Survey
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import Dict, List, Node, Object, Storage
+from ckpt_tools.tree.nodes import Dict, List, Node, Object
 from ckpt_tools.tree.visit import reachable
 
-_SYS_INFO = Dict(
-    [
-        ("protocol_version", PROTOCOL_VERSION),
-        ("little_endian", True),
-        ("type_sizes", Dict([("short", 2), ("int", 4), ("long", 4)])),
-    ]
-)
-
-
-def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a torch-legacy stream."""
-    return is_stream(head)
+_SIZES = Dict([("short", 2), ("int", 4), ("long", 4)])
+_SYS_INFO = Dict([("protocol_version", PROTOCOL_VERSION), ("little_endian", True), ("type_sizes", _SIZES)])
 
 
 def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
@@ -49,9 +39,8 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
     warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
     if stream.classes:
         shown = ", ".join(stream.classes[:5]) + (" ..." if len(stream.classes) > 5 else "")
-        warnings.append(
-            Warned("embedded-source", f"the source code of {len(stream.classes)} classes ({shown})", "none; it is not kept")
-        )
+        found = f"the source code of {len(stream.classes)} classes ({shown})"
+        warnings.append(Warned("embedded-source", found, "none; it is not kept"))
     return Decoded(
         "torch-legacy", stream.root, source, list(machine.globals), list(machine.unusual), warnings=warnings,
         storage_bytes=stream.storage_bytes,
@@ -66,19 +55,11 @@ def lay_out(root: Node) -> list[Piece]:
             fix="Write another container.",
         )
     survey = Survey(root)
-    storages = sorted(survey.storages, key=_source_order)
-    return [Piece(Literal(b"".join(_pickles(root, survey, storages)))), *_bodies(storages)]
-
-
-def _pickles(root: Node, survey: Survey, storages: list[Storage]) -> tuple[bytes, bytes, bytes]:
-    """What stands before the storages: the frame, the tree, the keys."""
+    storages = sorted(survey.storages, key=lambda one: one.content.offset if isinstance(one.content, Range) else 0)
     keys = {id(storage): str(index) for index, storage in enumerate(storages)}
     head = b"".join(write_pickle(node) for node in (MAGIC_NUMBER, PROTOCOL_VERSION, _SYS_INFO))
-    return head, write_pickle(root, survey, keys=keys), write_pickle(List(list(keys.values())))
-
-
-def _bodies(storages: list[Storage]) -> list[Piece]:
-    pieces = []
+    head += write_pickle(root, survey, keys=keys) + write_pickle(List(list(keys.values())))
+    pieces = [Piece(Literal(head))]
     for storage in storages:
         typed = storage.dtype if storage.dtype is not None and storage.dtype.storage is not None else UINT8
         pieces.append(Piece(Literal(struct.pack("<q", storage.nbytes // typed.itemsize))))
@@ -86,8 +67,4 @@ def _bodies(storages: list[Storage]) -> list[Piece]:
     return pieces
 
 
-def _source_order(storage: Storage) -> int:
-    return storage.content.offset if isinstance(storage.content, Range) else 0
-
-
-CONTAINER = Container(sniff, decode, in_zips=True)
+CONTAINER = Container(is_stream, decode, in_zips=True)

@@ -39,7 +39,7 @@ def decode(
 ) -> Decoded:  # fmt: skip
     """Read the pickle of a torch-zip; no tensor bytes."""
     records = by_name(directory, member)
-    small = {name: _small_record(source, records, folder, name) for name in _GOOD}
+    small = _small_records(source, records, folder)
     warnings = [*behind(source, directory), *_odd_records(small)]
     has_checksums = any(record.crc for record in directory.records)
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
@@ -191,24 +191,23 @@ _LONGEST_ID = 1 << 10  # bytes; torch writes 40
 _Small = Mapping[str, str | None]
 
 
-def _odd_records(small: _Small) -> list[Warned]:
+def _small_records(source: Source, records: Mapping[str, Record], folder: str) -> _Small:
+    """What records of a few bytes say, or begin with; None where there is none. torch takes `.data/version` first."""
+    small: dict[str, str | None] = dict.fromkeys(_GOOD)
+    for name in (*_GOOD, ".data/version"):
+        if (record := records.get(f"{folder}/{name}")) is not None:
+            text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip()
+            small[name.removeprefix(".data/")] = text if record.size <= _SMALL else f"{text}..."
+    return small
+
+
+def _odd_records(small: _Small) -> Iterator[Warned]:
     """Small records that say something else than torch writes; `version` where it is missing, too."""
-    warnings = []
     for name, good in _GOOD.items():
         text = small[name]
         if text not in good and (text is not None or name == "version"):
             code = f"odd-{name.strip('.').replace('_', '-')}"
-            warnings.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
-    return warnings
-
-
-def _small_record(source: Source, records: Mapping[str, Record], folder: str, name: str) -> str | None:
-    """What a record of a few bytes says, or begins with; None where there is none. torch takes `.data/version` first."""
-    record = (records.get(f"{folder}/.data/version") if name == "version" else None) or records.get(f"{folder}/{name}")
-    if record is None:
-        return None
-    text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip()
-    return text if record.size <= _SMALL else f"{text}..."
+            yield Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}")
 
 
 def _unreadable(source: Source, small: _Small, id_record: Record | None) -> Iterator[str]:

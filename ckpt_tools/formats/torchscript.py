@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
+from ckpt_tools.formats.base import Decoded, Warned, program, unique
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Maker
@@ -74,19 +74,10 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
         raise DamagedFileError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
     decoded.container = "torchscript"
     decoded.warnings = [warned for warned in decoded.warnings if not warned.code.startswith("odd-")]
-    decoded.warnings.append(_program(records, folder))
-    return decoded
-
-
-def _program(records: Mapping[str, Record], folder: str) -> Warned:
-    """What a state dict of the program leaves behind."""
     files = [name for name in records if name.startswith(f"{folder}/code/") and name.endswith(".py")]
     constants = [row for name, row in records.items() if name.startswith(f"{folder}/constants/")]
-    code, name = PROGRAMS["torchscript"]
-    found = f"{name}: {len(files)} code files"
-    if constants:
-        found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
-    return Warned(code, found, "a state dict, which a model's own code loads")
+    decoded.warnings.append(program("torchscript", f"{len(files)} code files", constants))
+    return decoded
 
 
 # --- since 1.2

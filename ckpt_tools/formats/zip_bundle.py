@@ -64,9 +64,8 @@ def decode(source: Source, directory: Directory) -> Decoded:
     for record in directory.records:
         bundle.add(record)
     if len(bundle.byteorders) > 1:
-        raise DamagedFileError(
-            "The members of the archive are of both byte orders.", fix="Unpack it and convert them one by one."
-        )
+        what = "The members of the archive are of both byte orders."
+        raise DamagedFileError(what, fix="Unpack it and convert them one by one.")
     return decoded
 
 
@@ -108,7 +107,8 @@ class _Bundle:
             raise
         except CkptError as error:
             why = error.what.removesuffix(".")
-            self._warn("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}")
+            found = f"the member {record.name!r}, a pickle that is kept as bytes: {why}"
+            self.decoded.warnings.append(Warned("unread-member", found))
             return False
         self._merge(record.name, part)
         return True
@@ -117,13 +117,10 @@ class _Bundle:
         """A member that is not a checkpoint: a value; one that is too large to be one is left out."""
         if record.size > self.budget.room(limits.MEMORY) // 2:
             found = f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
-            self._warn("left-out", found)
+            self.decoded.warnings.append(Warned("left-out", found))
             return
         self.budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
         as_dict(self.decoded.root).items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
-
-    def _warn(self, code: str, found: str) -> None:
-        self.decoded.warnings.append(Warned(code, found))
 
     def _merge(self, name: str, part: Decoded) -> None:
         bundle = self.decoded

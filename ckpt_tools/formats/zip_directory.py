@@ -19,7 +19,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.findings import mending
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
@@ -102,23 +101,18 @@ PROGRAM = re.compile(
     r"/code/|/constants\.pkl$|/archive_format$"  # TorchScript, and exported programs, of torch 2.7 on and before
     r"|/models/[^/]+\.json$|/data/(weights|constants|sample_inputs|aotinductor)/|^serialized_(exported_program|state_dict)"
 )
-_ARRAY = re.compile(r"\.npy$")
+_NOT_MENDED = re.compile(rf"{PROGRAM.pattern}|\.npy$")
+_HEADER = re.compile(rb"PK\x03\x04.{22}(..)..", re.DOTALL)  # with the length of the name behind it
 
 
 def is_mended(source: Source) -> bool:
     """Whether `ckpt repair` may take a damaged zip:"""
-    head = Window(source, 0, min(_SEARCHED, source.size))
-    data = head.read(0, head.size)
+    data = source.read(0, min(_SEARCHED, source.size))
     if SIGNATURE_LOCAL in data and source.size <= _SEARCHED and b"data.pkl" not in data:
         return False
-    for _, at in islice(signatures(head, SIGNATURE_LOCAL), _NAMES):
-        start = at + LOCAL.size
-        if start > head.size:
-            break
-        name = data[start : start + LocalHeader.at(head, at).name_length].decode(errors="replace")
-        if PROGRAM.search(name) or _ARRAY.search(name):
-            return False
-    return True
+    headers = islice(_HEADER.finditer(data), _NAMES)
+    names = (data[found.end() : found.end() + int.from_bytes(found[1], "little")] for found in headers)
+    return not any(_NOT_MENDED.search(name.decode(errors="replace")) for name in names)
 
 
 _MAX_COMMENT = 65535
@@ -196,7 +190,10 @@ def _read_directory(source: Source) -> Directory:
     wide = _read_zip64(source, end)
     if wide is not None:
         directory_end, wide_fields = wide
-        _agree((disk, first_disk, on_disk, count, size, start), wide_fields)
+        for index, (narrow, full) in enumerate(zip((disk, first_disk, on_disk, count, size, start), wide_fields, strict=True)):
+            if narrow not in (full, FULL_16 if index < 4 else FULL_32):
+                why = f"One says {narrow}, the zip64 one {full}: two programs would differ."
+                raise DamagedFileError("The zip's two end records disagree.", why=why)
         disk, first_disk, on_disk, count, size, start = wide_fields
     if disk or first_disk or on_disk != count:
         raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
@@ -263,16 +260,6 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     return at, (disk, first_disk, on_disk, count, size, start)
 
 
-def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
-    for index, (narrow, full) in enumerate(zip(plain, wide, strict=True)):
-        limit = FULL_16 if index < 4 else FULL_32
-        if narrow != full and narrow != limit:
-            raise DamagedFileError(
-                "The zip's two end records disagree.",
-                why=f"One says {narrow}, the zip64 one {full}: two programs would differ.",
-            )
-
-
 def _misplaced(why: str) -> DamagedFileError:
     """The directory is not where the end record says: bytes were put before or removed, or the file was damaged."""
     reason = "Bytes are missing or added before it, or several zips were put one after another (a .distcp shard)."
@@ -297,14 +284,13 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != SIGNATURE_CENTRAL:
-            raise DamagedFileError(
-                f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
-            )
+            what = f"The zip directory is damaged at offset {start + at}."
+            raise DamagedFileError(what, why="There is no entry where one is counted.")
         record, at = _read_entry(data, at, start)
-        if type(record) is Record:
-            records.append(record)
+        if isinstance(record, str):
+            folders.append(record)
         else:
-            folders.append(str(record))
+            records.append(record)
     if at != len(data):
         raise DamagedFileError(f"The zip directory lists more than the {count} records that the end record counts.")
     if source.fd < 0:
@@ -312,7 +298,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
     headers = _Headers(source, start)
     for record in records:
         _check_local(headers, record)
-        record.is_array = record.deflated or headers.is_array(record.data)
+        record.is_array = record.deflated or headers.read(record.data, len(NUMPY)) == NUMPY
     return records, folders
 
 
@@ -334,13 +320,6 @@ class _Headers:
         more = _AT_ONCE if 0 <= offset - last < self.near else _WITH_START
         self.start, self.block = offset, self.source.read(offset, min(max(more, length), self.end - offset))
         return self.block[:length]
-
-    def is_array(self, start: int) -> bool:
-        """Whether the bytes of a .npy start here; they have been read with the header, unless it is a long one."""
-        at = start - self.start
-        if 0 <= at <= len(self.block) - len(NUMPY):
-            return self.block.startswith(NUMPY, at)
-        return start + len(NUMPY) <= self.end and self.source.read(start, len(NUMPY)) == NUMPY
 
 
 _NEAR, _AT_ONCE = 12 << 10, 64 << 10  # reading a block takes as long as reading five headers one by one

@@ -61,10 +61,6 @@ def single_folder(records: Sequence[Record]) -> str | None:
     return root if records and all(record.name.startswith(folder) for record in records) else None
 
 
-def _roots(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(record.name.partition("/")[0] for record in records))
-
-
 def refuse_two_readings(records: Sequence[Record]) -> None:
     """Refuse names in which two of torch's loaders, or torch and another program, would find different files."""
     data = f"{records[0].name.partition('/')[0]}/data/" if records else ""  # storages, which nobody looks up so
@@ -72,7 +68,7 @@ def refuse_two_readings(records: Sequence[Record]) -> None:
     if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
         return
     if single_folder(records) is None:
-        roots = _roots(records)
+        roots = list(dict.fromkeys(record.name.partition("/")[0] for record in records))
         raise DamagedFileError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
     if any(len(record.name.encode()) > _LONGEST for record in records):
         raise DamagedFileError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")

@@ -13,7 +13,6 @@ from ckpt_tools.formats.base import repeated
 from ckpt_tools.formats.zip_directory import (
     ALIGNMENT,
     CENTRAL,
-    DESCRIPTOR,
     DESCRIPTOR_64,
     END,
     END64,
@@ -70,7 +69,7 @@ class ZipLayout:
     def pad(self, count: int) -> None:
         """Leave a gap of zero bytes, which no record claims."""
         if count:
-            self.put(Computed(count, lambda: _zeros(count)))
+            self.put(Computed(count, lambda: (bytes(min(CHUNK, count - at)) for at in range(0, count, CHUNK))))
 
     def copy(self, source: Source, records: Sequence[Record]) -> None:
         """Records of a source that lie one after another, as they are, with their zip headers and descriptors."""
@@ -107,8 +106,8 @@ class ZipLayout:
         else:
             self.enter(line, late=lambda: _line(path, flags, checksum.value, size, header))
         if size:
-            width = DESCRIPTOR_64 if wide else DESCRIPTOR
-            self.put(Late(width, lambda: _descriptor(checksum.value if checksum else crc, size)))
+            form = struct.Struct("<4sI2Q" if wide else "<4sI2I")
+            self.put(Late(form.size, lambda: form.pack(SIGNATURE_DESCRIPTOR, checksum.value if checksum else crc, size, size)))
 
     def finish(self) -> list[Piece]:
         """Add the central directory and the end records."""
@@ -122,15 +121,6 @@ class ZipLayout:
         return self.pieces
 
 
-def _zeros(count: int) -> Iterator[bytes]:
-    for start in range(0, count, CHUNK):
-        yield bytes(min(CHUNK, count - start))
-
-
-def _descriptor(crc: int, size: int) -> bytes:
-    return struct.pack("<4sI2Q" if size >= FULL_32 else "<4sI2I", SIGNATURE_DESCRIPTOR, crc, size, size)
-
-
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
 _SMALL_GAP = 4096
 
@@ -138,7 +128,12 @@ _SMALL_GAP = 4096
 def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True) -> list[Piece]:
     """The pieces of a torch-zip with this tree."""
     survey = Survey(root)
-    storages = _in_source_order(_unique(survey.storages))
+    for storage in survey.storages:
+        if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
+            raise TensorError(f"A storage has the key {storage.key!r}, which cannot name a record.")
+    if (twice := repeated((storage.key, storage) for storage in survey.storages)) is not None:
+        raise TensorError(f"Two storages have the key {twice!r}.")
+    storages = _in_source_order(survey.storages)
     whole = _whole_records(storages, folder) if trust_crc else {}
     head: _Small = [("data.pkl", Literal(write_pickle(root, survey))), ("byteorder", Literal(byteorder.encode()))]
     tail: _Small = [("version", Literal(b"3\n"))]
@@ -181,15 +176,6 @@ def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[
         following, source = (record.following, of) if record is not None and not record.dead else (None, None)
     if storages:
         yield storages[start:]
-
-
-def _unique(storages: list[Storage]) -> list[Storage]:
-    for storage in storages:
-        if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
-            raise TensorError(f"A storage has the key {storage.key!r}, which cannot name a record.")
-    if (twice := repeated((storage.key, storage) for storage in storages)) is not None:
-        raise TensorError(f"Two storages have the key {twice!r}.")
-    return storages
 
 
 def _in_source_order(storages: list[Storage]) -> list[Storage]:

@@ -236,7 +236,7 @@ class Output:
     fd: int
     target: Path
     path: Path | None = None
-    replaces: bool = False
+    shares: Source | None = None  # whose blocks it has at the same places
 
 
 @contextlib.contextmanager
@@ -248,30 +248,38 @@ def replacing(
         with _handing_back(path) as output:
             yield output
         return
-    from ckpt_tools.io import temporaries
+    from ckpt_tools.io import attributes, temporaries
 
     with output_errors(Path(path)):
-        temporaries.remove_orphans(Path(os.path.realpath(path)))
+        place = Path(os.path.realpath(path))
+        temporaries.remove_orphans(place.parent, temporaries.prefix_of(place.name))
     target = output_target(path, overwrite=overwrite)
     before = _identity_of_input(target, inputs)
-    temporary, lock = temporaries.name(target.parent, temporaries.prefix_of(target)), -1
+    temporary = target.parent / temporaries.new_name(temporaries.prefix_of(target.name))
+    fd = lock = -1
     try:
-        with _temporary(temporary, target, inputs) as output:
-            yield output
-            lock = _synced(output, durable=durable)  # until the temporary has its name, no process may take it for an orphan
         with output_errors(target):
+            replaces = target.exists()
+            fd = temporaries.create(temporary)
+            if replaces:
+                attributes.keep(target, fd)
+            else:
+                attributes.narrow(fd, inputs)
+        yield Output(fd, target, temporary)
+        with output_errors(target):
+            if durable or replaces:
+                os.fsync(fd)
+            lock = os.dup(fd)  # until the temporary has its name, no process may take it for an orphan
+            written, fd = fd, -1
+            os.close(written)  # some file systems say only now that a write has failed
             if before is not None and identity_of(os.stat(target)) != before:
                 why = "Another program has put a newer file there, which stays."
                 raise ChangedFileError(f"{target} was replaced while it was read.", why=why, fix="Run this again.")
             _commit(temporary, target, overwrite=overwrite)
-            if durable or output.replaces:
+            if durable or replaces:
                 temporaries.sync_folder(target.parent)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        with contextlib.suppress(OSError):
-            if lock >= 0:
-                os.close(lock)
+        temporaries.discard(temporary, fd, lock)
 
 
 def _identity_of_input(target: Path, inputs: Inputs) -> object:
@@ -320,35 +328,6 @@ def _write_all(path: Handed, left: memoryview) -> None:
         left = left[len(left) if taken is None else taken :]
 
 
-def _synced(output: Output, *, durable: bool) -> int:
-    """Make the bytes durable where they are to be; another descriptor, which keeps the temporary's lock."""
-    with output_errors(output.target):
-        if durable or output.replaces:
-            os.fsync(output.fd)
-        return os.dup(output.fd)
-
-
-@contextlib.contextmanager
-def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output]:
-    """The temporary file of an output, with the attributes that the output is to have; closed at the end."""
-    from ckpt_tools.io import attributes, temporaries
-
-    fd = -1
-    try:
-        with output_errors(target):
-            replaces = target.exists()
-            fd = temporaries.create(temporary)
-            if replaces:
-                attributes.keep(target, fd)
-            else:
-                attributes.narrow(fd, inputs)
-        yield Output(fd, target, temporary, replaces)
-    finally:
-        with output_errors(target):
-            if fd >= 0:
-                os.close(fd)
-
-
 def write_all(fd: int, left: memoryview) -> None:
     """Write all of the bytes, in as many calls as the system takes for them."""
     while len(left):
@@ -377,30 +356,32 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.exists() and not overwrite:
         from ckpt_tools.io import temporaries
 
-        temporaries.remove_orphans(target)  # no other process gets as far as `replacing`
+        temporaries.remove_orphans(
+            target.parent, temporaries.prefix_of(target.name)
+        )  # no other process gets as far as `replacing`
         raise exists_error(target)
-    if not target.parent.is_dir():
-        raise no_folder(path, target.parent)
-    if not os.access(target.parent, os.W_OK):
-        raise read_only(path, target.parent)
+    check_writable(path, target.parent)
     return target
 
 
-def no_folder(path: str | os.PathLike[str], folder: Path) -> OutputError:
-    """The error for an output in a folder that is not there."""
-    what, why = f"{path} cannot be written.", f"There is no folder {folder}."
-    return OutputError(what, why=why, fix="Make the folder first.", errno=errno.ENOENT)
+def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
+    """Raise the error for an output in a folder that is not there, or takes none."""
+    what = f"{path} cannot be written."
+    if not folder.is_dir():
+        raise OutputError(what, why=f"There is no folder {folder}.", fix="Make the folder first.", errno=errno.ENOENT)
+    if not os.access(folder, os.W_OK):
+        raise OutputError(what, why=f"The folder {folder} is read-only.", fix="Name another folder.", errno=errno.EACCES)
 
 
-def read_only(path: str | os.PathLike[str], folder: Path) -> OutputError:
-    """The error for an output in a folder that takes none."""
-    what, why = f"{path} cannot be written.", f"The folder {folder} is read-only."
-    return OutputError(what, why=why, fix="Name another folder.", errno=errno.EACCES)
-
-
-def exists_error(target: Path) -> OutputExistsError:
+def exists_error(target: object) -> OutputExistsError:
     """The error for an output that is already there."""
     return OutputExistsError(f"{target} already exists.", fix="Give `overwrite=True` to replace it.")
+
+
+def not_empty(folder: object) -> OutputExistsError:
+    """The error for an output folder in which there is something."""
+    fix = "Give `overwrite=True` to replace the checkpoint in it; its other files stay."
+    return OutputExistsError(f"{folder} already exists and is not empty.", fix=fix)
 
 
 @contextlib.contextmanager
@@ -434,16 +415,12 @@ def no_space(target: Path, needed: int) -> OutputError:
     return made
 
 
-def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:
-    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes."""
-    free = free_bytes(folder)  # first: what the clone takes from now on is counted twice, and never called missing
-    if free is not None and free + max(written, 0 if fd is None else _allocated(fd)) < size:
+def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None) -> None:
+    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes, in a file that has some."""
+    free = free_bytes(folder)
+    allocated = 0 if fd is None else getattr(os.fstat(fd), "st_blocks", 0) * 512
+    if free is not None and free + allocated < size:
         raise no_space(target, size)
-
-
-def _allocated(fd: int) -> int:
-    """Bytes of disk that a file has, written or reserved; 0 where the system does not tell."""
-    return getattr(os.fstat(fd), "st_blocks", 0) * 512
 
 
 def reserve(fd: int, size: int) -> None:

@@ -10,32 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.errors import OutputError, OutputExistsError, UsageError
+from ckpt_tools.errors import OutputError, UsageError
 from ckpt_tools.io import attributes, temporaries
 from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Output, check_space, no_folder, output_errors, read_only, replacing
+from ckpt_tools.io.output import Output, check_space, check_writable, not_empty, output_errors, replacing
 
-
-class Staging(Protocol):
-    """Where the files of a folder go until all are there. Each process of a job has one for the same folder."""
-
-    @property
-    def target(self) -> Path:
-        """The folder that they will be in."""
-
-    def output(self, name: str) -> AbstractContextManager[Output]:
-        """A new file, which is written in the block."""
-
-    def sizes(self) -> dict[str, int]:
-        """The files written so far, by any process, and their bytes."""
-
-    def check_space(self, size: int) -> None:
-        """Raise OutputError when it is known that there is no room for so many bytes."""
-
-    def check_seen(self, rank: int) -> None:
-        """Raise OutputError when this process does not see what the first one made."""
+if TYPE_CHECKING:
+    from ckpt_tools.io.uploads import RemoteStaging
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +63,14 @@ def _checked_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
-    if not target.parent.is_dir():
-        raise no_folder(path, target.parent)
-    holder = target if target.is_dir() else target.parent
-    if not os.access(holder, os.W_OK):
-        raise read_only(path, holder)
+    check_writable(path, target if target.is_dir() else target.parent)
     if target.is_dir() and not overwrite and any(target.iterdir()):
-        raise OutputExistsError(
-            f"{path} already exists and is not empty.",
-            fix="Give `overwrite=True` to replace the checkpoint in it; its other files stay.",
-        )
+        raise not_empty(path)
     return target
+
+
+# Where the files of a folder go until all are there. Each process of a job has one for the same folder.
+Staging: TypeAlias = "LocalStaging | RemoteStaging"
 
 
 @contextlib.contextmanager
@@ -106,21 +86,24 @@ def replacing_folder(
     """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not."""
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
-    holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target))
-    temporaries.remove_orphan_folders(holder, prefix)
-    temporary, lock = temporaries.name(holder, prefix), -1
+    holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target.name))
+    temporaries.remove_orphans(holder, prefix, folders=True)
+    temporary, lock = holder / temporaries.new_name(prefix), -1
     try:
         with output_errors(target):
-            lock = temporaries.create_folder(temporary)
+            lock = temporaries.create(temporary, folder=True)
         yield LocalStaging(temporary, target, inputs)
         with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
             if durable or existing:
-                _sync_files(temporary, names)
+                for name in names:
+                    temporaries.sync(temporary / name, os.O_RDWR)
             if existing:
                 _move_in(temporary, target, names, last, stale)
             else:
-                _take_place(temporary, target)
+                if target.is_dir():  # one rename; a folder that has been filled meanwhile refuses
+                    target.rmdir()
+                os.rename(temporary, target)
             if durable or existing:
                 temporaries.sync_folder(target)
                 temporaries.sync_folder(target.parent)
@@ -128,22 +111,6 @@ def replacing_folder(
         shutil.rmtree(temporary, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
-
-
-def _sync_files(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        fd = os.open(folder / name, os.O_RDWR)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _take_place(temporary: Path, target: Path) -> None:
-    """One rename; an empty folder that is there is replaced, one that has been filled meanwhile refuses."""
-    if target.is_dir():
-        target.rmdir()
-    os.rename(temporary, target)
 
 
 def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, stale: re.Pattern[str]) -> None:

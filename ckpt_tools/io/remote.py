@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import ipaddress
+import queue
 import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -14,26 +16,72 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar, cast
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
-from ckpt_tools.io.address import SECONDS, Address, ForeignError, T, bounded, unreachable
 from ckpt_tools.io.content import crc32
+from ckpt_tools.io.member_paths import Address
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
+
+SECONDS = 60
+_T = TypeVar("_T")
+
+
+class ForeignError(RemoteError):
+    """An error of a driver, kept."""
+
+    def __init__(self, url: str, error: BaseException) -> None:
+        super().__init__(f"{url} cannot be reached.", why=f"{type(error).__name__}: {error}"[:300])
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: without what the driver raised, which need not be known there."""
+        return RemoteError, (self.what,), {"what": self.what, "why": self.why, "fix": self.fix}
+
+
+def bounded(url: str, call: Callable[[], _T], seconds: float = SECONDS) -> _T:
+    """What a call of a driver gives, its errors as ours, and not waited for longer than a minute, or than is said."""
+    done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            done.put((call(), None))
+        except Exception as error:  # drivers raise what their libraries do
+            done.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        value, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise _unreadable(url, f"No whole answer within {seconds:.0f} seconds.") from None
+    if error is None:
+        return cast("_T", value)
+    if isinstance(error, CkptError):
+        raise error
+    if isinstance(error, FileNotFoundError):
+        raise MissingFileError(f"{url} cannot be reached.", why="There is no such file.") from None
+    raise ForeignError(url, error) from None
+
+
+def _unreadable(url: str, why: str) -> RemoteError:
+    return RemoteError(f"{url} cannot be read.", why=why)
+
 
 # --- an object of an HTTP server, by range requests
 
 
-FIRST = 64 << 10  # bytes of the first request, which also tells the size
+_FIRST = 64 << 10  # bytes of the first request, which also tells the size
 _TRIES = 3
 _SLOWEST = 16 << 10  # bytes a second
 _LONGEST_HEADERS = 256 << 10
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
+_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
+_MISSING = {404, 410}
 
 
-def in_ascii(url: str) -> str:
+def _in_ascii(url: str) -> str:
     """An address as HTTP sends it: an `é` in a path or a host is what a browser makes of it."""
     scheme, rest = url.split("://", 1)
     host, slash, path = rest.partition("/")
@@ -41,18 +89,9 @@ def in_ascii(url: str) -> str:
     return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
 
 
-_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
-_STATUS = {401: RemoteError, 403: RemoteError, 404: MissingFileError, 410: MissingFileError}
-
-
 def _is_number(text: str) -> bool:
     """Whether a header's text is a number of bytes that a file can have."""
     return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def _patience(size: int) -> float:
-    """Seconds until so many bytes should be there, tried again or not."""
-    return 2 * SECONDS + size / _SLOWEST
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -63,7 +102,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         self.check(newurl)
-        return super().redirect_request(req, fp, code, msg, headers, in_ascii(newurl))
+        return super().redirect_request(req, fp, code, msg, headers, _in_ascii(newurl))
 
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
         """The answer is closed also where it leads nowhere."""
@@ -80,24 +119,18 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def check(self, newurl: str) -> None:
         """Refuse a place that is not to be followed to."""
         if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
-            raise unreachable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
+            raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
         if _is_private(newurl) and not _is_private(self.url):
-            raise unreachable(self.url, f"It redirects into a private network: {newurl[:200]}.")
+            raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
 
 
 def _is_private(url: str) -> bool:
     """Whether a host is of this machine or its network; one that cannot be found is reported by whoever connects to it."""
-    host = urllib.parse.urlsplit(in_ascii(url)).hostname or ""
     try:
-        found = addresses(host)
+        found = socket.getaddrinfo(urllib.parse.urlsplit(_in_ascii(url)).hostname or "", None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(not ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
-
-
-def addresses(host: str) -> list[str]:
-    """The numeric addresses of a host."""
-    return [str(row[4][0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
 
 
 class _Lines:
@@ -120,44 +153,17 @@ class _Lines:
 class _Response(HTTPResponse):
     """An answer whose headers are bounded: Python reads a hundred of 64 KiB each, in memory several times as large."""
 
-    def begin(self) -> None:
-        file, self.fp = self.fp, cast("Any", _Lines(self.fp))
-        try:
-            super().begin()
-        finally:
-            if self.fp is not None:  # the answer has a body
-                self.fp = file
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = cast("Any", _Lines(self.fp))
 
 
-class _Bounded(urllib.request.AbstractHTTPHandler):
+class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Connections with such answers."""
 
     def do_open(self, http_class: Any, req: Any, **http_conn_args: Any) -> Any:
-        def connect(*args: Any, **kwargs: Any) -> Any:
-            connection = http_class(*args, **kwargs)
-            connection.response_class = _Response
-            return connection
-
-        return super().do_open(connect, req, **http_conn_args)
-
-
-class _Http(_Bounded, urllib.request.HTTPHandler):
-    """HTTP."""
-
-
-class _Https(_Bounded, urllib.request.HTTPSHandler):
-    """HTTPS."""
-
-
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """HTTP and HTTPS with the proxies of the environment, and nothing else: no ftp, no file."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(), _Http(), _Https(), _Redirects(url),
-        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(),
-    ):  # fmt: skip
-        opener.add_handler(handler)
-    return opener
+        bounded_class: Any = type(http_class.__name__, (http_class,), {"response_class": _Response})
+        return super().do_open(bounded_class, req, **http_conn_args)
 
 
 class HttpObject:
@@ -168,13 +174,13 @@ class HttpObject:
         self.whole: bytes | None = None
         self.size = 0
         self._version: tuple[Any, ...] = ()
-        self.first = self.fetch(0, FIRST)
+        self.first = self.fetch(0, _FIRST)
 
     def fetch(self, start: int, end: int) -> bytes:
         """The bytes from `start` to `end`, by one request; three tries."""
         if self.whole is not None:
             return self.whole[start:end]
-        return bounded(self.url, lambda: self._tried(start, end), _patience(end - start))
+        return bounded(self.url, lambda: self._tried(start, end), 2 * SECONDS + (end - start) / _SLOWEST)
 
     def _tried(self, start: int, end: int) -> bytes:
         for left in reversed(range(_TRIES)):
@@ -188,10 +194,10 @@ class HttpObject:
             except CkptError:
                 raise
             except ValueError as error:  # not an address, a host that has no name
-                raise unreachable(self.url, f"{error}.") from None
+                raise _unreadable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
-                    raise unreachable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
+                    raise _unreadable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
             time.sleep(0.5 * (_TRIES - left))
         raise AssertionError
 
@@ -202,7 +208,7 @@ class HttpObject:
             return
         moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
         if not left or not (error.code >= 500 or error.code == 429 or moved):
-            kind = _STATUS.get(error.code, RemoteError)
+            kind = MissingFileError if error.code in _MISSING else RemoteError
             raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
 
     def _request(self, start: int, end: int) -> bytes:
@@ -211,14 +217,14 @@ class HttpObject:
             "User-Agent": f"ckpt-tools/{__version__}",
             "Accept-Encoding": "identity",
         }
-        request = urllib.request.Request(in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
-        with _opener(self.url).open(request, timeout=SECONDS) as response:
+        request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
+        with urllib.request.build_opener(_Http, _Redirects(self.url)).open(request, timeout=SECONDS) as response:
             if response.status != 206:
                 return self._take_whole(response, start, end)
             self.place = response.geturl()
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
             if not _is_number(size) or not span.startswith(f"{start}-"):
-                raise unreachable(self.url, "The server does not say which range it sent.")
+                raise _unreadable(self.url, "The server does not say which range it sent.")
             self._note(int(size), response.headers)
             data = bytes(response.read(end - start))
             if len(data) != min(end, self.size) - start:
@@ -230,7 +236,7 @@ class HttpObject:
         if not self._version:
             self.size, self._version = size, version
         elif version != self._version:
-            raise unreachable(self.url, "The file on the server changed while it was read.")
+            raise _unreadable(self.url, "The file on the server changed while it was read.")
 
     def _take_whole(self, response: Any, start: int, end: int) -> bytes:
         """A server that ignores ranges sends all of it: fine for a small file."""
@@ -256,40 +262,77 @@ class HttpObject:
         return self._version
 
 
-NEAR, FAR, MOST = FIRST, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
+# --- a file or a folder of any file system that fsspec has a driver for
+
+
+class FsspecObject:
+    """A file or folder of any file system that fsspec has a driver for."""
+
+    first = b""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.name = file_system(url)
+        self.info = bounded(url, lambda: self.fs.info(self.name))
+        self.size = int(self.info.get("size") or 0)
+
+    def names(self) -> list[str]:
+        """The names of the files in the folder."""
+        found = bounded(self.url, lambda: self.fs.ls(self.name, detail=False))
+        return [str(name).rstrip("/").rpartition("/")[2] for name in found]
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`."""
+        return bytes(bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
+
+    def version(self) -> tuple[Any, ...]:
+        """Size and what the file system calls a version."""
+        self.fs.invalidate_cache()
+        info = bounded(self.url, lambda: self.fs.info(self.name))
+        return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise RemoteError("This needs fsspec: pip install fsspec", why=f"It reads {url}.") from None
+    try:
+        fs, name = bounded(url, lambda: url_to_fs(url))
+    except ForeignError as error:
+        if isinstance(error.error, ImportError):
+            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
+        if isinstance(error.error, ValueError):
+            what = f"{url}: {url.partition('://')[0]}:// is not a scheme that fsspec knows."
+            raise RemoteError(what, why=f"{error.error}."[:300]) from None
+        raise
+    return fs, str(name)
+
+
+# --- either as a source
+
+
+_NEAR, _FAR, MOST = _FIRST, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
 _KEPT = 16  # blocks
 _GAP = 4 << 10  # ranges nearer than this are fetched in one
 _AT_ONCE = 16
 _READ_AGAIN = 4
 
 
-class Remote(Protocol):
-    """Something remote that is read by ranges."""
-
-    size: int
-
-    def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`."""
-
-    def version(self) -> tuple[Any, ...]:
-        """Its size, and what changes when the object does, or None where nothing tells."""
-
-
 class RemoteSource(Source):
     """A remote object as a source: ranges are fetched when they are read, ahead where the reading goes on in order."""
 
-    def __init__(self, url: str, remote: Remote | None = None) -> None:
+    def __init__(self, url: str, remote: HttpObject | FsspecObject | None = None) -> None:
         self.path = cast("Path", Address(url))
-        self._remote = remote if remote is not None else _open_remote(url)
+        self._remote = remote or (HttpObject(url) if _is_http(url) else FsspecObject(url))
         self.size = self._remote.size
         self._fd, self._identity = -1, self._remote.version()
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
-        self._ready: dict[int, bytes] = {}
+        self._sums: dict[tuple[int, int], int] | None = None if any(self._identity[1:]) else {}
+        self._blocks = OrderedDict({0: self._checked(0, self._remote.first)} if self._remote.first else {})
+        self._ready: dict[int, bytes] = {}  # what was fetched before it is read
         self._starts: list[int] = []
-        self._seen: dict[tuple[int, int], int] | None = None if any(self._identity[1:]) else {}
-        if isinstance(self._remote, HttpObject):
-            self._blocks[0] = self._note(0, self._remote.first)
-        self._expected, self._ahead = 0, NEAR
+        self._expected, self._ahead = 0, _NEAR
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`."""
@@ -299,7 +342,7 @@ class RemoteSource(Source):
             raise self.changed()
         found = self._kept(offset, length)
         if found is None:
-            found = self._fetch(offset, length)
+            found = self._fetched(offset, length)
         self._expected = offset + length
         return found
 
@@ -319,8 +362,7 @@ class RemoteSource(Source):
             else:
                 runs.append([start, end])
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = pool.map(lambda run: self._note(run[0], self._remote.fetch(run[0], run[1])), runs)
-            self._ready.update(zip((start for start, _ in runs), found, strict=True))
+            self._ready.update(zip((run[0] for run in runs), pool.map(lambda run: self._get(*run), runs), strict=True))
         self._starts = sorted(self._ready)
 
     def check_unchanged(self) -> None:
@@ -328,34 +370,32 @@ class RemoteSource(Source):
         if self._remote.version() != self._identity:
             raise self.changed()
         with ThreadPoolExecutor(_READ_AGAIN) as pool:  # what nothing tells the version of is read twice
-            for _ in pool.map(lambda span: self._note(span[0], self._remote.fetch(*span)), self._seen or ()):
+            for _ in pool.map(lambda span: self._get(*span), self._sums or ()):
                 pass
 
-    def _note(self, start: int, data: bytes) -> bytes:
+    def _get(self, start: int, end: int) -> bytes:
+        return self._checked(start, self._remote.fetch(start, end))
+
+    def _checked(self, start: int, data: bytes) -> bytes:
         """Where nothing tells one version from another, the checksum of what was read does."""
-        if self._seen is not None and self._seen.setdefault((start, start + len(data)), found := crc32(data)) != found:
+        if self._sums is not None and self._sums.setdefault((start, start + len(data)), found := crc32(data)) != found:
             raise self.changed()
         return data
 
     def _kept(self, offset: int, length: int) -> bytes | None:
-        for start, data in self._blocks.items():
-            if start <= offset and offset + length <= start + len(data):
-                return data[offset - start : offset - start + length]
         at = bisect.bisect_right(self._starts, offset) - 1
-        if at >= 0:
-            start = self._starts[at]
-            data = self._ready[start]
-            if offset + length <= start + len(data):
+        ready = [(self._starts[at], self._ready[self._starts[at]])] if at >= 0 else []
+        for start, data in (*self._blocks.items(), *ready):
+            if start <= offset and offset + length <= start + len(data):
                 return data[offset - start : offset - start + length]
         return None
 
-    def _fetch(self, offset: int, length: int) -> bytes:
-        ends = offset < NEAR or self.size - offset <= 2 * NEAR
+    def _fetched(self, offset: int, length: int) -> bytes:
         if offset == self._expected and offset:
             self._ahead = min(2 * self._ahead, MOST)
         else:
-            self._ahead = NEAR if ends else FAR
-        data = self._note(offset, self._remote.fetch(offset, min(self.size, offset + max(length, self._ahead))))
+            self._ahead = _NEAR if offset < _NEAR or self.size - offset <= 2 * _NEAR else _FAR
+        data = self._get(offset, min(self.size, offset + max(length, self._ahead)))
         if len(data) < length:
             raise self.changed()
         self._blocks[offset] = data
@@ -364,20 +404,20 @@ class RemoteSource(Source):
         return data[:length]
 
 
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
 def open_remote(url: str) -> Source:
     """A remote file as a source, or a remote folder as the files of one."""
-    if url.startswith(("http://", "https://")):
+    if _is_http(url):
         return RemoteSource(url)
     remote = FsspecObject(url)
-    if not remote.is_folder():
+    if remote.info.get("type") != "directory":
         return RemoteSource(url, remote)
     folder = url.rstrip("/")
-    return Files(
-        cast("Path", Address(folder)),
-        cast("Path", Address(folder)),
-        lambda name: RemoteSource(f"{folder}/{name}"),
-        remote.names,
-    )
+    place = cast("Path", Address(folder))
+    return Files(place, place, lambda name: RemoteSource(f"{folder}/{name}"), remote.names)
 
 
 def files_beside(source: RemoteSource) -> Files:
@@ -386,60 +426,6 @@ def files_beside(source: RemoteSource) -> Files:
 
     def names() -> list[str]:
         folder = address.beside("")
-        return [] if folder.startswith(("http://", "https://")) else FsspecObject(folder).names()  # HTTP has no listing
+        return [] if _is_http(folder) else FsspecObject(folder).names()  # HTTP has no listing
 
     return Files(source.path, source.path, lambda name: RemoteSource(address.beside(name)), names)
-
-
-def _open_remote(url: str) -> Remote:
-    return HttpObject(url) if url.startswith(("http://", "https://")) else FsspecObject(url)
-
-
-class FsspecObject:
-    """A file or folder of any file system that fsspec has a driver for."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.fs, self.name = file_system(url)
-        self.info = self._ask(lambda: self.fs.info(self.name))
-        self.size = int(self.info.get("size") or 0)
-
-    def is_folder(self) -> bool:
-        """Whether it is a folder."""
-        return bool(self.info.get("type") == "directory")
-
-    def names(self) -> list[str]:
-        """The names of the files in the folder."""
-        found = self._ask(lambda: self.fs.ls(self.name, detail=False))
-        return [str(name).rstrip("/").rpartition("/")[2] for name in found]
-
-    def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`."""
-        return bytes(self._ask(lambda: self.fs.cat_file(self.name, start=start, end=end)))
-
-    def version(self) -> tuple[Any, ...]:
-        """Size and what the file system calls a version."""
-        self.fs.invalidate_cache()
-        info = self._ask(lambda: self.fs.info(self.name))
-        return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        return bounded(self.url, call)
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, and the path in it."""
-    scheme = url.partition("://")[0]
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise RemoteError("This needs fsspec: pip install fsspec", why=f"It reads {url}.") from None
-    try:
-        fs, name = bounded(url, lambda: url_to_fs(url))
-    except ForeignError as error:
-        if isinstance(error.error, ImportError):
-            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
-        if isinstance(error.error, ValueError):
-            raise RemoteError(f"{url}: {scheme}:// is not a scheme that fsspec knows.", why=f"{error.error}."[:300]) from None
-        raise
-    return fs, str(name)

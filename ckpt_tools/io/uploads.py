@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_tools.errors import CkptError, OutputError, OutputExistsError
+from ckpt_tools.errors import CkptError, OutputError
 from ckpt_tools.io import temporaries
-from ckpt_tools.io.address import SECONDS, Address, ForeignError, bounded
-from ckpt_tools.io.output import Output, exists_error
-from ckpt_tools.io.remote import MOST, file_system
+from ckpt_tools.io.member_paths import Address
+from ckpt_tools.io.output import Output, exists_error, not_empty
+from ckpt_tools.io.remote import MOST, SECONDS, ForeignError, bounded, file_system
 
 # Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
 _WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}
@@ -38,7 +38,7 @@ def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
             yield output
         return
     folder, slash, last = name.rpartition("/")
-    place = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_for(last))}"
+    place = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
     with _streaming(url, fs, place) as output:
         yield output
     try:
@@ -54,7 +54,7 @@ def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
     if bounded(url, lambda: fs.isdir(name)):
         raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
     if not overwrite and bounded(url, lambda: fs.exists(name)):
-        raise exists_error(cast("Path", Address(url)))
+        raise exists_error(url)
     return fs, name
 
 
@@ -73,64 +73,48 @@ def _whole_on_commit(url: str) -> bool:
 @contextlib.contextmanager
 def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
     """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails."""
-    upload = _Upload(url, fs, place)
+    direct = _whole_on_commit(url)
+    file = bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
     reader, writer = os.pipe()
-    thread = threading.Thread(target=upload.take, args=(reader,), daemon=True)
+    failures: list[Exception] = []
+    thread = threading.Thread(target=_hand_on, args=(reader, file, direct, failures), daemon=True)
     thread.start()
-    open_end = True
     try:
-        yield Output(writer, cast("Path", Address(url)))
-        os.close(writer)
-        open_end = False
-        thread.join()
-        upload.commit()
-    except BaseException:
-        if open_end:
+        try:
+            yield Output(writer, cast("Path", Address(url)))
+        finally:
             os.close(writer)
+        thread.join()
+        if failures:
+            raise failures[0]
+        if direct:
+            file.close()
+            file.commit()
+    except BaseException:
         thread.join(SECONDS)
-        upload.discard()
-        if upload.failure is not None:
-            raise ForeignError(url, upload.failure) from None
+        with contextlib.suppress(Exception):
+            if direct:
+                file.discard()
+                file.closed = True  # or else, with some drivers, what is there is uploaded when the file is let go
+            else:
+                file.close()
+        if not direct:
+            _remove(fs, place)
+        if failures:
+            raise ForeignError(url, failures[0]) from None
         raise
 
 
-class _Upload:
-    """One file on its way to a file system."""
-
-    def __init__(self, url: str, fs: Any, place: str) -> None:
-        self.url, self.fs, self.place, self.direct = url, fs, place, _whole_on_commit(url)
-        self.failure: Exception | None = None
-        self.file = bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if self.direct else {})))
-
-    def take(self, reader: int) -> None:
-        """Hand on what comes through the pipe; a failure closes it, so that the writer stops."""
-        try:
-            with os.fdopen(reader, "rb", buffering=0) as stream:
-                while data := stream.read(MOST):
-                    self.file.write(data)
-                if not self.direct:
-                    self.file.close()
-        except Exception as error:  # drivers raise what their libraries do
-            self.failure = error
-
-    def commit(self) -> None:
-        """The last of the bytes, where they are not there yet."""
-        if self.failure is not None:
-            raise self.failure
-        if self.direct:
-            self.file.close()
-            self.file.commit()
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(Exception):
-            if self.direct:
-                self.file.discard()
-                self.file.closed = True  # or else, with some drivers, what is there is uploaded when the file is let go
-            else:
-                self.file.close()
-        if not self.direct:
-            _remove(self.fs, self.place)
+def _hand_on(reader: int, file: Any, direct: bool, failures: list[Exception]) -> None:
+    """What comes through a pipe to a driver's file; a failure closes the pipe, so that the writer stops."""
+    try:
+        with os.fdopen(reader, "rb", buffering=0) as stream:
+            while data := stream.read(MOST):
+                file.write(data)
+            if not direct:
+                file.close()
+    except Exception as error:  # drivers raise what their libraries do
+        failures.append(error)
 
 
 def _remove(fs: Any, name: str) -> None:
@@ -183,7 +167,7 @@ def uploading_folder(url: str, *, last: str, stale: re.Pattern[str], overwrite: 
     before = check_folder(url, overwrite=overwrite)
     fs, folder = file_system(url)
     inner = temporaries.new_name(".") if before else ""
-    staging = RemoteStaging(cast("Path", Address(url)), inner, last, temporaries.new_name(temporaries.prefix_for(last)))
+    staging = RemoteStaging(cast("Path", Address(url)), inner, last, temporaries.new_name(temporaries.prefix_of(last)))
     made = _make(url, fs, f"{folder}/{inner}" if inner else folder)
     committed = False
     try:
@@ -205,10 +189,7 @@ def check_folder(url: str, *, overwrite: bool) -> list[str]:
         raise OutputError(f"{url} is a file.", why="Several files are written here: OUT must be a folder.")
     names = sorted(_listed(url.rstrip("/")))
     if names and not overwrite:
-        raise OutputExistsError(
-            f"{url} already exists and is not empty.",
-            fix="Give `overwrite=True` to replace the checkpoint in it; its other files stay.",
-        )
+        raise not_empty(url)
     return names
 
 

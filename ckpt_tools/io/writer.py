@@ -10,106 +10,129 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from ckpt_tools.io.cloning import Clone
-from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Joined, Late, Piece, Range, chunks, total
-from ckpt_tools.io.output import Output, Source, no_space, output_error, reserve
+from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
+from ckpt_tools.io.output import Output, Source, no_space, output_error, output_errors, reserve
 
 Progress: TypeAlias = Callable[[int, int], None]
+Step: TypeAlias = Callable[[], None]
 
 # From this size on the kernel copies a range by itself (and shares the blocks where the file system can); below it, a
-# trip through the buffer costs fewer system calls.
-KERNEL_COPY = 1 << 20
-CONGRUENT = 65536
+# trip through the buffer costs fewer system calls. Of a range that moves to another offset modulo 64 KiB, the buffer is faster.
+_KERNEL_COPY = 1 << 20
+_CONGRUENT = 65536
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY}
+_BUFFER = 1 << 20  # bytes: what two cores hand on should stay in their cache
+_BUFFERS = 4
+_FICLONE = 0x40049409  # of linux/fs.h; where it is another number the call fails
+_SHARED_FROM = 32 << 20
 
 
-def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
-    """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 4 MiB."""
-    works = any(piece.checksum is not None or _works(piece.content) for piece in pieces)
-    loop = _Loop(output, total(pieces), progress, clone, works=works)
+def share_blocks(source: Source, output: Output) -> None:
+    """Let an empty output share all blocks of a file, where the file system can (btrfs, xfs): what stays is not written."""
+    if source.fd < 0 or source.size < _SHARED_FROM:
+        return
     try:
-        if clone is None or not clone.done:
-            reserve(output.fd, loop.size)
-        _wait_for(clone, progress, loop.size)
+        from fcntl import ioctl
+
+        ioctl(output.fd, _FICLONE, source.fd)
+    except (ImportError, OSError):
+        return
+    output.shares = source
+
+
+def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None) -> int:
+    """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 1 MiB."""
+    loop = _Loop(output, total(pieces), progress)
+    if output.shares is None:
+        reserve(output.fd, loop.size)
+    try:
         for piece in pieces:
-            loop.add(piece)
-        loop.pipeline.drain()
-    except BaseException as error:
-        loop.pipeline.abandon(error)
-        raise
+            loop.add(piece.content, piece.checksum)
+        loop.drain()
     finally:
-        loop.pipeline.close()
-    if clone is not None:
-        try:
+        loop.close()
+    if output.shares is not None:
+        with output_errors(output.target):
             os.ftruncate(output.fd, loop.position)
-        except OSError as error:
-            raise output_error(output.target, error, loop.size) from None
     return loop.position
 
 
-def _wait_for(clone: Clone | None, progress: Progress | None, size: int) -> None:
-    running = clone is not None
-    while clone is not None and running:
-        if progress is not None:
-            progress(min(clone.done, size), size)
-        running = clone.is_running(0.1)
+class _Buffer:
+    """Room for bytes, `fill` of which are taken, and the steps to do once they are all there."""
+
+    __slots__ = ("data", "fill", "steps")
+
+    def __init__(self, size: int) -> None:
+        self.data = memoryview(bytearray(size))
+        self.fill = 0
+        self.steps: list[Step] = []
+
+    @property
+    def room(self) -> int:
+        return len(self.data) - self.fill
+
+    def take(self, length: int) -> memoryview:
+        """The next bytes, up to `length` of them, for the caller to fill."""
+        part = self.data[self.fill : self.fill + length]
+        self.fill += len(part)
+        return part
 
 
 class _Loop:
-    """The pieces one after another; `position` is where the next byte goes."""
+    """The pieces one after another; `position` is where the next byte goes.
 
-    def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None, *, works: bool) -> None:
-        self.output, self.size, self.progress, self.clone = output, size, progress, clone
-        self.pipeline = Pipeline(self.write, size, works=works)
+    The caller fills a buffer, while one thread sums up the ones before it, and another writes those that are summed up
+    (executors of concurrent.futures took 8 % longer for 300 MB).
+    """
+
+    def __init__(self, output: Output, size: int, progress: Progress | None) -> None:
+        self.output, self.size, self.progress = output, size, progress
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
+        self.buffer = _Buffer(min(_BUFFER, max(size, 1)))
+        self.threads: list[threading.Thread] = []
+        self.free: SimpleQueue[_Buffer] = SimpleQueue()
+        self.filled: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.summed: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.failure: BaseException | None = None
 
-    def add(self, piece: Piece) -> None:
-        content = piece.content
-        if isinstance(content, Range):
-            if piece.checksum is None and self.pass_over(content):
-                return
-            free = piece.checksum is None and not _works(content)
-            if free and content.length >= KERNEL_COPY and self.kernel_copies(content):
-                content = self.copy_in_kernel(content)
-            self.copy(content, piece.checksum)
-        elif isinstance(content, Late):
-            self.late(content, piece.checksum)
-        elif isinstance(content, Joined):
+    def add(self, content: Content | Late, checksum: Checksum | None) -> None:
+        if isinstance(content, Joined):
             for part in content.parts:
-                self.add(Piece(part, piece.checksum))
+                self.add(part, checksum)
+        elif isinstance(content, Late):
+            self.late(content, checksum)
+        elif isinstance(content, Range):
+            self.range(content, checksum)
         else:
             for chunk in chunks(content):
-                self.append(chunk, piece.checksum)
+                self.append(chunk, checksum)
 
-    def kernel_copies(self, content: Range) -> bool:
-        """Whether the kernel can copy a range, and it keeps its offset modulo 64 KiB; else the buffer is faster."""
-        congruent = (content.offset - self.position) % CONGRUENT == 0
-        return self.kernel_copy and congruent and content.source.fd >= 0
+    def range(self, content: Range, checksum: Checksum | None) -> None:
+        source, offset, left = content.source, content.offset, content.length
+        if checksum is None and offset == self.position and self.is_shared(content):
+            self.pass_over(content)
+            return
+        expected = source.expected.pop((offset, left), None)
+        own = None if expected is None else Checksum(left, *expected)
+        if checksum is None and own is None and left >= _KERNEL_COPY and (offset - self.position) % _CONGRUENT == 0:
+            copied = self.copy_in_kernel(content)
+            offset, left = offset + copied, left - copied
+        while left:
+            part = self.part(left, checksum, own)
+            source.read_into(offset, part)
+            offset, left = offset + len(part), left - len(part)
 
-    def pass_over(self, content: Range) -> bool:
-        """Leave a range where the clone has put it, if it is to stand at its own offset."""
-        there = self.clone is not None and content.offset == self.position
-        if not there or not self.clone or not self.clone.holds(content.source, content.offset, content.length):
-            return False
-        self.pipeline.drain()
-        try:
+    def is_shared(self, content: Range) -> bool:
+        shares = self.output.shares
+        return shares is not None and content.source.is_same(shares) and content.offset + content.length <= shares.size
+
+    def pass_over(self, content: Range) -> None:
+        """Leave a range where it is already."""
+        self.drain()
+        with output_errors(self.output.target):
             os.lseek(self.output.fd, content.length, os.SEEK_CUR)
-        except OSError as error:
-            raise output_error(self.output.target, error, self.size) from None
         self.advance(content.length)
-        return True
-
-    def part(self, length: int, *checksums: Checksum | None) -> memoryview:
-        """Room in a buffer for up to `length` bytes, which count into the checksums."""
-        if not self.pipeline.room:
-            self.pipeline.flush()
-        part = self.pipeline.buffer.take(length)
-        for checksum in checksums:
-            if checksum is not None:
-                self.pipeline.buffer.steps.append(partial(checksum.update, part))
-        self.advance(len(part))
-        return part
 
     def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
         left = memoryview(data)
@@ -118,45 +141,45 @@ class _Loop:
             part[:] = left[: len(part)]
             left = left[len(part) :]
 
-    def copy(self, content: Range, checksum: Checksum | None) -> None:
-        """A range through the buffers: many small ones share a write."""
-        offset, left = content.offset, content.length
-        expected = content.source.expected.pop((offset, left), None)
-        own = None if expected is None else Checksum(left, *expected)
-        while left:
-            part = self.part(left, checksum, own)
-            content.source.read_into(offset, part)
-            offset, left = offset + len(part), left - len(part)
-
     def late(self, content: Late, checksum: Checksum | None) -> None:
         """Bytes that are known once all before them have been summed up."""
-        if content.length > self.pipeline.room:
-            self.pipeline.flush()
-        if content.length > self.pipeline.room:
-            self.pipeline.drain()
+        if content.length > self.buffer.room:
+            self.flush()
+        if content.length > self.buffer.room:
+            self.drain()
             self.append(content.make(), checksum)
             return
-        part = self.pipeline.buffer.take(content.length)
-        self.pipeline.buffer.steps.append(partial(_fill, part, content.make))
+        part = self.part(content.length)
+        self.buffer.steps.append(partial(_fill, part, content.make))
         if checksum is not None:
-            self.pipeline.buffer.steps.append(partial(checksum.update, part))
-        self.advance(content.length)
+            self.buffer.steps.append(partial(checksum.update, part))
 
-    def copy_in_kernel(self, content: Range) -> Range:
-        """Copy without the bytes passing through this process; returns what is left when the kernel cannot (go on)."""
-        self.pipeline.drain()
-        offset, left = content.offset, content.length
-        while left:
-            count = self.copy_some(content.source, offset, min(left, 16 * CHUNK))
+    def part(self, length: int, *checksums: Checksum | None) -> memoryview:
+        """Room in the buffer for up to `length` bytes, which count into the checksums."""
+        if not self.buffer.room:
+            self.flush()
+        part = self.buffer.take(length)
+        self.buffer.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
+        self.advance(len(part))
+        return part
+
+    def copy_in_kernel(self, content: Range) -> int:
+        """Copy without the bytes passing through this process; how many, where the kernel cannot (go on)."""
+        self.drain()
+        done = 0
+        while self.kernel_copy and done < content.length:
+            count = self.copy_some(content.source, content.offset + done, min(content.length - done, 16 * CHUNK))
             if not count:  # the source has shrunk, which the buffer loop says, or a file system that copies nothing
                 break
-            offset, left = offset + count, left - count
+            done += count
             self.advance(count)
-        return Range(content.source, offset, left)
+        return done
 
     def copy_some(self, source: Source, offset: int, length: int) -> int:
         """How many bytes the kernel copied in one call; 0 where it copies none."""
         fd = source.fd  # that the source is gone is no error of the output
+        if fd < 0:
+            return 0
         try:
             return os.copy_file_range(fd, self.output.fd, length, offset)
         except OSError as error:
@@ -168,8 +191,62 @@ class _Loop:
             self.kernel_copy = False
             return 0
 
-    def write(self, data: memoryview) -> None:
-        """All of a buffer's bytes to the output; called in a thread of the pipeline."""
+    def flush(self) -> None:
+        """Send the buffer on its way, and take a free one."""
+        if self.size <= _BUFFER:
+            self.sum_up(self.buffer)
+            self.write(self.buffer)
+        else:
+            if not self.threads:
+                self.start()
+            self.filled.put(self.buffer)
+            self.buffer = self.free.get()
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self) -> None:
+        for _ in range(_BUFFERS - 1):
+            self.free.put(_Buffer(_BUFFER))
+        stages = (self.sum_up, self.filled, self.summed.put), (self.write, self.summed, self.free.put)
+        self.threads = [threading.Thread(target=self.stage, args=stage, daemon=True) for stage in stages]
+        for thread in self.threads:
+            thread.start()
+
+    def stage(
+        self, work: Callable[[_Buffer], None], source: SimpleQueue[_Buffer | None], hand_on: Callable[[_Buffer], None]
+    ) -> None:
+        """In a thread: do the work on buffers as they come, until something has failed, and hand them on."""
+        while (buffer := source.get()) is not None:
+            try:
+                if self.failure is None:
+                    work(buffer)
+            except BaseException as error:  # for the caller's thread
+                self.failure = error
+            hand_on(buffer)
+
+    def drain(self) -> None:
+        """Flush, and wait until everything is written."""
+        if self.buffer.fill:
+            self.flush()
+        if self.threads:
+            for buffer in [self.free.get() for _ in range(_BUFFERS - 1)]:
+                self.free.put(buffer)
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for thread, queue in zip(self.threads, (self.filled, self.summed), strict=False):
+            queue.put(None)
+            thread.join()
+
+    def sum_up(self, buffer: _Buffer) -> None:
+        for step in buffer.steps:
+            step()
+        buffer.steps = []
+
+    def write(self, buffer: _Buffer) -> None:
+        data, buffer.fill = buffer.data[: buffer.fill], 0
         while len(data):
             try:
                 count = os.write(self.output.fd, data)
@@ -186,132 +263,5 @@ class _Loop:
             self.progress(self.position, self.size)
 
 
-def _works(content: Content | Late) -> bool:
-    """Whether there is work on the bytes of a content: to make them, or to compare them with a CRC-32."""
-    if isinstance(content, Joined):
-        return any(map(_works, content.parts))
-    return isinstance(content, Computed) or (
-        isinstance(content, Range) and (content.offset, content.length) in content.source.expected
-    )
-
-
 def _fill(part: memoryview, make: Callable[[], bytes]) -> None:
     part[:] = make()
-
-
-_BUFFERS = 4
-_SIZE = 1 << 20  # bytes: a buffer that three cores hand on should stay in their cache
-Step: TypeAlias = Callable[[], None]
-
-
-class Buffer:
-    """Room for bytes, `fill` of which are taken, and the steps to do once they are all there."""
-
-    __slots__ = ("data", "fill", "steps")
-
-    def __init__(self, size: int) -> None:
-        self.data = memoryview(bytearray(size))
-        self.fill = 0
-        self.steps: list[Step] = []
-
-    def take(self, length: int) -> memoryview:
-        """The next bytes, up to `length` of them, for the caller to fill."""
-        part = self.data[self.fill : self.fill + length]
-        self.fill += len(part)
-        return part
-
-
-class Pipeline:
-    """Buffers on their way to an output."""
-
-    def __init__(self, write: Callable[[memoryview], None], size: int, *, works: bool = True) -> None:
-        self._write = write
-        self._room = min(_SIZE, max(size, 1))
-        self.buffer = Buffer(self._room)
-        self._works, self._threaded = works, size > _SIZE
-        self._threads: list[threading.Thread] = []
-        self._free: SimpleQueue[Buffer] = SimpleQueue()
-        self._filled: SimpleQueue[Buffer | None] = SimpleQueue()
-        self._summed: SimpleQueue[Buffer | None] = SimpleQueue()
-        self._first = self._filled if works else self._summed
-        self._failure: BaseException | None = None
-
-    @property
-    def room(self) -> int:
-        """Bytes that the buffer at hand still takes."""
-        return self._room - self.buffer.fill
-
-    def flush(self) -> None:
-        """Send the buffer at hand on its way, and take a free one."""
-        if not self.buffer.fill:
-            return
-        if not self._threaded:
-            self._sum_up(self.buffer)
-            self._write_out(self.buffer)
-        else:
-            if not self._threads:
-                self._start()
-            self._first.put(self.buffer)
-            self.buffer = self._free.get()
-        self._raise()
-
-    def drain(self) -> None:
-        """Flush, and wait until everything is written."""
-        self.flush()
-        if self._threads:
-            back = [self._free.get() for _ in range(_BUFFERS - 1)]
-            for buffer in back:
-                self._free.put(buffer)
-        self._raise()
-
-    def close(self) -> None:
-        """Let the threads end; what is still on its way is not written when something has failed."""
-        if self._threads:
-            self._first.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-
-    def abandon(self, error: BaseException) -> None:
-        """Write nothing more."""
-        self._failure = self._failure or error
-
-    def _start(self) -> None:
-        for _ in range(_BUFFERS - 1):
-            self._free.put(Buffer(self._room))
-        for stage in (self._sums, self._writes) if self._works else (self._writes,):
-            thread = threading.Thread(target=stage, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _sums(self) -> None:
-        while (buffer := self._filled.get()) is not None:
-            self._sum_up(buffer)
-            self._summed.put(buffer)
-        self._summed.put(None)
-
-    def _writes(self) -> None:
-        while (buffer := self._summed.get()) is not None:
-            self._write_out(buffer)
-            self._free.put(buffer)
-
-    def _sum_up(self, buffer: Buffer) -> None:
-        try:
-            for step in buffer.steps:
-                if self._failure is None:
-                    step()
-        except BaseException as error:  # handed to the caller's thread
-            self.abandon(error)
-
-    def _write_out(self, buffer: Buffer) -> None:
-        try:
-            if self._failure is None:
-                self._write(buffer.data[: buffer.fill])
-        except BaseException as error:  # handed to the caller's thread
-            self.abandon(error)
-        buffer.fill = 0
-        buffer.steps = []

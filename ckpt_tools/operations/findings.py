@@ -19,8 +19,9 @@ from ckpt_tools.parts.training import is_state_of_step
 from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
-from ckpt_tools.tree.names import HOLDERS, MODULE, of_all, unwrapping, wrapped_part
-from ckpt_tools.tree.nodes import Dict, Entry, Global, Object, Storage
+from ckpt_tools.tree.modules import is_lightning
+from ckpt_tools.tree.names import MODULE, of_all, unwrapping, wrapped_part
+from ckpt_tools.tree.nodes import Entry, Global, Object, Storage
 from ckpt_tools.tree.parametrized import parametrized, told
 from ckpt_tools.tree.visit import walk
 
@@ -76,7 +77,7 @@ def _of_training(finding: Finding) -> Finding:
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
-        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
+        _alone, _lightning, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
         _big_endian, _oversized, _dead_bytes, _loading, _warnings, _tied_names,
     )  # fmt: skip
     options: dict[str, None] = {}
@@ -97,6 +98,23 @@ def _alone(facts: Facts) -> Iterator[_Advised]:
 
         if (finding := alone(facts.checkpoint)) is not None:
             yield finding, ""
+
+
+def _lightning(facts: Facts) -> Iterator[_Advised]:
+    """How the weights come out of a run that Lightning saved, under the names of the network inside of its module."""
+    weights = next((found for found in facts.checkpoint.state_dicts if found.where == ("state_dict",)), None)
+    if not is_lightning(facts.checkpoint.root) or weights is None:
+        return
+    parts: dict[str, bool] = {}
+    for name in weights.names:
+        part, _, rest = name.partition(".")
+        parts[part] = parts.get(part, False) or rest.rpartition(".")[2] in ("weight", "bias")
+    inner = [part for part, has_weights in parts.items() if has_weights]
+    names = f" --strip-prefix {shlex.quote(f'{inner[0]}.')}" if len(inner) == 1 else ""
+    keep = f" --keep {shlex.quote(f'{inner[0]}.*')}" if names and len(parts) > 1 else ""
+    expected = f"the network in it, {inner[0]!r}, by its own names" if names else "the state dict alone"
+    fix = facts.fix(f"--select state_dict{keep}{names}")
+    yield Finding("lightning", "info", [], "a run of Lightning, with the weights in 'state_dict'", expected, fix), ""
 
 
 def _wrappers(facts: Facts) -> Iterator[_Advised]:
@@ -149,10 +167,10 @@ def _prefixes(facts: Facts) -> Iterator[_Advised]:
     """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
     if facts.adapter is not None:  # PEFT's own prefix
         return
-    root = facts.checkpoint.root
-    holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
+    if is_lightning(facts.checkpoint.root):
+        return
     for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):
-        prefix = None if row["wrappers"] else of_all(state_dict.names, holders)
+        prefix = None if row["wrappers"] else of_all(state_dict.names)
         if prefix is not None:
             select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
             fix = facts.fix(f"--strip-prefix {shlex.quote(prefix.text)}{select}")

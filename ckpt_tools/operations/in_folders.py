@@ -167,9 +167,10 @@ def is_checkpoint_head(path: Path, head: bytes) -> bool:
 
 
 def _sniffs() -> Iterator[_Sniff]:
-    from ckpt_tools.formats import numpy_files, plain_pickle, torch_legacy
+    from ckpt_tools.formats import numpy_files, plain_pickle
+    from ckpt_tools.formats.legacy_stream import is_stream
 
-    yield from (torch_legacy.sniff, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
+    yield from (is_stream, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
 
 
 def _is_torch_tar(head: bytes) -> bool:

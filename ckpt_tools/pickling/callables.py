@@ -9,10 +9,14 @@ import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype
 from ckpt_tools.tree.nodes import Global
+
+# From harmless to harmful; "unknown" is to be treated as "harmful".
+Rating: TypeAlias = Literal["harmless", "unknown", "harmful"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -191,29 +195,23 @@ def _leads_to_harm(name: Global) -> bool:
     return any(map(_INSIDES.fullmatch, (*path, last))) or (bool(path) and Global(path[-1], last) in _HARMFUL)
 
 
-def is_harmful_to_name(name: Global) -> bool:
-    """Whether it counts as a danger to name this global without a call: no data and no module refers to it."""
-    if _runs_when_imported(name.module):
-        return True
-    if _is_named_freely(name) or not is_harmful(name):
-        return False
-    return name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
-
-
-def _is_named_freely(name: Global) -> bool:
-    return name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES
-
-
 def _runs_when_imported(module: str) -> bool:
     """Whether to import a module, as naming anything in it does, runs a program: opens a window, runs tests of the folder."""
     return module in _RUN_WHEN_IMPORTED or module.endswith(".__main__")
 
 
-def is_function_of_python(name: Global) -> bool:
-    """Whether this is a function of the standard library, by its first letter, that may do more than compute."""
-    if _is_named_freely(name) or not is_standard(name) or (name.module in _COMPUTING and name.name.isidentifier()):
-        return False
-    return name.name.rpartition(".")[2].lstrip("_")[:1].islower()
+def of_name(name: Global) -> Rating:
+    """Rule 1: a name that is there, called or not. Of most modules that do harm only functions do so by being named."""
+    if _runs_when_imported(name.module):
+        return "harmful"
+    if is_data(name) or name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES:
+        return "harmless"
+    is_told = name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
+    if is_told and is_harmful(name):
+        return "harmful"
+    computes = name.module in _COMPUTING and name.name.isidentifier()
+    is_function = name.name.rpartition(".")[2].lstrip("_")[:1].islower()
+    return "unknown" if is_function and is_standard(name) and not computes else "harmless"
 
 
 def is_standard(name: Global) -> bool:

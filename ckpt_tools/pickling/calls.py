@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import callables, verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
-from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
+from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR, Rating
 from ckpt_tools.pickling.lines import Malformed
 from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
-from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
+from ckpt_tools.pickling.raw_between import LegacyStorages, Pid
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
-from ckpt_tools.pickling.verdict import Rating
 from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
 from ckpt_tools.tree.visit import parts
 
@@ -75,7 +74,6 @@ class Pickle:
     names: list[Global] = field(default_factory=list)
     nested: list[bytes] = field(default_factory=list)
     error: CkptError | None = None
-    cut: bool = False
     unread: str = ""
     two_ways: bool = False
     makes: bool = False
@@ -280,7 +278,7 @@ def _unpacked(args: Node) -> tuple[Node, ...]:
 # --- the pickles of a part
 
 
-def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
+def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them."""
     between = between or LegacyStorages()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
@@ -297,7 +295,7 @@ def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = T
             return
 
 
-def _pass_over(between: Between, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
+def _pass_over(between: LegacyStorages, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
     """Go on to the next pickle; why not, where there may be one."""
     try:
         return between.pass_over(pickles, value, pids) or ""
@@ -323,7 +321,6 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     end = pickles.position if error is None else pickles.anchor + lister.position
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
-    found.cut = error is not None and pickles.cut
     found.nested = lister.nested()
     found.makes, found.has_arrays, found.two_ways = lister.makes, lister.has_arrays, lister.two_ways
     return found, value, lister.pids

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from operator import eq
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
@@ -89,7 +89,7 @@ class _Keys:
     def __init__(self) -> None:
         self.repeated: list[str] = []
         self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
-        self.tuples: dict[int, _Tuple] = {}  # by id
+        self.tuples: dict[int, tuple[Hashable, int, int]] = {}  # by id: stand-in, parts that Python would hash, depth
         self.parts = 0
         self.states: dict[int, Node] = {}  # by id
 
@@ -161,16 +161,16 @@ class _Keys:
     def _tuple(self, key: tuple[Node, ...], depth: int) -> Hashable:
         """A number for the stand-ins of all parts: tuples may hold one another a million times."""
         if id(key) in self.tuples:
-            known = self.tuples[id(key)]
-            limits.check_depth(depth + known.levels, _TOO_DEEP)
-            self._spend(known.parts)
-            return known.stand_in
+            stand_in, parts, levels = self.tuples[id(key)]
+            limits.check_depth(depth + levels, _TOO_DEEP)
+            self._spend(parts)
+            return stand_in
         before = self.parts
-        parts = tuple([self.identity(part, depth + 1) for part in key])
+        identities = tuple([self.identity(part, depth + 1) for part in key])
         self._spend(len(key))
-        stand_in = ("t", self.numbers.setdefault(parts, len(self.numbers)))
-        levels = max([self.tuples[id(part)].levels for part in key if type(part) is tuple], default=0)
-        self.tuples[id(key)] = _Tuple(stand_in, self.parts - before, levels + 1)
+        stand_in = ("t", self.numbers.setdefault(identities, len(self.numbers)))
+        levels = max([self.tuples[id(part)][2] for part in key if type(part) is tuple], default=0)
+        self.tuples[id(key)] = stand_in, self.parts - before, levels + 1
         return stand_in
 
     def _spend(self, parts: int) -> None:
@@ -180,26 +180,21 @@ class _Keys:
 
     def _value(self, key: Object, depth: int) -> Hashable:
         """The stand-in of what a call makes, where Python compares that by value."""
-        args = _spread(key.args) if type(key.args) is tuple else ()
+        args = key.args if type(key.args) is tuple else ()
+        only = args[0] if len(args) == 1 else None
         if key.call == "reduce" and not key.steps:
-            if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes := _of_one(args))):
+            sizes = only if type(only) is tuple else tuple(only.items) if type(only) is List else args
+            if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes)):
                 return self.identity(sizes, depth + 1)
-            if key.name in ("torch.device", "torch.serialization._get_layout") and len(args) == 1 and type(args[0]) is str:
-                return key.name, args[0]
+            if key.name in ("torch.device", "torch.serialization._get_layout") and type(only) is str:
+                return key.name, only
             if key.name == "builtins.complex" and len(args) == 2 and all(type(arg) is float for arg in args):
                 real, imaginary = cast("tuple[float, float]", args)
                 return ("c", (real + 0.0).hex(), imaginary.hex()) if imaginary else self.identity(real, depth)
         raise PickleError(f"The pickle uses a {key.name} as a dict key, which may be equal to another one.")
 
 
-class _Tuple(NamedTuple):
-    """What is known of a tuple: its stand-in, how many parts Python would hash, how deep it is."""
-
-    stand_in: Hashable
-    parts: int
-    levels: int
-
-
+_INTS = frozenset((int, bool))
 _TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
 
@@ -229,20 +224,6 @@ def _check_counter(node: Object) -> None:
     is_plain = len(given) == 1 and type(given[0]) is Dict and PLAIN.issuperset(type(value) for _, value in given[0].items)
     if given and not is_plain:
         raise PickleError("A Counter is made of something that is not a dict of numbers.")
-
-
-_INTS = frozenset((int, bool))
-
-
-def _of_one(args: tuple[Node, ...]) -> tuple[Node, ...]:
-    """The arguments; of one tuple what it holds."""
-    return args[0] if len(args) == 1 and type(args[0]) is tuple else args
-
-
-def _spread(args: tuple[Node, ...]) -> tuple[Node, ...]:
-    """The arguments; of one list its items."""
-    only = args[0] if len(args) == 1 else None
-    return tuple(only.items) if type(only) is List else args
 
 
 def _keys_of(made: Node) -> list[Node]:

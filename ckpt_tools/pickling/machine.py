@@ -82,9 +82,8 @@ class Machine:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            taken = self.budget.taken
-            taken["memory"] = taken.get("memory", 0) + min(self.position, self.end) - self.start
-            taken["nodes"] = taken.get("nodes", 0) + self.room - max(0, self.left)
+            self.budget.add(limits.MEMORY, min(self.position, self.end) - self.start)
+            self.budget.add(limits.NODES, self.room - max(0, self.left))
         self.settle()
         return root
 
@@ -338,8 +337,7 @@ class Machine:
                     if len(marks) > most_marks:
                         limits.check_depth(len(marks), "The pickle is nested too deep.", most_marks)
                 elif op == 0x74:  # TUPLE
-                    items = stack
-                    stack = marks.pop()
+                    items, stack = stack, marks.pop()
                     stack.append(tuple(items))
                     self.left -= 1
                 elif op == 0x86:  # TUPLE2
@@ -384,8 +382,7 @@ class Machine:
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     self.position = at
                     if op == 0x75:
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                     else:
                         items = stack[-2:]
                         del stack[-2:]
@@ -397,8 +394,7 @@ class Machine:
                 elif op == 0x61 or op == 0x65:  # APPEND, APPENDS
                     self.position = at
                     if op == 0x65:
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                     else:
                         items = [stack.pop()]
                     target = stack[-1]
@@ -459,8 +455,7 @@ class Machine:
                         name, at = self._line(at)
                         made = self.name(module.decode("utf-8", "surrogatepass"), name.decode("utf-8", "surrogatepass"))
                         if op == 0x69:
-                            items = stack
-                            stack = marks.pop()
+                            items, stack = stack, marks.pop()
                             self.position = at
                             made = self.instance(made, tuple(items))
                         stack.append(made)
@@ -499,16 +494,13 @@ class Machine:
                         stack.append(Object("reduce", _SET, (List(),)))
                         self.left -= 1
                     elif op == 0x90:  # ADDITEMS
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                         self.add(stack[-1], items)
                     elif op == 0x91:  # FROZENSET
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                         stack.append(self.call(_FROZENSET, (List(items),)))
                     elif op == 0x6C or op == 0x64:  # LIST, DICT
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                         stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                         self.left -= 1
                     elif op == 0x92:  # NEWOBJ_EX
@@ -517,8 +509,7 @@ class Machine:
                             raise Malformed("calls with keyword arguments that are not a dict")
                         stack[-1] = self.new(stack[-1], args, kwargs)
                     elif op == 0x6F:  # OBJ
-                        items = stack
-                        stack = marks.pop()
+                        items, stack = stack, marks.pop()
                         cls = items.pop(0)
                         stack.append(self.instance(cls, tuple(items)))
                     elif op == 0x30 or op == 0x31:  # POP, POP_MARK

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Protocol
 
 from ckpt_tools.errors import PickleError
 from ckpt_tools.pickling.stream import WINDOW, Pickles
@@ -17,18 +16,8 @@ from ckpt_tools.tree.nodes import List, Node, Object
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behind magic number, protocol, sys_info
-_SMALL_WINDOW = 4096
 _COMPUTED = "a storage or tensor is described by something that is computed"
 Pid = tuple[Node, ...]
-
-
-class Between(Protocol):
-    """Passes over what is not a pickle."""
-
-    window: int
-
-    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be."""
 
 
 class LegacyStorages:
@@ -40,7 +29,7 @@ class LegacyStorages:
         self.number, self.computed, self.pids = -1, False, dict[Node, Pid]()
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Nothing, but behind the fifth pickle of a stream the storages that it lists."""
+        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be."""
         if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
             self.number, self.computed = 0, type(value) is Object
             return None
@@ -50,9 +39,8 @@ class LegacyStorages:
         if self.number < _KEYS:
             return None
         self.number = -1
-        if type(value) is not List:
-            return None if self.computed else _COMPUTED
-        for key in value.items:
+        keys = value.items if type(value) is List else [None]
+        for key in keys:
             pid = self.pids.get(key) if type(key) is str else None
             if pid is None:
                 return None if self.computed else _COMPUTED
@@ -60,18 +48,15 @@ class LegacyStorages:
         return None
 
 
-class TarStorages:
-    """The member `storages` of a torch-tar: a count, a pickle and a storage for each, a list of views."""
+class TarStorages(LegacyStorages):
+    """The member `storages` of a torch-tar: a count, a pickle (key, location, class) and a storage each, a list of views."""
 
-    window = _SMALL_WINDOW
-
-    def __init__(self) -> None:
-        self.begun = False
+    window = 4096
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Behind a pickle of key, location and class a storage."""
-        if not self.begun or _is_list_of_views(value):
-            self.begun = True
+        """Behind a pickle of three parts a storage."""
+        self.number += 1
+        if self.number == 0 or (type(value) is List and all(type(part) is tuple for part in value.items)):
             return None
         record = _record(value)
         if record is None:
@@ -80,22 +65,18 @@ class TarStorages:
         return None
 
 
-class TarTensors:
-    """The member `tensors` of a torch-tar: a count, a pickle, sizes, strides and an offset for each."""
-
-    window = WINDOW
-
-    def __init__(self) -> None:
-        self.begun = False
+class TarTensors(LegacyStorages):
+    """The member `tensors` of a torch-tar: a count, a pickle (key, storage, class), sizes, strides and an offset each."""
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Behind a pickle of key, storage and class the sizes, the strides and the offset."""
-        if self.begun:
-            if _record(value) is None:
-                return _COMPUTED
-            ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
-            _skip(pickles, 8 * (2 * ndim + 1))
-        self.begun = True
+        """Behind a pickle of three parts the sizes, the strides and the offset."""
+        self.number += 1
+        if self.number == 0:
+            return None
+        if _record(value) is None:
+            return _COMPUTED
+        ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
+        _skip(pickles, 8 * (2 * ndim + 1))
         return None
 
 
@@ -117,7 +98,3 @@ def _record(value: Node) -> Pid | None:
     """A tuple or list of three."""
     parts = tuple(value.items) if type(value) is List else value
     return parts if type(parts) is tuple and len(parts) == 3 else None
-
-
-def _is_list_of_views(value: Node) -> bool:
-    return type(value) is List and all(type(part) is tuple for part in value.items)

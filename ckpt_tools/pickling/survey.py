@@ -108,9 +108,3 @@ ENCODERS: dict[type, Callable[[Any], bytes]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     type(None): lambda _: b"N",
 }
-
-
-def int_tuple(sizes: tuple[int, ...]) -> bytes:
-    """A tuple of ints."""
-    items = b"".join(map(integer, sizes))
-    return items + TUPLES[len(sizes)] if len(sizes) < 4 else b"(" + items + b"t"

@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.pickling import callables
-from ckpt_tools.pickling.callables import GETATTR, of_python3
+from ckpt_tools.pickling.callables import GETATTR, Rating, of_python3
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object
 
-# From harmless to harmful; "unknown" is to be treated as "harmful".
-Rating: TypeAlias = Literal["harmless", "unknown", "harmful"]
 _RATINGS: tuple[Rating, ...] = ("harmless", "unknown", "harmful")
 _Given: TypeAlias = tuple[Node, ...]
 
 
 def of_reference(name: Global) -> Rating:
     """Rule 1: a name that is there, called or not."""
-    name = of_python3(name)
-    if callables.is_data(name):
-        return "harmless"
-    if callables.is_harmful_to_name(name):
-        return "harmful"
-    return "unknown" if callables.is_function_of_python(name) else "harmless"
+    return callables.of_name(of_python3(name))
 
 
 def of_call(function: Node, args: _Given) -> Rating:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.survey import ENCODERS, TUPLES, U32, Survey, are_short, int_tuple, integer, integers, text_of
+from ckpt_tools.pickling.survey import ENCODERS, TUPLES, U32, Survey, are_short, integer, integers, text_of
 from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
 
 _ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
@@ -29,6 +29,8 @@ _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state")
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_NO_EXTRAS = Extras()
+_KEY = "the key of a storage"  # which stands nowhere else in a template
 
 
 def write_pickle(root: Node, survey: Survey | None = None, *, keys: Mapping[int, str] | None = None) -> bytes:
@@ -72,6 +74,7 @@ class _Writer:
 
     def __init__(self, shared: set[int], protocol: int, rounds: int = 1, *, keys: Mapping[int, str] | None = None) -> None:
         self.keys = keys
+        self.fixed_key: str | None = None  # of every storage, while a template is written
         self.persid = b"tQ" if keys is None else b"NtQ"  # torch-legacy: no view
         self.out = bytearray()
         self.templates: dict[Any, tuple[bytes, bytes]] = {}
@@ -82,7 +85,12 @@ class _Writer:
 
     def write(self, root: Node) -> bytes:
         self.out += bytes((0x80, self.protocol))
-        todo: list[_Todo] = [root]
+        self.write_all([root])
+        self.out += b"."
+        return bytes(self.out)
+
+    def write_all(self, todo: list[_Todo]) -> None:
+        """Write what stands on a stack, its top first."""
         while todo:
             node = todo.pop()
             if type(node) is _Done:
@@ -95,8 +103,6 @@ class _Writer:
                 todo.extend(reversed(self.entry(node)))
             else:
                 self.leaf(node)
-        self.out += b"."
-        return bytes(self.out)
 
     # --- the memo
 
@@ -210,62 +216,31 @@ class _Writer:
         if not entry.dtype.in_torch:
             raise ConvertError(f"torch has no dtype for {entry.dtype.name}, so a .pth cannot hold it.")
         if entry.extras is not None:
-            return self.entry_with_extras(entry, entry.extras)
+            self.begin(entry)
+            return [*self.calls(entry, entry.extras), _Done(b"", entry)]
         self.plain_entry(entry)
         if id(entry) in self.shared:
             self.remember(id(entry))
         return []
 
     def plain_entry(self, entry: Entry) -> None:
-        """A tensor or parameter without extras, emitted at once: checkpoints hold thousands."""
-        storage, like = entry.storage, _likeness(entry)
+        """A tensor or parameter without extras, emitted at once: checkpoints hold thousands, which differ in their keys."""
+        like = _likeness(entry)
         known = self.templates.get(like)
         if known is not None:
-            key = self.key_of(storage).encode("utf-8", "surrogatepass")
+            key = self.key_of(entry.storage).encode("utf-8", "surrogatepass")
             self.out += b"%bX%b%b%b" % (known[0], U32(len(key)), key, known[1])
             return
-        self.before_key(entry)
-        self.text(self.key_of(storage))
-        self.after_key(entry)
+        self.write_all(self.calls(entry, _NO_EXTRAS)[::-1])
         # From now on its constants come from the memo: the next entry like this one is the same bytes, but for the key.
-        out = self.out
-        self.out = before = bytearray()
-        self.before_key(entry)
-        self.out = after = bytearray()
-        self.after_key(entry)
-        self.out = out
-        self.templates[like] = (bytes(before), bytes(after))
+        out, self.out, self.fixed_key = self.out, bytearray(), _KEY
+        self.write_all(self.calls(entry, _NO_EXTRAS)[::-1])
+        before, _, after = bytes(self.out).partition(text_of(_KEY))
+        self.out, self.fixed_key = out, None
+        self.templates[like] = (before, after)
 
-    def before_key(self, entry: Entry) -> None:
-        """The calls of a plain entry up to its storage's key."""
-        if entry.kind == "parameter":
-            self.global_(_REBUILD_PARAMETER)
-        self.global_(_REBUILD_V3 if _untyped(entry) else _REBUILD_V2)
-        self.out += b"("
-        self.storage_before_key(entry.storage)
-
-    def after_key(self, entry: Entry) -> None:
-        """The rest of a plain entry."""
-        parameter, untyped = entry.kind == "parameter", _untyped(entry)
-        self.storage_after_key(entry.storage)
-        self.out += integer(entry.offset) + int_tuple(entry.shape) + int_tuple(entry.stride)
-        self.out += b"\x88" if entry.requires_grad and not parameter else b"\x89"
-        self.no_hooks()
-        if untyped:
-            self.global_(Global("torch", entry.dtype.name))
-        self.out += b"tR"
-        if parameter:
-            self.out += b"\x88" if entry.requires_grad else b"\x89"
-            self.no_hooks()
-            self.out += b"\x87R"
-
-    def no_hooks(self) -> None:
-        self.global_(ORDERED_DICT)
-        self.out += b")R"
-
-    def entry_with_extras(self, entry: Entry, extras: Extras) -> list[_Todo]:
-        """The calls that torch writes for hooks, conj bits, subclasses and Python attributes."""
-        self.begin(entry)
+    def calls(self, entry: Entry, extras: Extras) -> list[_Todo]:
+        """The calls that torch writes for a tensor, and for hooks, conj bits, subclasses and Python attributes."""
         parameter, untyped = entry.kind == "parameter", _untyped(entry)
         hooks = Dict(ordered=True) if extras.hooks is None else extras.hooks
         grad = entry.requires_grad and not parameter
@@ -273,16 +248,15 @@ class _Writer:
         args: list[_Todo] = [entry.storage, entry.offset, entry.shape, entry.stride, grad, own_hooks]
         args += [Global("torch", entry.dtype.name)] if untyped else []
         args += [extras.metadata] if extras.metadata is not None else []
-        function = _REBUILD_V3 if untyped else _REBUILD_V2
-        arguments: list[_Todo] = [_Done(b"("), *args, _Done(b"t")]
+        function, arguments = _REBUILD_V3 if untyped else _REBUILD_V2, [_Done(b"("), *args, _Done(b"t")]
         if parameter:
             inner: list[_Todo] = [function, *arguments, _Done(b"R"), entry.requires_grad, hooks]
             with_state = extras.state is not None and extras.python_type is None
             function = _REBUILD_PARAMETER_STATE if with_state else _REBUILD_PARAMETER
-            arguments = [_Done(b"("), *inner, *([extras.state] if with_state else []), _Done(b"t")]
+            arguments = [_Done(b"("), *inner, extras.state, _Done(b"t")] if with_state else [*inner, _Done(b"\x87")]
         if extras.python_type is None:
-            return [function, *arguments, _Done(b"R", entry)]
-        return [_REBUILD_FROM_TYPE, _Done(b"("), function, extras.python_type, *arguments, extras.state, _Done(b"tR", entry)]
+            return [function, *arguments, _Done(b"R")]
+        return [_REBUILD_FROM_TYPE, _Done(b"("), function, extras.python_type, *arguments, extras.state, _Done(b"tR")]
 
     # --- the parts of a node, in rows
 
@@ -389,23 +363,15 @@ class _Writer:
 
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
-        self.storage_before_key(storage)
-        self.text(self.key_of(storage))
-        self.storage_after_key(storage)
-
-    def storage_before_key(self, storage: Storage) -> None:
         self.out += b"("
         self.constant("storage")
-        typed = storage.dtype is not None and storage.dtype.storage is not None
+        dtype = storage.dtype if storage.dtype is not None and storage.dtype.storage is not None else None
         # torch saves an UntypedStorage in torch-legacy, and cannot load it; a ByteStorage holds the same bytes
         untyped = _UNTYPED_STORAGE if self.keys is None else _BYTE_STORAGE
-        self.global_(Global("torch", f"{storage.dtype.storage}") if typed and storage.dtype else untyped)
-
-    def storage_after_key(self, storage: Storage) -> None:
+        self.global_(Global("torch", f"{dtype.storage}") if dtype else untyped)
+        self.text(self.key_of(storage) if self.fixed_key is None else self.fixed_key)
         self.constant(storage.device or "cpu")
-        typed = storage.dtype is not None and storage.dtype.storage is not None
-        itemsize = storage.dtype.itemsize if typed and storage.dtype else 1
-        self.out += integer(storage.nbytes // itemsize) + self.persid
+        self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + self.persid
 
     def key_of(self, storage: Storage) -> str:
         """The key that the container gives a storage."""

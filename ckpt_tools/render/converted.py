@@ -28,9 +28,10 @@ def print_converted(report: Converted, out: Page) -> None:
 
 
 def print_several(
-    sources: Sequence[object], targets: Sequence[object], results: Sequence[Converted | CkptError], out: Page
-) -> None:
-    """A line for each of several conversions, and how many were done."""
+    sources: Sequence[object], targets: Sequence[object], results: Sequence[Converted | CkptError], out: Page,
+    *, passed: int = 0, every: int = 0,
+) -> None:  # fmt: skip
+    """A line for each of several conversions, and how many were done; `passed` were done before, `every` is all of all jobs."""
     done = [result for result in results if not isinstance(result, CkptError)]
     verb = "would write" if any(report.dry_run for report in done) else "wrote"
     size = size_text(sum(report.bytes for report in done))
@@ -46,10 +47,16 @@ def print_several(
         "bytes": ["" if report is None else size_text(report.bytes) for report in reports],
     }
     names = [printable(str(source)) for source in sources]
-    out.print(name_table("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes")))
+    if names:
+        out.print(name_table("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes")))
     for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
         out.print(f"\n{note.text}", soft_wrap=True)
-    out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}", soft_wrap=True)
+    if names or not (passed or every):
+        out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}", soft_wrap=True)
+    if others := every - len(results) - passed:
+        out.print(f"{counted(others, 'file')} {'is' if others == 1 else 'are'} for the other jobs", soft_wrap=True)
+    if passed:
+        out.print(f"{counted(passed, 'file')} {'was' if passed == 1 else 'were'} done before", soft_wrap=True)
 
 
 def _rows(report: Converted) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -319,12 +319,22 @@ def _tensor_table(lines: list[Line], view: View, out: Page) -> Table | str:
         "device": [printable(line.device) for line in shown],
         "bytes": [size_text(line.bytes) if line.count else "" for line in shown],
     }
-    names = [printable(line.title) for line in shown]
+    names = [printable(line.title if view.all else brief_name(line.title)) for line in shown]
     if len(shown) < len(lines):
         left = lines[len(shown) :]
         names.append(f"... {sum(line.count for line in left)} more (--all)")
         columns["bytes"].append(size_text(sum(line.bytes for line in left)))
     return name_table("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
+
+
+def brief_name(name: str) -> str:
+    """A name without the settings that Lightning's callbacks write into theirs, and with its end alone where it is a path."""
+    name = _SETTINGS.sub("{...}", name)
+    start, slash, end = name.partition("/")
+    return f"{start}...{end[-30:]}" if slash and len(name) > 64 else name
+
+
+_SETTINGS = re.compile(r"\{'[^{}]*\}")
 
 
 def _shape_text(line: Line) -> str:
@@ -355,13 +365,19 @@ def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
     return root
 
 
+def _together(names: Sequence[str], brief: Callable[[str], str]) -> str:
+    text = listed(list(map(brief, names)), 6)
+    return shortened(text, 108) if "{...}" in text else text
+
+
 def _rest(description: Description, limit: int | None) -> list[Row]:
     """What is tied, and what is there beside the tensors."""
+    name = str if limit is None else brief_name
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
     kinds = {
-        "tied": [listed(group, 6) for group in description.tied],
-        "one storage": [listed(group, 6) for group in description.shared],
-        "value": [f"{name} = {shortened(str(value), 120)}" for name, value in values],
+        "tied": [_together(group, name) for group in description.tied],
+        "one storage": [_together(group, name) for group in description.shared],
+        "value": [f"{name(key)} = {shortened(str(value), 120 if limit is None else 80)}" for key, value in values],
         "object": [f"{path_text(row['where'])}: {row['global']}" for row in description.objects],
         "metadata": [f"{key} = {shortened(str(text), 120)}" for key, text in description.metadata.items()],
     }

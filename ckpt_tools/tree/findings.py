@@ -46,7 +46,7 @@ CODES = frozenset((
     "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
     "null-metadata", "tied-names", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
     "cut-archive", "distributed-tensors", "no-index",
-    "beside-the-weights", "stacked-layers", "adapter", "newest", "passed-over",
+    "beside-the-weights", "stacked-layers", "adapter", "lightning", "newest", "passed-over",
 ))  # fmt: skip
 
 _PACKED = re.compile(r"(?:\.tar)?\.(?:gz|bz2|xz|zst|tgz|nemo)$", re.IGNORECASE)

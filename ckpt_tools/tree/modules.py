@@ -51,6 +51,11 @@ def mapping(node: Node) -> list[tuple[Node, Node]]:
     return node.pairs if type(node) is Object else []
 
 
+def is_lightning(root: Node) -> bool:
+    """Whether a checkpoint is a run that Lightning saved."""
+    return type(root) is Dict and root.get("pytorch-lightning_version") is not None
+
+
 def is_module(node: Node) -> TypeGuard[Object]:
     """Whether an object is an `nn.Module`: it has the three tables that every module has."""
     if type(node) is not Object:

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.address import Address
+from ckpt_tools.io.member_paths import Address
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files

@@ -35,7 +35,6 @@ from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
 from ckpt_tools.values.numeric import swapped
 
 MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _MAX_NAME = 1 << 16
 _MAX_NESTING = 4  # arrays of arrays
 STRING, ARRAY = 8, 9
@@ -44,7 +43,6 @@ NUMBERS = {
     0: ("u8", "B"), 1: ("i8", "b"), 2: ("u16", "H"), 3: ("i16", "h"), 4: ("u32", "I"), 5: ("i32", "i"), 6: ("f32", "f"),
     7: ("bool", "?"), 10: ("u64", "Q"), 11: ("i64", "q"), 12: ("f64", "d"),
 }  # fmt: skip
-_WHAT = "GGUF file"
 
 
 def sniff(head: bytes) -> bool:
@@ -68,18 +66,25 @@ class _Info:
 
 def decode(source: Source) -> Decoded:
     """Read the header; no tensor bytes."""
-    cursor = Cursor(source, len(MAGIC), source.size, _WHAT)
-    tensors, keys = _counts(cursor)
+    cursor = Cursor(source, len(MAGIC), source.size, "GGUF file")
+    version = cursor.number("I")
+    if version & 0xFFFF == 0:
+        cursor.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+    if version not in (2, 3):
+        raise UnsupportedContainerError(f"The GGUF file is of version {version}; ckpt reads 2 and 3.")
+    tensors, keys = cursor.number("Q"), cursor.number("Q")
     limits.NODES.check(limits.LISTED * tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
     warnings: list[Warned] = []
     values = _Values(cursor, source.size, warnings)
     metadata = values.read(keys)
     infos = [_info(cursor) for _ in range(tensors)]
-    alignment = _alignment(metadata)
+    text = metadata.get("general.alignment", "32")
+    alignment = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if alignment < 1 or alignment & (alignment - 1):
+        raise DamagedFileError(f"The GGUF file has the alignment {text[:20]}, which is not a power of two.")
     start = -(-cursor.at // alignment) * alignment
     _check_places(infos, start, source.size, alignment)
-    big = cursor.order == ">"
-    items = [(info.name, _entry(str(number), info, source, start, big=big)) for number, info in enumerate(infos)]
+    items = [(info.name, _entry(str(number), info, source, start, cursor.order)) for number, info in enumerate(infos)]
     made = state_dict("gguf", source, items)
     root = as_dict(made.root)
     root.items = restore_aliases(root.items, metadata)
@@ -88,16 +93,6 @@ def decode(source: Source) -> Decoded:
     made.encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
     made.warnings = warnings + stored_types(made.encodings)
     return made
-
-
-def _counts(cursor: Cursor) -> tuple[int, int]:
-    """The numbers of tensors and of keys; which byte order it is, is told by the version."""
-    version = cursor.number("I")
-    if version & 0xFFFF == 0:
-        cursor.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
-    if version not in _VERSIONS:
-        raise UnsupportedContainerError(f"The GGUF file is of version {version}; ckpt reads 2 and 3.")
-    return cursor.number("Q"), cursor.number("Q")
 
 
 class _Values:
@@ -191,14 +186,6 @@ def _info(cursor: Cursor) -> _Info:
     return _Info(name, shape, kind, offset)
 
 
-def _alignment(metadata: Mapping[str, str]) -> int:
-    text = metadata.get("general.alignment", "32")
-    alignment = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
-    if alignment < 1 or alignment & (alignment - 1):
-        raise DamagedFileError(f"The GGUF file has the alignment {text[:20]}, which is not a power of two.")
-    return alignment
-
-
 def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int) -> None:
     """Every tensor is at a multiple of the alignment, inside the file, and apart from the others."""
     at = 0
@@ -216,19 +203,18 @@ def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int)
         )  # fmt: skip
 
 
-def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> Entry:
+def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Entry:
     """A tensor of plain numbers as its bytes, one of blocks as the numbers that they mean."""
     raw = Range(source, start + info.offset, info.nbytes)
     content: Content = raw
     dtype = info.kind.dtype
-    if dtype is None:
-        if big:
-            raise UnsupportedContainerError(
-                f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
-            )
-        content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
-    elif big:
+    if dtype is not None and order == ">":
         content = swapped(raw, dtype.swap_width)
+    elif dtype is None:
+        if order == ">":
+            what = f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
+            raise UnsupportedContainerError(what)
+        content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
     return row_major(key, dtype, info.shape, content, repr(info.name))
 
 

@@ -26,8 +26,16 @@ def lay_out(
     tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, quantise: bool = False
 ) -> list[Piece]:
     """The pieces of a GGUF."""
-    keys = _keys(metadata)
-    alignment = _alignment(metadata)
+    types = types_in(metadata)
+    keys = [
+        _text(key, key) + _value(types.get(key, "string"), key, text)
+        for key, text in metadata.items()
+        if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
+    ]
+    said = metadata.get("general.alignment", "")
+    alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ConvertError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
     infos, pieces, at = [], list[Piece](), 0
     for name, (entry, content) in tensors.items():
         kind, made = _stored(name, entry, content, quantise=quantise)
@@ -69,24 +77,6 @@ def _info(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
         raise ConvertError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MAX_DIMENSIONS} at most.")
     sizes = reversed(entry.shape)
     return raw + struct.pack(f"<I{len(entry.shape)}QIQ", len(entry.shape), *sizes, kind.number, at)
-
-
-def _alignment(metadata: Mapping[str, str]) -> int:
-    said = metadata.get("general.alignment", "")
-    alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ConvertError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
-    return alignment
-
-
-def _keys(metadata: Mapping[str, str]) -> list[bytes]:
-    """The keys with their types and values."""
-    types = types_in(metadata)
-    return [
-        _text(key, key) + _value(types.get(key, "string"), key, text)
-        for key, text in metadata.items()
-        if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
-    ]
 
 
 def _value(kind: str, key: str, text: str) -> bytes:

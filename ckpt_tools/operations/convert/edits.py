@@ -17,7 +17,7 @@ from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, tensors_by_name, tensors_outside
+from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name, tensors_outside
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -28,7 +28,9 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
-from ckpt_tools.tree.nodes import Dict, Node
+from ckpt_tools.tree.modules import is_lightning
+from ckpt_tools.tree.nodes import Dict, Global, Node, Object
+from ckpt_tools.tree.visit import reachable
 
 _CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 
@@ -58,6 +60,8 @@ class Edits:
         if self.texts and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
             what = f"`set_metadata` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
+        if options.under is not None and kind in ("safetensors", "gguf"):
+            raise UsageError("`under` is for a .pth or a distributed checkpoint: this format holds one flat state dict.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
         self.map_location = _spec(options.map_location)
@@ -106,6 +110,10 @@ class Edits:
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
         report.tensors = account.close(root, left_out)
         _check_not_empty(checkpoint, report)
+        if self.options.under is not None:
+            root = _under(self.options.under, root)
+        elif self.kind == "safetensors":
+            root = _with_settings(root, checkpoint.root, report)
         return Edited(root, ties, casting)
 
     def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
@@ -248,6 +256,30 @@ def _danger(checkpoint: Checkpoint) -> str:
     from ckpt_tools.operations.safety import danger_in
 
     return danger_in(checkpoint, str(checkpoint.path))
+
+
+def _with_settings(root: Node, whole: Node, report: Converted) -> Node:
+    """The state dict of a run that Lightning saved, and beside it what its module was made with, which becomes text."""
+    found = whole.get(_SETTINGS) if type(whole) is Dict and is_lightning(whole) and root is not whole else None
+    if found is None or [state_dict.where for state_dict in find_state_dicts(root)] != [()]:
+        return root
+    if any(type(node) is Object or type(node) is Global or is_tensor(node) for node in reachable(found)):
+        report.notes.append(Note("settings-left", f"{_SETTINGS!r} are not plain values, so they do not come along as text."))
+        return root
+    return Dict([("state_dict", root), (_SETTINGS, found)])
+
+
+_SETTINGS = "hyper_parameters"
+
+
+def _under(key: str, root: Node) -> Node:
+    """A bare state dict below a key."""
+    found = [state_dict.where for state_dict in find_state_dicts(root)]
+    if found != [()]:
+        there = f"The state dicts are {listed([repr(dotted(where)) for where in found])}." if found else "There is none."
+        fix = "`select` makes one of them the whole output." if found else ""
+        raise UsageError(f"`under={key!r}` is for a bare state dict, and the input is more than one.", why=there, fix=fix)
+    return Dict([(key, root)])
 
 
 def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:

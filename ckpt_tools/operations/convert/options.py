@@ -167,6 +167,9 @@ class OutputOptions(Options):
         choices=FORMATS,
         common=True,
     )
+    under: str | None = option(
+        "Put the one state dict under this key of OUT (params, state_dict, model), where a loader looks for it.", metavar="KEY"
+    )
     shard_size: str | int | None = option(
         "OUT is a folder of shards of at most 5GB, 500MiB ... each.", metavar="SIZE",
         in_code="Or a number of bytes.",
@@ -216,6 +219,9 @@ class ConvertOptions(EditOptions, SaveOptions):
     def check(self) -> None:
         """Raise UsageError for options that do not go together."""
         super().check()
+        if self.under is not None and (not self.under or self.shard_size is not None):
+            why = "Shards are one flat state dict." if self.under else "The key is empty."
+            raise UsageError(f"`under={self.under!r}` cannot be done.", why=why)
         if self.slim and self.objects == "keep":
             raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):

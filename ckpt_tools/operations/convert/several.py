@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import CkptError, OutputError, UsageError, exhausted
+from ckpt_tools.io.output import is_address
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
 from ckpt_tools.tree.output_names import writes
 from ckpt_tools.values.pytorch import torch_told
 
+Pair: TypeAlias = tuple[Path, Path]
 _EXTENSIONS = {"safetensors": ".safetensors", "pth": ".pth", "pth-legacy": ".pth", "gguf": ".gguf", "dcp": ""}
 
 
@@ -33,6 +35,21 @@ def targets(sources: Sequence[str | os.PathLike[str]], folder: Path, asked: Mapp
         if (same := inputs.get(os.path.realpath(target))) is not None:
             raise UsageError(f"{target} is the input {same}.", why="Nothing has been written.", fix="Name another folder.")
     return made
+
+
+def share_of(pairs: Sequence[Pair], part: tuple[int, int], *, skip_done: bool) -> tuple[list[Pair], list[Pair]]:
+    """Of inputs and their outputs what job K of N is to do, and what of that is done: OUT is there, and is not older."""
+    number, count = part
+    own = [pair for index, pair in enumerate(sorted(pairs, key=lambda pair: str(pair[1]))) if index % count == number - 1]
+    done = [pair for pair in own if skip_done and _is_done(*pair)]
+    return [pair for pair in own if pair not in done], done
+
+
+def _is_done(source: Path, target: Path) -> bool:
+    """Outputs appear whole or not at all, a folder with its last file: what is there is done, unless the input is newer."""
+    if is_address(source) or not target.exists():
+        return False
+    return target.stat().st_mtime_ns >= source.stat().st_mtime_ns
 
 
 def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:

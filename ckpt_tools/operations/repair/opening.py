@@ -22,9 +22,10 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
-from ckpt_tools.formats import safetensors, torch_legacy
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, Decoded, Keys, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.legacy_stream import is_stream
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.formats.single import HEAD, collector_paused, may_be_packed, naming
 from ckpt_tools.formats.zip_directory import END, END64, LOCAL, LOCATOR64, PROGRAM, SIGNATURE_LOCAL, RecordRange, is_mended
@@ -276,7 +277,7 @@ def find_legacy(source: Source) -> int | None:
     """Where in the first megabyte a torch-legacy stream begins: at the pickled magic number."""
     data = source.read(0, min(_SEARCHED, source.size))
     starts = (match.start() for match in re.finditer(rb"\x80[\x02-\x05]", data))
-    return next((start for start in starts if torch_legacy.sniff(data[start : start + 64])), None)
+    return next((start for start in starts if is_stream(data[start : start + 64])), None)
 
 
 def salvage_safetensors(source: Source, start: int) -> Salvaged:
