@@ -15,10 +15,10 @@ ranks has tens of thousands of archives, and `inspect` needs none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from math import prod
 from typing import Any, TypeGuard
 
@@ -233,7 +233,7 @@ class _Reader:
         self.blobs: list[Decoded] = []
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
-        self.waiting: dict[int, tuple[Content, _Waiting]] = {}  # by the content's id, which stays its own while it is here
+        self.waiting: dict[int, tuple[Content, Callable[[], Content]]] = {}  # by id: what finds the chunks of a content
         self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
@@ -251,7 +251,23 @@ class _Reader:
             offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
             boxes.append((offsets, sizes, self._place(name, offsets, only=len(listed.items) == 1)))
         self._check_there(place for _, _, place in boxes)
-        return self._entry(_Waiting(self, name, dtype, shape, tuple(boxes)), requires_grad)
+        nbytes = prod(shape) * dtype.bits // 8
+        same = (dtype.name, str(shape), str(boxes))
+        if nbytes and (known := self.tied.get(same)) is not None:
+            return known if known.requires_grad == requires_grad else replace(known, requires_grad=requires_grad)
+
+        @cache
+        def content() -> Content:
+            found = [(at, sizes, self.content(name, dtype, sizes, place)) for at, sizes, place in boxes]
+            return assemble(name, shape, dtype.itemsize, found)
+
+        made = Computed(nbytes, lambda: chunks(content()), part=lambda start, length: range_of(content(), start, length))
+        storage = Storage(self.keys.next(), dtype, nbytes, "cpu", made)
+        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        nodes.check(entry, repr(name))
+        self.waiting[id(made)] = (made, content)
+        self.tied[same] = entry
+        return entry
 
     def _check_there(self, places: Iterable[_Place]) -> None:
         """Raise a PartError where one of these places is in a file that is missing."""
@@ -264,19 +280,6 @@ class _Reader:
             at = ", ".join(map(str, offsets))
             raise DamagedFileError(f"The metadata does not say where the chunk of {name!r} at ({at}) is.")
         return place
-
-    def _entry(self, waiting: _Waiting, requires_grad: bool) -> Entry:
-        same = (waiting.dtype.name, str(waiting.shape), str(waiting.boxes))
-        shape, known = waiting.shape, self.tied.get(same)
-        nbytes = prod(shape) * waiting.dtype.bits // 8
-        if known is not None and nbytes:
-            return known if known.requires_grad == requires_grad else replace(known, requires_grad=requires_grad)
-        storage = Storage(self.keys.next(), waiting.dtype, nbytes, "cpu", Computed(nbytes, waiting.chunks, part=waiting.part))
-        entry = Entry(storage, waiting.dtype, shape, contiguous_stride(shape), 0, requires_grad)
-        nodes.check(entry, repr(waiting.name))
-        self.waiting[id(storage.content)] = (storage.content, waiting)
-        self.tied[same] = entry
-        return entry
 
     def _blob(self, name: str) -> Node:
         place = self.places.get((name, None))
@@ -358,7 +361,7 @@ class _Reader:
         def located(storage: Storage) -> Storage:
             known = self.waiting.get(id(storage.content))
             if known is not None and id(storage) not in new:
-                new[id(storage)] = replace(storage, content=known[1].content)
+                new[id(storage)] = replace(storage, content=known[1]())
             return new.get(id(storage), storage)
 
         def swap(node: Node) -> Node:
@@ -369,30 +372,6 @@ class _Reader:
             return node
 
         return exchange.replace(root, swap)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A tensor whose chunks have not been looked for yet."""
-
-    reader: _Reader
-    name: str
-    dtype: DType
-    shape: Sizes
-    boxes: tuple[tuple[Sizes, Sizes, _Place], ...]
-
-    @cached_property
-    def content(self) -> Content:
-        found = [(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
-        return assemble(self.name, self.shape, self.dtype.itemsize, found)
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Its bytes, for whoever did not locate it first."""
-        return chunks(self.content)
-
-    def part(self, start: int, length: int) -> Content:
-        """A range of its bytes."""
-        return range_of(self.content, start, length)
 
 
 def _properties(node: Node) -> tuple[DType, bool]:

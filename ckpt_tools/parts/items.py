@@ -26,7 +26,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
 from ckpt_tools.parts.merge import Piece
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
-from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at
+from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at, row_of
 from ckpt_tools.parts.sharded import joined
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
@@ -42,7 +42,8 @@ Row = Mapping[str, Any]
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
-    groups = {name: _group(name, files_of, world) for name, files_of in _files_of(described, files.names(), world).items()}
+    found = _files_of(described, files.names(), world)
+    groups = {name: Group(f"{name}_", names_of, world, tuple(names_of.values())) for name, names_of in found.items()}
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.names.values())
         return rank_files.merge(groups[only], files, partial=partial, places=_Places(described.get(only)))
@@ -84,16 +85,12 @@ def describes(path: Path, group: Group) -> bool:
     return f"{item}_" == group.stem
 
 
-def _group(name: str, files_of: Mapping[int, str], world: int) -> Group:
-    return Group(f"{name}_", files_of, world, tuple(files_of.values()))
-
-
 # --- metadata.pkl
 
 
 def _described(root: Node) -> tuple[dict[str, Row], int]:
     """What metadata.pkl says of each item, and how many ranks there were."""
-    content = _plain(root)
+    content = _python(root, _LEVELS, {})  # a few levels, since that is all that is asked for
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
         raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
     if content.get("version") != _VERSION:
@@ -118,26 +115,17 @@ def _is_item(key: object, row: object, world: int) -> bool:
     return isinstance(layouts, dict) and len(layouts) == world and all(rank in layouts for rank in range(world))
 
 
-def _plain(node: Node) -> Any:
-    """Dicts, lists and tuples of the tree as Python's own; a few levels, since that is all that is asked for."""
-    return _python(node, _LEVELS, {})
-
-
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
-    """What is referred to again and again is made once."""
+    """Dicts, lists and tuples of the tree as Python's own; what is referred to again and again is made once."""
     if levels < 0:
         raise DamagedFileError(f"{ITEM_METADATA} is nested deeper than what it describes.")
     if id(node) in known:
         return known[id(node)]
     if type(node) is Dict:
         known[id(node)] = {key: _python(value, levels - 1, known) for key, value in node.items if type(key) in (str, int)}
-    elif type(node) is List:
-        known[id(node)] = tuple(_python(value, levels - 1, known) for value in node.items)
-    elif type(node) is tuple:
-        known[id(node)] = tuple(_python(value, levels - 1, known) for value in node)
-    else:
-        return node
-    return known[id(node)]
+    elif type(node) in (List, tuple):
+        known[id(node)] = tuple(_python(value, levels - 1, known) for value in row_of(node))
+    return known.get(id(node), node)
 
 
 def _files_of(described: Mapping[str, Row], names: Sequence[str], world: int) -> dict[str, dict[int, str]]:

@@ -113,7 +113,7 @@ class PartReader:
         if type(entry) is not Entry:
             raise TensorError("The local part of a DTensor is not a plain tensor.")
         mesh, rank, coordinate, world = self._mesh(spec["mesh"])
-        placements = tuple(_placement(place, len(shape)) for place in _row(spec["placements"]))
+        placements = tuple(_placement(place, len(shape)) for place in row_of(spec["placements"]))
         if len(placements) != len(mesh.shape):
             raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
         held: tuple[Piece, ...] = ()
@@ -173,7 +173,7 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
     """The order that a spec of torch 2.10 and later says; None where the placements say it."""
     if node is None or any(place.kind == "strided" for place in placements):
         return None
-    cuts = [number for entry in _row(node) for number in sizes_of(_args(entry)[1]) or ()]
+    cuts = [number for entry in row_of(node) for number in sizes_of(_args(entry)[1]) or ()]
     wanted = [number for number, place in enumerate(placements) if place.kind == "shard"]
     if sorted(cuts) != wanted:
         raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
@@ -213,7 +213,7 @@ def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
         if rank is not None and own != rank:
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
-    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, _row(names)))), rank, coordinate, world
+    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, row_of(names)))), rank, coordinate, world
 
 
 def _check_mesh(mesh: Mesh, coordinate: Sizes | None) -> None:
@@ -245,7 +245,7 @@ def _mesh_by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[M
 def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
     """The sizes of a mesh, and for each dimension how far each of its coordinates leads."""
     if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
-        pairs = [_record(axis, "_FlatLayout") for axis in _row(state["axes"])]
+        pairs = [_record(axis, "_FlatLayout") for axis in row_of(state["axes"])]
         rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
     else:  # torch 2.9
         rows = [((size,), (step,)) for size, step in zip(_ints(state["shape"]), _ints(state["stride"]), strict=True)]
@@ -320,7 +320,7 @@ def _state(node: Node) -> dict[str, Node]:
     return {key: value for part in parts if type(part) is Dict for key, value in part.items if type(key) is str}
 
 
-def _row(node: Node) -> Sequence[Node]:
+def row_of(node: Node) -> Sequence[Node]:
     """The items of a tuple or a list: which of them it is has changed between versions."""
     return node.items if type(node) is List else node if type(node) is tuple else ()
 
