@@ -115,7 +115,7 @@ class _Loop:
             return
         expected = source.expected.pop((offset, left), None)
         own = None if expected is None else Checksum(left, *expected)
-        if checksum is None and own is None and left >= _KERNEL_COPY and (offset - self.position) % _CONGRUENT == 0:
+        if checksum is None and own is None and self.is_for_kernel(content):
             copied = self.copy_in_kernel(content)
             offset, left = offset + copied, left - copied
         while left:
@@ -126,6 +126,10 @@ class _Loop:
     def is_shared(self, content: Range) -> bool:
         shares = self.output.shares
         return shares is not None and content.source.is_same(shares) and content.offset + content.length <= shares.size
+
+    def is_for_kernel(self, content: Range) -> bool:
+        congruent = (content.offset - self.position) % _CONGRUENT == 0
+        return self.kernel_copy and content.length >= _KERNEL_COPY and congruent and content.source.fd >= 0
 
     def pass_over(self, content: Range) -> None:
         """Leave a range where it is already."""
@@ -178,8 +182,6 @@ class _Loop:
     def copy_some(self, source: Source, offset: int, length: int) -> int:
         """How many bytes the kernel copied in one call; 0 where it copies none."""
         fd = source.fd  # that the source is gone is no error of the output
-        if fd < 0:
-            return 0
         try:
             return os.copy_file_range(fd, self.output.fd, length, offset)
         except OSError as error:

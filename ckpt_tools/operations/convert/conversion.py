@@ -57,7 +57,8 @@ def run(
     with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
         planned = plan(checkpoint, edits, report, stack)
         if output is not None:
-            if edits.kind == "pth" and not edits.options.moves_tensors and not is_address(target):
+            stays = checkpoint.container == "torch-zip" and edits.kind == "pth" and not edits.options.moves_tensors
+            if stays and not is_address(target):
                 share_blocks(checkpoint.decoded.source, output)
             execute(planned, output, edits.options.progress)
             checkpoint.decoded.source.check_unchanged()
