@@ -38,20 +38,12 @@ if TYPE_CHECKING:
     from ckpt_tools.io.ranks import Ranks
 
 
-class _Part(click.ParamType[Any]):
+def one_of(value: str) -> tuple[int, int]:
     """K/N: one of N jobs."""
-
-    name = "part"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """The two numbers."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(value))
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            self.fail(f"{value!r} is not K/N with K from 1 to N: 3/16.", param, ctx)
-        return int(found[1]), int(found[2])
-
-
-PART = _Part()
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", value)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise click.BadParameter(f"{value!r} is not K/N with K from 1 to N: 3/16.")
+    return int(found[1]), int(found[2])
 
 
 class _Share(NamedTuple):
@@ -70,10 +62,11 @@ class _Share(NamedTuple):
 @click.option("--in-place", is_flag=True, help="Replace IN itself; give no OUT.")
 @once(
     "--to-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
+    help="Write each of many IN, and each in a folder IN, into DIR, under its own name with the extension of --format; one "
+    "that fails stops no other.",
 )  # fmt: skip
 @once(
-    "--part", type=PART, metavar="K/N", help="With --to-dir: of N jobs that are given the same IN, this is number K.",
+    "--part", type=one_of, metavar="K/N", help="With --to-dir: of N jobs that are given the same IN, this is number K.",
 )  # fmt: skip
 @click.option("--skip-done", is_flag=True, help="With --to-dir: pass over each IN whose OUT is there already and not older.")
 @report_options
@@ -179,9 +172,10 @@ def convert_many(
     sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], share: _Share, *, quiet: bool, json: bool
 ) -> int:
     """Convert each into the folder, and report; the exit code."""
-    from ckpt_tools.operations.convert.several import convert_several, share_of, targets
+    from ckpt_tools.operations.convert.several import convert_several, each_of, share_of, targets
 
-    every = targets(sources, folder, asked)
+    found = each_of(sources)
+    sources, every = [source for source, _ in found], targets(found, folder, asked)
     pairs, done = share_of(list(zip(sources, every, strict=True)), share.part, skip_done=share.skip_done)
     sources, made = [source for source, _ in pairs], [target for _, target in pairs]
     results: list[Converted | CkptError] = []

@@ -13,13 +13,12 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 
 from __future__ import annotations
 
-import ast
 import itertools
 import operator
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -133,16 +132,19 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     fields = _literal(head[start : start + length])
-    if fields.keys() != {"descr", "fortran_order", "shape"}:
+    if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    is_shape = type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
-    if not is_shape or type(fortran) is not bool:
+    if not _is_shape(shape) or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
     code, order = _kind(fields["descr"], what)
     return Header(code, order == ">", fortran, shape, start + length)
+
+
+def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
+    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
@@ -154,18 +156,39 @@ def _kind(descr: object, what: str) -> tuple[str, str]:
     return code, found[1]
 
 
-def _literal(text: bytes) -> dict[str, Any]:
-    """The literal that a header is, read as NumPy reads it; empty when it is none. Python 2 wrote sizes as 3L."""
-    if b"\\" in text:
-        return {}
-    try:
-        fields = ast.literal_eval(_LONG.sub(b"", text).decode("latin-1").strip())
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
+# Python 2 wrote sizes as 3L.
+_FIELD = re.compile(
+    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
+    re.DOTALL,
+)
 
 
-_LONG = re.compile(rb"(?<=\d)L\b")
+class _Structure(str):
+    """The text of a structured dtype."""
+
+
+def _literal(text: bytes) -> dict[str, object] | None:
+    """The fields of a header; None when it is not one."""
+    inside = text.decode("latin-1").strip()
+    if inside[:1] != "{" or inside[-1:] != "}":
+        return None
+    inside, fields, at = inside[1:-1].rstrip(), {}, 0
+    while at < len(inside):
+        found = _FIELD.match(inside, at)
+        if found is None or found[2] in fields:
+            return None
+        fields[found[2]] = _value(found)
+        at = found.end()
+    return fields
+
+
+def _value(found: re.Match[str]) -> object:
+    if found[4] is not None:
+        return found[4]
+    if found[5] is not None:
+        return found[5] == "True"
+    return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
 
 
 class Arrays:

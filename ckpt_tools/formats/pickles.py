@@ -42,6 +42,7 @@ from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
 from ckpt_tools.pickling.raw_between import LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
+from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
@@ -426,10 +427,14 @@ def _is_meant(data: bytes) -> bool:
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith(NUMPY) or _inflates(data):
         return True
     for pickle in list_pickles(BytesPart(data)):
-        head, is_named = data[pickle.start : pickle.start + 2], any(name.name[:1] != "<" for name in pickle.names)
+        head, is_named = data[pickle.start : pickle.start + 2], any(map(_can_be_imported, pickle.names))
         if _is_pickle(pickle, head) and (is_named or pickle.two_ways or not pickle.calls):
             return True
     return False
+
+
+def _can_be_imported(name: Global) -> bool:
+    return name.name[:1] != "<" and not any(map(str.isspace, name.name)) and _MODULE.fullmatch(name.module) is not None
 
 
 def _inflates(data: bytes) -> bool:

@@ -84,13 +84,13 @@ def split(source: Source) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     end = source.size
     while end >= _ENDS:
-        limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         ends = source.read(end - _ENDS, _ENDS)
         signature, *_, size, start = END64.unpack_from(ends)
         begin = end - _ENDS - start - size
         if signature != b"PK\x06\x06" or ends[-END.size :][:4] != b"PK\x05\x06" or begin < 0:
             break
         found.append((begin, end - begin))
+        limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         end = begin
     return found[::-1] if len(found) > 1 and end == 0 else []
 

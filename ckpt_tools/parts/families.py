@@ -241,6 +241,14 @@ def folder_of_files(folder: Path) -> Path:
     return folder
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a local folder is one checkpoint, or a run of which one is read."""
+    try:
+        return find_layout(folder) is not None or weights_of(folder, os.listdir(folder)) is not None or bool(steps_of(folder))
+    except (NotACheckpointError, OSError):  # told about when it is opened
+        return True
+
+
 def steps_of(place: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of the training run that a folder is, the newest first; none where it is one checkpoint itself."""
     if isinstance(place, Handed) or is_address(place) or not os.path.isdir(place):
@@ -345,7 +353,7 @@ def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
     endings = {os.path.splitext(name)[1] for name in files}
     if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_OTHERS):
         return f"{named}."
-    return f"{named}. ckpt convert {shlex.quote(str(folder))}/*{endings.pop()} --to-dir DIR takes all of them."
+    return f"{named}. ckpt convert {shlex.quote(str(folder))} --to-dir DIR takes all of them."
 
 
 def _checkpoint_folders(folder: Path, names: list[str]) -> list[str]:

@@ -67,9 +67,11 @@ def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[
 
 
 def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:
-    """The folder in the place of its files is refused, with the command that takes them."""
+    """The folder in the place of one of its files is refused, with the command that takes them."""
     (tmp_path / "a b").mkdir()
     for name in ("1.pth", "2.pth"):
         (tmp_path / "a b" / name).write_bytes(DDP.read_bytes())
-    refused = ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out", code=3)
-    assert f"ckpt convert '{tmp_path}/a b'/*.pth --to-dir DIR takes all of them." in " ".join(refused.output.split())
+    refused = ckpt("convert", tmp_path / "a b", tmp_path / "out.pth", code=3)
+    assert f"ckpt convert '{tmp_path}/a b' --to-dir DIR takes all of them." in " ".join(refused.output.split())
+    ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"1.pth", "2.pth"}

@@ -186,9 +186,11 @@ def test_the_files_of_a_hugging_face_trainer(tmp_path: Path, classes: Callable[.
         ckpt_tools.convert(path, tmp_path / "out.safetensors")
     assert caught.value.fix == "Write a .pth, which holds anything"
     write(tmp_path / "run" / "pytorch_model.bin", weights())
+    assert ckpt_tools.inspect(tmp_path / "run").path == str(tmp_path / "run" / "pytorch_model.bin")
+    write(tmp_path / "run" / "other.bin", weights())
     with pytest.raises(NotACheckpointError, match="not a checkpoint") as missing:
         ckpt_tools.inspect(tmp_path / "run")
-    assert "Name a checkpoint in it: pytorch_model.bin" in missing.value.fix
+    assert "Name a checkpoint in it: other.bin, pytorch_model.bin" in missing.value.fix
     with pytest.raises(NotACheckpointError) as above:
         ckpt_tools.inspect(FIXTURES / "parts")
     assert above.value.fix == "Name a checkpoint in it: consolidated, dcp, fsdp-tp, fsdp2."

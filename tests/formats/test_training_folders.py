@@ -186,9 +186,17 @@ def test_jobs_share_many_files(tmp_path: Path) -> None:
     assert "5 files were done before" in ckpt("convert", *sources, "--to-dir", shared, "--strip-module", "--skip-done").stdout
     (shared / "3.pth").unlink()
     assert "wrote 1 of 1 file" in ckpt("convert", *sources, "--to-dir", shared, "--strip-module", "--skip-done").stdout
+    nested = tmp_path / "runs" / "a"
+    nested.mkdir(parents=True)
+    sources[0].rename(nested / "0.pth")
+    sources[1].rename(tmp_path / "runs" / "1.pth")
+    for number in (1, 2):
+        ckpt("convert", tmp_path / "runs", "--to-dir", tmp_path / "below", "--strip-module", "--part", f"{number}/2")
+    assert (tmp_path / "below" / "a" / "0.pth").read_bytes() == (alone / "0.pth").read_bytes()
+    assert (tmp_path / "below" / "1.pth").read_bytes() == (alone / "1.pth").read_bytes()
     for wrong in ("0/3", "4/3", "3", "a/b"):
         ckpt("convert", *sources, "--to-dir", shared, "--part", wrong, code=2)
-    ckpt("convert", sources[0], tmp_path / "out.pth", "--skip-done", code=2)
+    ckpt("convert", sources[2], tmp_path / "out.pth", "--skip-done", code=2)
 
 
 def test_a_run_of_lightning(tmp_path: Path) -> None:

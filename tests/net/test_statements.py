@@ -20,12 +20,12 @@ def text(*args: object, code: int) -> str:
 
 
 def test_files_of_ranks_of_two_kinds(tmp_path: Path) -> None:
-    """A folder with the model's and the optimizer's files of ranks has files of ranks."""
-    for kind in ("pytorch_model_fsdp", "optimizer"):
+    """A folder with files of ranks of two models has files of ranks."""
+    for kind in ("pytorch_model_fsdp", "model_ema"):
         for rank in range(3):
             torch.save({"w": torch.ones(2)}, tmp_path / f"{kind}_0_rank{rank}.bin")
     said = text("convert", tmp_path, tmp_path / "out.pth", code=3)
-    assert "it has files of ranks that are not one model's: optimizer_0_rank0.bin" in said
+    assert "it has files of ranks that are not one model's: model_ema_0_rank0.bin" in said
     assert "no files of ranks" not in said
 
 

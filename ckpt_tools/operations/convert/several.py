@@ -19,13 +19,29 @@ Pair: TypeAlias = tuple[Path, Path]
 _EXTENSIONS = {"safetensors": ".safetensors", "pth": ".pth", "pth-legacy": ".pth", "gguf": ".gguf", "dcp": ""}
 
 
-def targets(sources: Sequence[str | os.PathLike[str]], folder: Path, asked: Mapping[str, Any]) -> list[Path]:
-    """The output of each input: of its name, with the extension of the format."""
-    made = [folder / _name(source, asked) for source in sources]
+def each_of(sources: Sequence[Path]) -> list[tuple[Path, PurePath]]:
+    """Every input, and of a folder that is not one checkpoint all that are in it, with where in it they are."""
+    from ckpt_tools.operations.in_folders import find_checkpoints
+    from ckpt_tools.parts.families import is_whole
+
+    found: list[tuple[Path, PurePath]] = []
+    for source in sources:
+        if is_address(source) or not source.is_dir() or is_whole(source):
+            found.append((source, PurePath()))
+        else:
+            below = find_checkpoints(source)
+            paths = [*below.checkpoints, *below.unlisted] or [source]  # which is refused
+            found += [(path, PurePath() if path == source else path.relative_to(source).parent) for path in paths]
+    return found
+
+
+def targets(sources: Sequence[tuple[Path, PurePath]], folder: Path, asked: Mapping[str, Any]) -> list[Path]:
+    """The output of each input: of its name, with the extension of the format, in a folder called as the one that it is in."""
+    made = [folder / inside / _name(source, asked) for source, inside in sources]
     by_target: dict[Path, list[str]] = {}
-    for source, target in zip(sources, made, strict=True):
+    for (source, _), target in zip(sources, made, strict=True):
         by_target.setdefault(target, []).append(str(source))
-    inputs = {os.path.realpath(source): str(source) for source in sources}
+    inputs = {os.path.realpath(source): str(source) for source, _ in sources}
     for target, named in by_target.items():
         if len(named) > 1:
             raise UsageError(
