@@ -218,7 +218,6 @@ class Output:
     fd: int
     target: Path
     path: Path | None = None
-    shares: Source | None = None  # whose blocks it has at the same places
 
 
 @contextlib.contextmanager
@@ -397,11 +396,11 @@ def no_space(target: Path, needed: int) -> OutputError:
     return made
 
 
-def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None) -> None:
+def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:
     """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes, in a file that has some."""
-    free = free_bytes(folder)
+    free = free_bytes(folder)  # first: what a clone takes from now on is counted twice, and never called missing
     allocated = 0 if fd is None else getattr(os.fstat(fd), "st_blocks", 0) * 512
-    if free is not None and free + allocated < size:
+    if free is not None and free + max(written, allocated) < size:
         raise no_space(target, size)
 
 

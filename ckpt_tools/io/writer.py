@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
 from ckpt_tools.io.output import Output, Source, no_space, output_error, output_errors, reserve
 
@@ -23,35 +24,23 @@ _CONGRUENT = 65536
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY}
 _BUFFER = 1 << 20  # bytes: what two cores hand on should stay in their cache
 _BUFFERS = 4
-_FICLONE = 0x40049409  # of linux/fs.h; where it is another number the call fails
-_SHARED_FROM = 32 << 20
 
 
-def share_blocks(source: Source, output: Output) -> None:
-    """Let an empty output share all blocks of a file, where the file system can (btrfs, xfs): what stays is not written."""
-    if source.fd < 0 or source.size < _SHARED_FROM:
-        return
-    try:
-        from fcntl import ioctl
-
-        ioctl(output.fd, _FICLONE, source.fd)
-    except (ImportError, OSError):
-        return
-    output.shares = source
-
-
-def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None) -> int:
+def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
     """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 1 MiB."""
-    loop = _Loop(output, total(pieces), progress)
-    if output.shares is None:
+    loop = _Loop(output, total(pieces), progress, clone)
+    if clone is None or not clone.done:
         reserve(output.fd, loop.size)
     try:
+        while clone is not None and clone.is_running(0.1):
+            if progress is not None:
+                progress(min(clone.done, loop.size), loop.size)
         for piece in pieces:
             loop.add(piece.content, piece.checksum)
         loop.drain()
     finally:
         loop.close()
-    if output.shares is not None:
+    if clone is not None:
         with output_errors(output.target):
             os.ftruncate(output.fd, loop.position)
     return loop.position
@@ -85,8 +74,8 @@ class _Loop:
     (executors of concurrent.futures took 8 % longer for 300 MB).
     """
 
-    def __init__(self, output: Output, size: int, progress: Progress | None) -> None:
-        self.output, self.size, self.progress = output, size, progress
+    def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None) -> None:
+        self.output, self.size, self.progress, self.clone = output, size, progress, clone
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
         self.buffer = _Buffer(min(_BUFFER, max(size, 1)))
@@ -110,7 +99,7 @@ class _Loop:
 
     def range(self, content: Range, checksum: Checksum | None) -> None:
         source, offset, left = content.source, content.offset, content.length
-        if checksum is None and offset == self.position and self.is_shared(content):
+        if checksum is None and offset == self.position and self.clone is not None and self.clone.holds(source, offset, left):
             self.pass_over(content)
             return
         expected = source.expected.pop((offset, left), None)
@@ -122,10 +111,6 @@ class _Loop:
             part = self.part(left, checksum, own)
             source.read_into(offset, part)
             offset, left = offset + len(part), left - len(part)
-
-    def is_shared(self, content: Range) -> bool:
-        shares = self.output.shares
-        return shares is not None and content.source.is_same(shares) and content.offset + content.length <= shares.size
 
     def is_for_kernel(self, content: Range) -> bool:
         congruent = (content.offset - self.position) % _CONGRUENT == 0

@@ -44,6 +44,11 @@ def _large(folder: Path) -> None:
     _input(folder, 600_000)
 
 
+def _ahead(folder: Path) -> None:
+    """So large that the kernel copies it ahead, in a thread."""
+    _input(folder, 9 << 20)
+
+
 def _safetensors(folder: Path) -> None:
     from safetensors.torch import save_file
 
@@ -122,3 +127,4 @@ JOBS = (
     Job("torch.save", _input_and_old, work=_save),
     Job("torch.save to safetensors", _input, work=_save_safetensors),
 )  # fmt: skip
+AHEAD = Job("convert with a copy ahead", _ahead, _strip())

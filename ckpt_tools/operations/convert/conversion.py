@@ -14,9 +14,10 @@ from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
+from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
-from ckpt_tools.io.output import Output, check_space, is_address
-from ckpt_tools.io.writer import Progress, share_blocks, write
+from ckpt_tools.io.output import Output, check_space
+from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
@@ -50,6 +51,7 @@ def run(
     target: str | os.PathLike[str],
     edits: Edits,
     output: Output | None,
+    clone: Clone | None,
     opened: Checkpoint | None = None,
 ) -> Converted:
     """Read (or take what is open), plan and, with an output, carry it out."""
@@ -57,10 +59,7 @@ def run(
     with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
         planned = plan(checkpoint, edits, report, stack)
         if output is not None:
-            stays = checkpoint.container == "torch-zip" and edits.kind == "pth" and not edits.options.moves_tensors
-            if stays and not is_address(target):
-                share_blocks(checkpoint.decoded.source, output)
-            execute(planned, output, edits.options.progress)
+            execute(planned, output, edits.options.progress, clone)
             checkpoint.decoded.source.check_unchanged()
     return report
 
@@ -81,10 +80,11 @@ def records_leaving(root: Node, pieces: Iterable[Piece], decoded: Decoded, edits
     return leaving(root, pieces, keeps=edits.kind == "pth" and decoded.has_checksums)
 
 
-def execute(planned: Planned, output: Output, progress: Progress | None = None) -> None:
+def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
     """Write what was planned. Whoever opened the inputs sees to it that they are unchanged before the output takes its name."""
-    check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd)
-    write(planned.pieces, output, progress)
+    done = clone.done if clone is not None else 0
+    check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd, written=done)
+    write(planned.pieces, output, progress, clone)
     planned.leaving.check_rest()
     if planned.casting is not None:
         report = planned.report

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: the call. What it does is in `conversion`, which is imported when it is called."""
+"""Convert a checkpoint: the call. What it does is in `conversion`, which is imported while the copying has begun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.attributes import Inputs
+from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, is_address, output_target, replacing
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -58,6 +59,9 @@ def convert_with(
     inputs = (source, *(path for path, _ in options.adapters))
     with ExitStack() as stack:
         output = None if to_folder else open_output(stack, target, inputs, options)  # a folder is opened by who writes it
+        clone = None
+        if output is not None and kind == "pth" and not options.moves_tensors and not is_address(target):
+            clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.operations.convert.conversion import run
         from ckpt_tools.operations.convert.edits import Edits
 
@@ -67,7 +71,7 @@ def convert_with(
 
             report = run_folder(source, FolderTarget(target, kind, options, inputs, ranks), edits, limit or 0)
         else:
-            report = run(source, target, edits, output, opened)
+            report = run(source, target, edits, output, clone, opened)
     report.seconds = time.perf_counter() - started
     return report
 
