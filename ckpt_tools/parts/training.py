@@ -22,7 +22,6 @@ from pathlib import Path
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import names as by_name
 from ckpt_tools.tree.nodes import Dict
@@ -92,6 +91,8 @@ def _unlike_its_name(step: Path) -> str:
 
 def step_of(folder: Path) -> int | None:
     """The step that a Trainer's folder says it is of."""
+    from ckpt_tools.io.parsers import load_json
+
     with contextlib.suppress(OSError, ValueError, CkptError):
         state = folder / TRAINER_STATE
         if state.is_file() and state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
