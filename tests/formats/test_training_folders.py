@@ -83,6 +83,20 @@ def test_local_ranks_of_fsdp(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path, tmp_path / "out.pth")
 
 
+@pytest.mark.parametrize("tag", ["global_step2", "pytorch_model"])
+def test_deepspeed_of_a_trainer(tmp_path: Path, tag: str) -> None:
+    """The folder that `latest` names, beside the trainer's state; accelerate calls it pytorch_model."""
+    genuine = GENUINE.parent / "deepspeed" / "z1-fp32"
+    shutil.copytree(genuine / "global_step2", tmp_path / "checkpoint-2" / tag)
+    (tmp_path / "checkpoint-2" / "latest").write_text(tag)
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
+    for place in (tmp_path / "checkpoint-2", tmp_path):
+        ckpt("convert", place, tmp_path / "out.safetensors", "--overwrite")
+        found, reference = load_file(tmp_path / "out.safetensors"), torch.load(genuine / "reference.pth")
+        assert all(torch.equal(found[name], reference[name]) for name in found)
+    assert "at step 2, the model in DeepSpeed's files" in ckpt("inspect", tmp_path / "checkpoint-2").stdout
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of three checkpoints."""
