@@ -88,7 +88,7 @@ def convert(
     ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
     ckpt convert runs/*.pth --to-dir out --format safetensors
-    ckpt convert runs/*.pth --to-dir out --part 3/16 --skip-done
+    ckpt convert runs/*.pth --to-dir out --part 1/16 --skip-done
 
     Whatever their order on the line, the steps are: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
     fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, like or plan,
