@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,13 +44,6 @@ def one_of(value: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise click.BadParameter(f"{value!r} is not K/N with K from 1 to N: 3/16.")
     return int(found[1]), int(found[2])
-
-
-class _Share(NamedTuple):
-    """Which of many inputs are to be converted: those of one job of several, and with `skip_done` none twice."""
-
-    part: tuple[int, int]
-    skip_done: bool
 
 
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
@@ -115,8 +108,8 @@ def convert(
             raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
         if output is not None:
             raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
-        share = _Share(part or (1, 1), skip_done)
-        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, share, quiet=quiet, json=json))
+        sources = inputs((source, target, *more))
+        sys.exit(convert_many(sources, to_dir, asked, part or (1, 1), skip_done=skip_done, quiet=quiet, json=json))
     if part is not None or skip_done:
         raise click.UsageError(f"{'--part' if part is not None else '--skip-done'} is for many IN; --to-dir DIR is missing.")
     if more:
@@ -169,14 +162,15 @@ def inputs(given: Iterable[str | Path | None]) -> list[Path]:
 
 
 def convert_many(
-    sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], share: _Share, *, quiet: bool, json: bool
-) -> int:
-    """Convert each into the folder, and report; the exit code."""
+    sources: Sequence[Path], folder: Path, asked: Mapping[str, Any], part: tuple[int, int],
+    *, skip_done: bool, quiet: bool, json: bool,
+) -> int:  # fmt: skip
+    """Convert each that is for this job into the folder, and report; the exit code."""
     from ckpt_tools.operations.convert.several import convert_several, each_of, share_of, targets
 
     found = each_of(sources)
     sources, every = [source for source, _ in found], targets(found, folder, asked)
-    pairs, done = share_of(list(zip(sources, every, strict=True)), share.part, skip_done=share.skip_done)
+    pairs, done = share_of(list(zip(sources, every, strict=True)), part, skip_done=skip_done)
     sources, made = [source for source, _ in pairs], [target for _, target in pairs]
     results: list[Converted | CkptError] = []
     for source, result in zip(sources, convert_several(sources, made, asked), strict=True):

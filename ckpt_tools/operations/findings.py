@@ -70,7 +70,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 
 def of_training(finding: Finding) -> Finding:
-    """What is so in a file of a training's state, which whoever wrote it reads again: nothing to be mended."""
+    """A finding about a file of a training's state: that its framework alone reads it is worth a note, and no more."""
     return replace(finding, severity="info", fix="") if finding.code in ("weights-only-refused", "not-importable") else finding
 
 

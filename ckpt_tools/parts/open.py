@@ -67,7 +67,7 @@ def _newest(run: str | os.PathLike[str], steps: Sequence[Path]) -> Checkpoint:
             passed[step] = str(error).partition("\n")[0]
             continue
         told = [Warned("newest", f"the newest whole checkpoint in {run} is read: {step.name}", severity="info")]
-        told += [Warned("passed-over", f"{path.name} is passed over. {why}") for path, why in passed.items()]
+        told += [Warned("passed-over", f"{path.name} is passed over. {why.rstrip('.')}") for path, why in passed.items()]
         checkpoint.decoded.warnings = [*checkpoint.decoded.warnings, *told]
         return checkpoint
     why = " ".join(f"{path.name}: {text}" for path, text in passed.items())

@@ -18,28 +18,28 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import names as by_name
 from ckpt_tools.tree.nodes import Dict
 
 TRAINER_STATE = "trainer_state.json"
 FSDP_FILE = "pytorch_model_fsdp.bin"
-STATE = re.compile(  # what is saved beside a model, to go on with
+_STATE = (  # what is saved beside a model, to go on with
     r"(?:optimizer|scheduler|sampler|dl_state_dict|scaler|random_states|rng_state|custom_checkpoint)(?:_\d+)*(?:_rank\d+)?"
     r"(?:\.(?:pt|pth|bin|pkl))?|training_args\.bin|trainer_state\.json"
 )
-_FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
-_STEP = re.compile(r"checkpoint[-_](\d{1,18})")
+_FSDP_FOLDER = r"pytorch_model_fsdp_\d+"
+_STEP = r"checkpoint[-_](\d{1,18})"
 _MOST_STATE = 100 << 20
 
 
 def find(folder: Path, names: Sequence[str]) -> Sequence[str]:
     """The distributed checkpoint in a step's folder that is its model."""
-    found = [name for name in names if _FSDP_FOLDER.fullmatch(name) and (folder / name / by_name.DCP_METADATA).is_file()]
+    found = [name for name in names if re.fullmatch(_FSDP_FOLDER, name) and (folder / name / by_name.DCP_METADATA).is_file()]
     return found if len(found) == 1 and not {FSDP_FILE, *by_name.ONE_FILE} & set(names) else ()
 
 
@@ -54,25 +54,31 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     return decoded
 
 
-def step_folder(source: Source) -> Path:
-    """The folder of the step that a model was read from: its own, or the one around a distributed checkpoint."""
-    folder = source.folder if isinstance(source, Files) else source.path.parent
-    return folder.parent if _FSDP_FOLDER.fullmatch(folder.name) and folder != source.path else folder
-
-
 def is_state(name: str) -> bool:
     """Whether a name in a step's folder is that of the training's state, which is beside the model."""
-    return STATE.fullmatch(name) is not None
+    return re.fullmatch(_STATE, name) is not None
 
 
 def is_state_of_step(path: Path) -> bool:
     """Whether a file is the training's state in a folder of Trainer or accelerate, which load it in their own way."""
-    return is_state(path.name) and bool(described(path.parent))
+    return is_state(path.name) and is_training(path.parent)
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a folder is a run's or a step's."""
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+        return TRAINER_STATE in names or any(map(_is_accelerates, names)) or bool(steps_in(folder, names))
+    return False
+
+
+def _is_accelerates(name: str) -> bool:
+    return name.startswith("random_states_")
 
 
 def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
     """The steps' folders in a run's, the newest first."""
-    found = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)) and (folder / name).is_dir()]
+    found = [(int(match[1]), name) for name in names if (match := re.fullmatch(_STEP, name)) and (folder / name).is_dir()]
     return [folder / name for _, name in sorted(found, reverse=True)]
 
 
@@ -85,20 +91,25 @@ def unfinished(steps: Sequence[Path]) -> dict[Path, str]:
 def _unlike_its_name(step: Path) -> str:
     if not (step / TRAINER_STATE).is_file():
         return f"It has no {TRAINER_STATE}, which is written last."
-    said, named = step_of(step), _STEP.fullmatch(step.name)
+    said, named = step_of(step), re.fullmatch(_STEP, step.name)
     return f"Its {TRAINER_STATE} is of step {said}." if said is not None and named and said != int(named[1]) else ""
 
 
-def step_of(folder: Path) -> int | None:
-    """The step that a Trainer's folder says it is of."""
+def trainer_state(folder: Path) -> dict[str, Any]:
+    """What Trainer says of its run in a step's folder; empty where it says nothing that can be read."""
     from ckpt_tools.io.parsers import load_json
 
     with contextlib.suppress(OSError, ValueError, CkptError):
         state = folder / TRAINER_STATE
         if state.is_file() and state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
-            step = found.get("global_step")
-            return step if type(step) is int and step >= 0 else None
-    return None
+            return found
+    return {}
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a Trainer's folder says it is of."""
+    step = trainer_state(folder).get("global_step")
+    return step if type(step) is int and step >= 0 else None
 
 
 def described(folder: Path) -> str:
@@ -110,7 +121,7 @@ def described(folder: Path) -> str:
         if TRAINER_STATE in names:
             step = step_of(folder)
             return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}, {_how(folder, names)}"
-        if any(name.startswith("random_states_") for name in names):
+        if any(map(_is_accelerates, names)):
             return f"a state of accelerate, {_how(folder, names)}"
     return ""
 
@@ -118,9 +129,9 @@ def described(folder: Path) -> str:
 def _how(folder: Path, names: Sequence[str]) -> str:
     if FSDP_FILE in names:
         return "the model of FSDP in one file"
-    if any(_FSDP_FOLDER.fullmatch(name) for name in names):
+    if any(re.fullmatch(_FSDP_FOLDER, name) for name in names):
         return "the model sharded by FSDP"
-    if any(_FSDP_FOLDER.match(name) for name in names):
+    if any(re.match(_FSDP_FOLDER, name) for name in names):
         return "the model in FSDP's files of ranks"
     if by_name.checkpoint_folder(folder) != folder:
         return "the model in DeepSpeed's files"

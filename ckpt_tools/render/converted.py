@@ -49,9 +49,8 @@ def print_several(
     names = [printable(str(source)) for source in sources]
     if names:
         out.print(name_table("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes")))
-    for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
-        out.print(f"\n{note.text}", soft_wrap=True)
-    if names or not (passed or every):
+        for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
+            out.print(f"\n{note.text}", soft_wrap=True)
         out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}", soft_wrap=True)
     if others := every - len(results) - passed:
         out.print(f"{counted(others, 'file')} {'is' if others == 1 else 'are'} for the other jobs", soft_wrap=True)

@@ -94,6 +94,12 @@ def test_deepspeed_of_a_trainer(tmp_path: Path, tag: str) -> None:
         ckpt("convert", place, tmp_path / "out.safetensors", "--overwrite")
         found, reference = load_file(tmp_path / "out.safetensors"), torch.load(genuine / "reference.pth")
         assert all(torch.equal(found[name], reference[name]) for name in found)
+    torch.save({"step": 2}, tmp_path / "checkpoint-2" / "scheduler.pt")
+    for place in (tmp_path / "checkpoint-2", tmp_path):
+        said = ckpt("convert", place, tmp_path / "out.safetensors", "--overwrite").stdout
+        assert "which stays there: scheduler.pt." in " ".join(said.split())
+        shards = ckpt_tools.convert(place, tmp_path / "shards", shard_size="1GB", overwrite=True)
+        assert shards.companions == ["scheduler.pt", "trainer_state.json"]
     assert "at step 2, the model in DeepSpeed's files" in ckpt("inspect", tmp_path / "checkpoint-2").stdout
 
 

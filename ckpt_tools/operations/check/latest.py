@@ -14,19 +14,16 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_tensor
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.output import is_address, is_there, missing
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many
 from ckpt_tools.operations.in_folders import find_checkpoints
 from ckpt_tools.parts.open import open_checkpoint
+from ckpt_tools.parts.training import trainer_state
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.options import natural
 
-# What transformers' Trainer writes beside the weights.
-_TRAINER_STATE = "trainer_state.json"
-_MOST_STATE = 100 << 20
 # How writers call a file that is not finished: torch's and Lightning's own, rsync's, browsers', Hugging Face's.
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".crdownload", ".download", ".writing")
 # How they call the folder of one: transformers' `tmp-checkpoint-500`, Orbax's `500.orbax-checkpoint-tmp-3`.
@@ -174,10 +171,8 @@ def _step_of(checkpoint: Checkpoint) -> TrainingStep:
 def _step_around(path: Path) -> TrainingStep:
     """What the Trainer's state beside it says, its name, or its folder's."""
     folder = path if path.is_dir() else path.parent
-    with contextlib.suppress(OSError, ValueError, CkptError):
-        state = folder / _TRAINER_STATE
-        if state.is_file() and state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
-            return step_in_texts(found)
+    if found := trainer_state(folder):
+        return step_in_texts(found)
     named = (step_in_name(path.name), step_in_name(path.absolute().parent.name))
     return next((step for step in named if step.is_known), TrainingStep())
 

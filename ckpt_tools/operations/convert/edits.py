@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
@@ -22,8 +21,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
-from ckpt_tools.parts.families import steps_of
-from ckpt_tools.parts.training import described, is_state, step_folder
+from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
@@ -278,7 +276,7 @@ def _under(key: str, root: Node) -> Node:
     if found != [()]:
         there = f"The state dicts are {listed([repr(dotted(where)) for where in found])}." if found else "There is none."
         fix = "`select` makes one of them the whole output." if found else ""
-        raise UsageError(f"`under={key!r}` is for a bare state dict, and the input is more than one.", why=there, fix=fix)
+        raise UsageError(f"`under={key!r}` is for a bare state dict, which the input is not.", why=there, fix=fix)
     return Dict([(key, root)])
 
 
@@ -368,14 +366,14 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
         return
     from ckpt_tools.operations.in_folders import find_checkpoints
 
-    folder, source = Path(report.source), checkpoint.decoded.source
+    source = checkpoint.decoded.source
+    folder = source.path if source.path.is_dir() else source.path.parent  # of a run that of the step which is read
     own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
-    if steps_of(folder):
-        folder = step_folder(source)
     names = [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]
-    if state := [name for name in names if is_state(name)] if described(folder) else []:
+    state = [name for name in names if is_state(name)] if is_training(folder) else []
+    if state and not into_folder:  # where it comes along, or stays by name
         text = f"{folder} also has the state of the training, which stays there: {listed(state)}."
-        report.notes += [] if into_folder else [Note("training-state", text)]  # where it comes along, or stays by name
+        report.notes.append(Note("training-state", text))
     if others := [name for name in names if name not in state]:
         text = f"{folder} holds other checkpoints too, which are converted one by one: {listed(others)}."
         report.notes.append(Note("others-beside", text))

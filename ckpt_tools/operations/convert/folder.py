@@ -39,7 +39,7 @@ from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.parts import sharded
 from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
 from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
-from ckpt_tools.parts.training import described, is_state, step_folder
+from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.tree.nodes import Dict, Node
 from ckpt_tools.values.pytorch import need_torch
 
@@ -98,10 +98,11 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
     own |= {source.folder.name} if isinstance(source := checkpoint.decoded.source, Files) and source is not files else set()
+    of_training = is_training(files.folder)
     for name, kind in listed:
         if name in own:
             continue
-        state = is_state(name) and bool(described(files.folder))
+        state = of_training and is_state(name)
         why = kind or (_why_state_stays(files.open(name), changed=changed) if state else _why_it_stays(name.rpartition("/")[2]))
         why = why or _take(name, files, found, state=state)
         if why:
@@ -116,13 +117,12 @@ def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files |
     source = checkpoint.decoded.source
     if is_address(named) or not os.path.isdir(named):
         return source if isinstance(source, Files) else None
-    step = step_folder(source)
-    if isinstance(source, Files) and source.folder == step:
-        return source
-    folder = Files(step, step)
     if not isinstance(source, Files):
+        folder = Files(source.path.parent, source.path.parent)
         folder.adopt(source)
-    return folder
+        return folder
+    around = source.folder != source.path and is_training(source.path)  # a step's, whose model is a folder in it
+    return Files(source.path, source.path) if around else source
 
 
 def copy(companions: Companions, staging: Staging) -> None:

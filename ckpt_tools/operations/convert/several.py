@@ -58,8 +58,10 @@ def share_of(pairs: Sequence[Pair], part: tuple[int, int], *, skip_done: bool) -
     number, count = part
     mine = set(sorted(str(target) for _, target in pairs)[number - 1 :: count])
     own = [pair for pair in pairs if str(pair[1]) in mine]
-    done = [pair for pair in own if skip_done and _is_done(*pair)]
-    return [pair for pair in own if pair not in done], done
+    left, done = list[Pair](), list[Pair]()
+    for pair in own:
+        (done if skip_done and _is_done(*pair) else left).append(pair)
+    return left, done
 
 
 def _is_done(source: Path, target: Path) -> bool:
