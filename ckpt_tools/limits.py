@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpt_tools.errors import LimitError, UsageError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Limit:
     """One limit: what it is now, what is counted, how many more a file has for each of its bytes."""
 

@@ -191,7 +191,7 @@ _DANGEROUS = ("dangerous", "unexamined")
 _IN_THE_WAY = "device-tags"  # an info where the device is there; elsewhere the file does not load as it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class OverviewRow:
     """One checkpoint of the table; its texts are as they are shown but for what a terminal must not see."""
 

@@ -30,7 +30,7 @@ else:
     _OneOf = click.Choice  # no generic before click 8.2
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Expanded:
     """What the paths of a command stand for: the checkpoints, and by folder the files in it that are not."""
 

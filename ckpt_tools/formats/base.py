@@ -96,7 +96,7 @@ def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, 
     return entry
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Warned:
     """Something odd in a file that does not keep it from being read."""
 
@@ -117,7 +117,7 @@ def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned
     return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Packed:
     """What a checkpoint lies in."""
 

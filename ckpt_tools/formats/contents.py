@@ -15,7 +15,7 @@ from ckpt_tools.tree.nodes import CONTAINERS, Dict, Entry, List, Node, Object, W
 from ckpt_tools.tree.visit import children, is_hollow, walk
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Tensor:
     """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
 
@@ -25,7 +25,7 @@ class Tensor:
     scheme: str = ""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StateDict:
     """A mapping name -> entry found in the tree."""
 

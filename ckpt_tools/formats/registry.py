@@ -17,7 +17,7 @@ from ckpt_tools.io.sources import Files
 Decode = Callable[[Source], Decoded]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Container:
     """A kind of file.
 

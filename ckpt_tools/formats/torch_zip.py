@@ -24,7 +24,6 @@ from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, vali
 from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
@@ -143,6 +142,8 @@ def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
 @contextmanager
 def json_of(source: Source, record: Record, *, check: bool, pairs: Callable[[Pairs], Any] | None = None) -> Iterator[Any]:
     """The JSON in a record; what a reader stumbles over inside the block says that it is malformed."""
+    from ckpt_tools.io.parsers import load_json  # few records are JSON
+
     if record.size > limits.budget(source.size).room(limits.MEMORY):  # it is counted once it is read
         raise limits.MEMORY.error(f"{record.name} claims {record.size} bytes.", record.size)
     try:

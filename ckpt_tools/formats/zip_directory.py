@@ -97,12 +97,11 @@ def signatures(source: Source, *wanted: bytes) -> Iterator[tuple[bytes, int]]:
 
 _SEARCHED = 1 << 20
 _NAMES = 64  # of records that are looked at
-PROGRAM = re.compile(
+PROGRAM = (
     r"/code/|/constants\.pkl$|/archive_format$"  # TorchScript, and exported programs, of torch 2.7 on and before
     r"|/models/[^/]+\.json$|/data/(weights|constants|sample_inputs|aotinductor)/|^serialized_(exported_program|state_dict)"
 )
-_NOT_MENDED = re.compile(rf"{PROGRAM.pattern}|\.npy$")
-_HEADER = re.compile(rb"PK\x03\x04.{22}(..)..", re.DOTALL)  # with the length of the name behind it
+_HEADER = rb"(?s)PK\x03\x04.{22}(..).."  # with the length of the name behind it
 
 
 def is_mended(source: Source) -> bool:
@@ -110,9 +109,9 @@ def is_mended(source: Source) -> bool:
     data = source.read(0, min(_SEARCHED, source.size))
     if SIGNATURE_LOCAL in data and source.size <= _SEARCHED and b"data.pkl" not in data:
         return False
-    headers = islice(_HEADER.finditer(data), _NAMES)
+    headers = islice(re.finditer(_HEADER, data), _NAMES)
     names = (data[found.end() : found.end() + int.from_bytes(found[1], "little")] for found in headers)
-    return not any(_NOT_MENDED.search(name.decode(errors="replace")) for name in names)
+    return not any(re.search(rf"{PROGRAM}|\.npy$", name.decode(errors="replace")) for name in names)
 
 
 _MAX_COMMENT = 65535
@@ -122,7 +121,7 @@ _ORDINARY_NAME = re.compile(rb"[\w.-]++(?<=\w)(?:/[\w.-]++(?<=\w))*+")  # ASCII,
 _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """One record."""
 
@@ -150,14 +149,14 @@ class Record:
         return gap if gap >= ALIGNMENT else 0
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class RecordRange(Range):
     """The bytes of a stored record, which may be copied together with the zip header before them."""
 
     record: Record
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Directory:
     """The records in file order, where the central directory starts, and how many bytes come after the end record."""
 

@@ -36,7 +36,7 @@ class Checksum:
             )
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Literal:
     """Bytes at hand."""
 
@@ -47,7 +47,7 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Range:
     """A range of a source file, as it is."""
 
@@ -56,14 +56,14 @@ class Range:
     length: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Part(Range):
     """A part of a range that a file says the checksum of."""
 
     of: Range
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Deflated:
     """A deflated range of a source file, to be inflated to exactly `length` bytes."""
 
@@ -74,7 +74,7 @@ class Deflated:
     crc: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Computed:
     """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of."""
 
@@ -84,7 +84,7 @@ class Computed:
     part: Callable[[int, int], Content] | None = None
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Joined:
     """Contents one behind the other, each moved as it would be alone: a tensor whose rows lie in several files."""
 
@@ -95,7 +95,7 @@ class Joined:
         return sum(part.length for part in self.parts)
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Late:
     """Bytes that are known only after the pieces before: a directory that holds their checksums."""
 
@@ -106,7 +106,7 @@ class Late:
 Content: TypeAlias = Literal | Range | Deflated | Computed | Joined
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Piece:
     """A content, with the checksum that its bytes are counted into, if any."""
 

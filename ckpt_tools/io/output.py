@@ -211,7 +211,7 @@ def _near(path: Path) -> str:
         return ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Output:
     """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
 

@@ -15,7 +15,6 @@ _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+(?:{_PART}){{4}}", re.MULTILINE)
 
 
-
 def load_json(
     text: str | bytes,
     *,

@@ -30,7 +30,7 @@ _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
 _FOLD, _TO_CPU, _PLAIN = "--fold", "--map-location cpu", "--objects plain"
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Facts:
     """What findings are told from."""
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _Elements = tuple[object, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Sharing:
     """Groups of names: within one state dict as they are, across several as dotted paths."""
 

@@ -33,7 +33,7 @@ class Beside(NamedTuple):
     ranks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Family:
     """A way in which a checkpoint is in several files.
 

@@ -30,7 +30,7 @@ ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.s
 _DEEPSPEED = r"(?:mp|pp|expp)_rank_\d"
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Group:
     """The files of one checkpoint."""
 
@@ -145,7 +145,7 @@ def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class ShardName:
     """How files of one kind of shard are called, `model-00001-of-00003.safetensors`; of one file, which one it is."""
 
@@ -195,7 +195,7 @@ _LATEST = "latest"
 _TAG_LENGTH = 1024
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class ZeroFiles:
     """The files of one DeepSpeed checkpoint: of each kind by the numbers in their names, the slice (`mp_rank_NN`) last."""
 

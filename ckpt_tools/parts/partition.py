@@ -34,7 +34,7 @@ _ZERO_ALONE = "Get the files of all ranks; in a folder of its own it is read alo
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Partition:
     """What part of what a checkpoint is, and how to get the whole."""
 

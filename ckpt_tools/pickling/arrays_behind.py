@@ -23,7 +23,7 @@ WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
 _DTYPE = Global("numpy", "dtype")
-_CODE = re.compile(r"([USV])(\d{1,9})")
+_CODE = r"([USV])(\d{1,9})"
 _SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
 _OBJECTS, _HAS_OBJECTS = ("O", "O8"), 1  # a flag of a dtype
 _STATES = (8, 9)  # how long the state of a dtype is, without and with what it says of units of time
@@ -99,7 +99,7 @@ def _itemsize(dtype: Node) -> int | None:
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:
         return None
-    text = _CODE.fullmatch(code)
+    text = re.fullmatch(_CODE, code)
     size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if code in _OBJECTS else _SIZES.get(code)
     if not dtype.steps or size is None:
         return size

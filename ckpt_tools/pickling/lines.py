@@ -14,8 +14,8 @@ class LongNumber(Malformed):
     """A whole number of more digits than Python converts by default: before 3.11 it read them."""
 
 
-_LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")
-_OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
+_LONG_NUMBER = rb"\s*[+-]?[\d_]{4301}"
+_OCTAL = rb"\s*([+-]?)0+([0-7]{1,21})\s*"  # to C's strtol, which pickle asks first
 
 
 def whole(text: bytes, base: int = 0) -> int:
@@ -23,7 +23,7 @@ def whole(text: bytes, base: int = 0) -> int:
     try:
         return int(text.partition(b"\0")[0], base)
     except ValueError:
-        kind = LongNumber if _LONG_NUMBER.match(text) else Malformed
+        kind = LongNumber if re.match(_LONG_NUMBER, text) else Malformed
         raise kind("holds a whole number that cannot be read") from None
 
 
@@ -31,7 +31,7 @@ def value(op: int, line: bytes) -> int | float | str | bytes:
     """What the opcode INT, LONG, FLOAT, UNICODE or STRING has."""
     if op == 0x49:  # INT
         text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
-        octal = _OCTAL.fullmatch(text)
+        octal = re.fullmatch(_OCTAL, text)
         number = int(octal[1] + octal[2], 8) if octal else whole(text)
         return bool(number) if len(line) == 2 and 0 <= number <= 1 else number  # 01 and 00, to C also +1 and -0
     if op == 0x4C:  # LONG
@@ -48,15 +48,15 @@ def value(op: int, line: bytes) -> int | float | str | bytes:
         raise Malformed("holds text that cannot be read") from None
 
 
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
+_ESCAPE = rb"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)"
 _ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
-_UNITS = re.compile(rb"(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
+_UNITS = rb"(?s)(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}"
 
 
 def _unescape(data: bytes) -> bytes:
     """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
     # some thousand escapes at a time: `re.sub` keeps a list of all its pieces
-    return b"".join([_ESCAPE.sub(_unescape_one, units[0]) for units in _UNITS.finditer(data)])
+    return b"".join([re.sub(_ESCAPE, _unescape_one, units[0]) for units in re.finditer(_UNITS, data)])
 
 
 def _unescape_one(found: re.Match[bytes]) -> bytes:

@@ -397,7 +397,7 @@ rebuild_tensor_v2 = MAKERS[Global("torch._utils", "_rebuild_tensor_v2")]
 # --- tensors that are no plain view on a storage
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class UnusualTensor:
     """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell."""
 
@@ -484,7 +484,7 @@ def _length(node: Any) -> int:
     return len(node.items) if type(node) is List else prod(node.shape)
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class SparseParts:
     """What a sparse tensor is made of: the layout's name, entries of indices, the entry of values, the shape."""
 

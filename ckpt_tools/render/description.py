@@ -39,7 +39,7 @@ _SHOWN_RANGES = 8
 _Numbered: TypeAlias = "list[tuple[str, Line]]"  # with the text of the number in its name
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Line:
     """One line of the tensor table: one tensor, or several that repeat."""
 
@@ -203,7 +203,7 @@ _SHOWN_REST = 12
 _SHAPE_WIDTH = 24
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class View:
     """How `inspect` shows the tensors: all rows or the first ones, as a tree or flat, to which depth, which, in which order."""
 
@@ -389,7 +389,7 @@ _INDENT = "  "
 _FEW = 3  # lines that are not worth a reference to others that are alike
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Groups:
     """The tensors of a checkpoint by what they belong to, each in the order in which they come."""
 

@@ -14,7 +14,7 @@ from typing import Literal
 Family = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class DType:
     """One element type."""
 

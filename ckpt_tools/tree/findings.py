@@ -11,7 +11,7 @@ from ckpt_tools.text import printable
 from ckpt_tools.tree.output_names import writes
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Finding:
     """One thing worth knowing.
 

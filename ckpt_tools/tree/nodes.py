@@ -23,7 +23,7 @@ Pair: TypeAlias = "tuple[Node, Node]"
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Storage:
     """One run of bytes that entries view. Entries that are the same elements of it are tied."""
 
@@ -40,7 +40,7 @@ class Storage:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Extras:
     """What a few tensors carry beyond their data."""
 
@@ -51,7 +51,7 @@ class Extras:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
     """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
 
@@ -172,7 +172,7 @@ class List:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Append:
     """A step of an object: items that a pickle appends to it."""
 
@@ -180,7 +180,7 @@ class Append:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SetItems:
     """A step of an object: pairs that a pickle sets in it."""
 
@@ -188,7 +188,7 @@ class SetItems:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Build:
     """A step of an object: the state that a pickle gives it."""
 

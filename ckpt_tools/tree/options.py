@@ -25,7 +25,7 @@ Record = TypeVar("Record", bound="Options")
 Record_co = TypeVar("Record_co", bound="Options", covariant=True)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Option:
     """One option."""
 

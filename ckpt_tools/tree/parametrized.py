@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-_BESIDE = re.compile(r"((?:.*\.)?[^.]*(?:weight|bias)[^.]*)_(g|v|orig|mask|u)", re.DOTALL)
-_BELOW = re.compile(r"((?:.*\.)?)parametrizations\.([^.]+)\.(.+)", re.DOTALL)
+_BESIDE = r"(?s)((?:.*\.)?[^.]*(?:weight|bias)[^.]*)_(g|v|orig|mask|u)"
+_BELOW = r"(?s)((?:.*\.)?)parametrizations\.([^.]+)\.(.+)"
 _ROLES = {"original0": "g", "original1": "v", "original": "orig", "0._u": "u", "0._v": "v", "0.base": "base"}
 _KINDS = {
     frozenset("gv"): "weight norm", frozenset(("orig", "mask")): "pruning", frozenset(("orig", "u", "v")): "spectral norm",
@@ -24,7 +24,7 @@ _QUANTISED = (
 )  # fmt: skip
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Parametrized:
     """One weight in parts."""
 
@@ -35,9 +35,9 @@ class Parametrized:
 
 def part_of(name: str) -> tuple[str, str] | None:
     """The weight that a tensor is a part of, and which; by its name, so it may be the whole of something else."""
-    if "parametrizations." in name and (found := _BELOW.fullmatch(name)):
+    if "parametrizations." in name and (found := re.fullmatch(_BELOW, name)):
         return found[1] + found[2], _ROLES.get(found[3], found[3])
-    if name.endswith(("_g", "_v", "_orig", "_mask", "_u")) and (found := _BESIDE.fullmatch(name)):
+    if name.endswith(("_g", "_v", "_orig", "_mask", "_u")) and (found := re.fullmatch(_BESIDE, name)):
         return found[1], found[2]
     return None
 

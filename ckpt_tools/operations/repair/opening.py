@@ -62,7 +62,7 @@ _GAP = "Between its archives are bytes of none; only the .metadata of its folder
 def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
     """What is whole in a file of one archive or of several."""
     walked = walk_zip(source)
-    if any(PROGRAM.search(found.name) for found in walked.records):
+    if any(re.search(PROGRAM, found.name) for found in walked.records):
         raise no_program(str(source.path))
     spans = list(_spans(source, walked))
     is_part = len(spans) > 1 or source.path.suffix == _SUFFIX

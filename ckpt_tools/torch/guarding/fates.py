@@ -23,7 +23,7 @@ _SAYS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Fate:
     """What became of one tensor.
 

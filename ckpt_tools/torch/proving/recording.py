@@ -28,7 +28,7 @@ class Numbers:
         return torch.Size(self.shape).numel()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ModuleCall:
     """One call of one module."""
 
