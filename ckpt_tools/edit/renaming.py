@@ -17,7 +17,7 @@ Rename = Callable[[str], str]
 # --- names
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Renamed:
     """The names that changed in one state dict: old -> new, in order."""
 

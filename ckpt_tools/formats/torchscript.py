@@ -47,7 +47,7 @@ _OUTSIDE = re.compile(r"^\S++", re.MULTILINE)
 _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class _Class:
     """What the code says of a class."""
 

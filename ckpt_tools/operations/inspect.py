@@ -396,7 +396,7 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     if checkpoint.container in ("torch-zip", "torch-legacy") and not checkpoint.refused_globals:
         return []  # what their pickles do not name they do not hold
     found: list[dict[str, Any]] = []
-    left = limits.NODES.most(checkpoint.file_bytes) // limits.LISTED
+    left = limits.NODES.most(checkpoint.file_bytes) // 4  # a path and a name each
     for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:

@@ -56,7 +56,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Loads:
     """How a checkpoint is loaded."""
 

@@ -11,7 +11,7 @@ from ckpt_tools.text import printable
 from ckpt_tools.tree.output_names import writes
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Finding:
     """One thing worth knowing.
 

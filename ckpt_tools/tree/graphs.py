@@ -12,7 +12,7 @@ from ckpt_tools.errors import UsageError
 _SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d++(?:x\d++)*+)(?::(?P<below>\d+))?")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Value:
     """One tensor of a computation; `shape` is None where it is not known. Whether it has integers counts for inputs only."""
 

@@ -192,7 +192,7 @@ HOLDERS = frozenset((
 ))  # fmt: skip
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Prefix:
     """What names have in front of others."""
 

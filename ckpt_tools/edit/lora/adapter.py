@@ -53,7 +53,7 @@ class Change:
         return self.down.shape[0]
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, sorted."""
 

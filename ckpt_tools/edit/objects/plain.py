@@ -144,7 +144,7 @@ def is_resolved(name: Global) -> bool:
 _INSIDE: Where = ("<inside an object>",)
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Fate:
     """What became of one object: `became` is the kind of plain data, or "dropped"."""
 

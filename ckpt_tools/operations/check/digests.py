@@ -26,7 +26,7 @@ from ckpt_tools.tree.nodes import Entry, Where
 HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Digest:
     """The digest of one tensor: `where` it is, its dtype and shape, and `sha256`, sixty-four hexadecimal digits."""
 

@@ -28,7 +28,7 @@ class Crc:
         self.value = crc32(data, self.value)
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Span:
     """A run of a file's bytes, and what takes them in as they are read, in pieces, in order."""
 

@@ -230,7 +230,7 @@ _EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Wanted:
     """What is asked for beyond the bytes."""
 
@@ -344,7 +344,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     return report
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class _Told:
     """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree."""
 

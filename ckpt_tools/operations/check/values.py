@@ -26,7 +26,7 @@ _GARBAGE = 1000
 _ERRORS = 5
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Counted:
     """A tensor with its counts."""
 

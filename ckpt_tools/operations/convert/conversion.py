@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Planned:
     """A file that is decided upon: nothing is left but to move the bytes."""
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tools.tree.parametrized import Parametrized
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Edited:
     """A tree as it is to be written."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ckpt_tools.fit.retarget import FittedTo
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class RenamedNames:
     """What happened to the names of one state dict: `where` it is, how many `tensors` it has, how many were `renamed`.
 
@@ -25,7 +25,7 @@ class RenamedNames:
     examples: list[tuple[str, str]]
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class ObjectFate:
     """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
 
@@ -34,7 +34,7 @@ class ObjectFate:
     became: str
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Note:
     """Something the user should know: `code` is stable, `text` a sentence."""
 

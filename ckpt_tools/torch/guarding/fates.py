@@ -23,7 +23,7 @@ _SAYS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Fate:
     """What became of one tensor.
 

@@ -204,7 +204,7 @@ _MOST_COMPARED = 1 << 26  # elements of a tensor of which all rows are compared
 _HALVES = ("bfloat16", "float16")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, unsafe_hash=True)
 class Origin:
     """Where a tensor's numbers are from: the file, the name in there, and what was done to them on the way."""
 

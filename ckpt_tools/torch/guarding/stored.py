@@ -28,7 +28,7 @@ from ckpt_tools.values.numeric import row_major
 _DCP = (".distcp", os.sep + ".metadata")
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Stored:
     """A tensor of a file: the file, its path in there, its own name (without wrappers), and what it is."""
 

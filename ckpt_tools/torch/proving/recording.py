@@ -28,7 +28,7 @@ class Numbers:
         return torch.Size(self.shape).numel()
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class ModuleCall:
     """One call of one module."""
 
