@@ -72,15 +72,16 @@ _MODULE = re.compile(r"[\w.]+")  # what can be imported; in JSON there would be 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
     """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
-    from ckpt_tools.pickling.calls import list_pickles  # few files begin so
-    from ckpt_tools.pickling.raw_between import LegacyStorages
-    from ckpt_tools.pickling.stream import FilePart
+    from ckpt_tools.pickling.calls import list_one  # few files begin so
+    from ckpt_tools.pickling.raw_between import MAGIC_NUMBER
+    from ckpt_tools.pickling.stream import FilePart, Pickles
 
-    between, end = LegacyStorages(), min(source.size, _LONGEST)
+    end = min(source.size, _LONGEST)
     with limits.of_file(source.size):
-        found = next(list_pickles(FilePart(source, 0, end), between))
+        found, value, _ = list_one(Pickles(FilePart(source, 0, end)))
     if isinstance(found.error, LimitError):  # more than any accident
         return True
     if found.error is not None:
-        return end < source.size >= found.end >= end or any(_MODULE.fullmatch(name.module) for name in found.names)
-    return harmless or bool(found.names) or between.number >= 0  # torch's magic number
+        goes_on = end < source.size and end <= found.end <= source.size
+        return goes_on or any(_MODULE.fullmatch(name.module) for name in found.names)
+    return harmless or bool(found.names) or value == MAGIC_NUMBER

@@ -414,9 +414,8 @@ def _check_names(records: list[Record]) -> None:
     for record in records:
         name, folded = record.name, fold(record.name)
         if folded in seen:
-            raise DamagedFileError(
-                f"torch finds two records of the zip by one name, {seen[folded]!r} and {name!r}.", why=TWO_FILES
-            )
+            what = f"Two records of the zip have one name, but for upper and lower case: {seen[folded]!r} and {name!r}."
+            raise DamagedFileError(what, why=TWO_FILES)
         seen[folded] = name
 
 
