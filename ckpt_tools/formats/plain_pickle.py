@@ -53,7 +53,7 @@ def decode(source: Source) -> Decoded:
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
-    if left and type(root) is Object and _is_version(pickles):
+    if left and type(root) is Object and _goes_on(pickles):
         why = "torch.load would run it, and go on."
         raise DamagedFileError("This is a torch-legacy stream whose magic number is what a call gives.", why=why)
     arrays = Arrays(source)
@@ -93,13 +93,16 @@ def _refuse(pid: Node) -> Node:
     raise PickleError("The pickle refers to something outside it: it is a part of another file.")
 
 
-def _is_version(pickles: Pickles) -> bool:
-    """Whether the next pickle may be the number that stands second in torch-legacy: what a call gives may be anything."""
+def _goes_on(pickles: Pickles) -> bool:
+    """Whether the pickles may be those behind a magic number: protocol version, sys_info, object, keys."""
     try:
-        node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))[1]
+        for position in range(4):
+            node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))[1]
+            if position == 0 and type(node) is not Object:  # what a call gives may be the version
+                return type(node) is int and node == PROTOCOL_VERSION
     except CkptError as error:
         return isinstance(error, LimitError)
-    return type(node) is Object or (type(node) is int and node == PROTOCOL_VERSION)
+    return True
 
 
 def _anything(pid: Node) -> Node:
