@@ -156,15 +156,9 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
 
 def _read_head(frame: SmallPickles) -> bool:
     """Read magic number, protocol and sys_info; whether the writer was a little-endian machine."""
-    if frame.load() != MAGIC_NUMBER:
-        raise PickleError("The stream does not begin with torch's magic number.")
-    version = frame.load()
-    if version != PROTOCOL_VERSION:
-        said = version if type(version) is int and version.bit_length() < 64 else f"a {type(version).__name__}"
-        raise PickleError(f"The stream says protocol {said}; torch-legacy has {PROTOCOL_VERSION} only.")
-    info = frame.load()
-    if type(info) is not Dict:
-        raise PickleError("The stream's sys_info is not a dict.")
+    begin, version, info = frame.load(), frame.load(), frame.load()
+    if begin != MAGIC_NUMBER or version != PROTOCOL_VERSION or type(info) is not Dict:
+        raise PickleError(f"The stream does not begin with torch's magic number, protocol {PROTOCOL_VERSION} and sys_info.")
     return info.get("little_endian") is not False
 
 
@@ -208,9 +202,8 @@ class _LegacyStorages(Storages):
     def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
         """The range of a root storage that ("view key", offset, elements) names."""
         key, offset, numel = metadata if type(metadata) is tuple and len(metadata) == 3 else (None, None, None)
-        if type(offset) is not int or type(numel) is not int or min(offset, numel) < 0:
-            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
-        if type(key) is not str or not _KEY.fullmatch(key):
+        is_key = type(key) is str and _KEY.fullmatch(key) is not None
+        if type(offset) is not int or type(numel) is not int or min(offset, numel) < 0 or type(key) is not str or not is_key:
             raise PickleError("The pickle refers to a view of a storage by a malformed id.")
         size = (storage_dtype(kind) or UINT8).itemsize
         if (offset + numel) * size > root.nbytes:
@@ -257,13 +250,11 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
     keys = [key for key in node.items if type(key) is str] if type(node) is List else []
     if type(node) is not List or len(keys) != len(node.items):
         raise PickleError("The list of storages is not a list of text.")
-    listed, known = set(keys), set(storages.by_key)
-    if len(listed) != len(keys):
-        raise DamagedFileError("The list of storages names one twice.")
-    for names, what in ((known - listed, "lacks"), (listed - known, "has, and no tensor uses,")):
-        if names:
-            shown = ", ".join(sorted(map(repr, names))[:5])
-            raise DamagedFileError(f"The list of storages {what} {len(names)} of them: {shown[:300]}.")
+    if sorted(keys) != sorted(storages.by_key):
+        others = ", ".join(sorted(map(repr, {*keys} ^ {*storages.by_key}))[:5])
+        raise DamagedFileError(
+            f"The list of storages is not that of the tensors' storages: {others[:300] or 'one is there twice'}."
+        )
     return keys
 
 

@@ -13,7 +13,6 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, pairwise
 
 from ckpt_tools import limits
@@ -87,9 +86,15 @@ def find_pickles(source: Source) -> Pickles:
     try:
         with limits.of_file(source.size):
             walk.examine(source, "", 0)
+    except _FullError:
+        walk.skip_beyond("", limits.NODES, "It has more members and pickles than are looked at.")
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
     return walk.found
+
+
+class _FullError(Exception):
+    """The file has more members and pickles than are looked at."""
 
 
 class _InMemory(Source):
@@ -117,8 +122,7 @@ class _Walk:
         self, source: Source, where: str, depth: int, between: LegacyStorages | None = None, *, of_text: bool = False
     ) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
-        if self.has_enough():
-            return
+        self.count()
         if depth > limits.NESTED.value:
             self.skip_beyond(where, limits.NESTED, "It lies too deep.")
             return
@@ -149,10 +153,8 @@ class _Walk:
         for at, data in texts.bytes_in(source):
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
-            elif _is_meant(data) and not self.has_enough():
+            elif _is_meant(data):
                 self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
-            if self.is_full:
-                return
 
     def guarded(self, where: str, look: Callable[[], None]) -> None:
         """Look into a part; where that fails, it is told, and the rest goes on."""
@@ -163,17 +165,11 @@ class _Walk:
         except (tarfile.TarError, zlib.error, OSError, EOFError, lzma.LZMAError, ValueError, OverflowError) as error:
             self.skip(where, f"it cannot be read: {error}")
 
-    def has_enough(self, cost: int = 1) -> bool:
-        """Count a member, or a pickle in it; whether the file has more of them than are looked at, which is told once."""
-        if not self.is_full:
-            self.parts += cost
-            if self.is_full:
-                self.skip_beyond("", limits.NODES, "It has more members and pickles than are looked at.")
-        return self.is_full
-
-    @property
-    def is_full(self) -> bool:
-        return self.parts > limits.NODES.value // _NODES_OF_MEMBER
+    def count(self, cost: int = 1) -> None:
+        """Count a member, or a pickle in it."""
+        self.parts += cost
+        if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
+            raise _FullError
 
     def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
         """Tell that a limit was reached, and which."""
@@ -187,7 +183,8 @@ class _Walk:
     def arrays(self, source: Source, where: str, depth: int) -> None:
         """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
         at = 0
-        while at < source.size and not self.has_enough():
+        while at < source.size:
+            self.count()
             head = source.read(at, min(_NPY_HEAD, source.size - at))
             if not head.startswith(NUMPY):
                 self.stream(source, where, depth, at)
@@ -201,8 +198,7 @@ class _Walk:
         for pickle in list_pickles(FilePart(source, min(start, last), last), between):
             certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
-                if self.has_enough():
-                    break
+                self.count()
                 continue
             pickle.where, last = where, pickle.end
             self.found.pickles.append(pickle)
@@ -211,8 +207,7 @@ class _Walk:
             if pickle.unread:
                 self.skip(where, f"behind its pickles: {pickle.unread}")
             self.nested(pickle, source, where, depth)
-            if self.has_enough(_COST_OF_PICKLE):
-                break
+            self.count(_COST_OF_PICKLE)
         if any(pickle.has_arrays for pickle in self.found.pickles[first:]):
             self.as_opcodes(source, where, depth, start, between)
         return last
@@ -235,8 +230,7 @@ class _Walk:
             if pickle.calls:
                 self.found.pickles.append(pickle)
             self.nested(pickle, source, where, depth)
-            if self.has_enough(_COST_OF_PICKLE):
-                break
+            self.count(_COST_OF_PICKLE)
 
     # --- archives
 
@@ -254,26 +248,17 @@ class _Walk:
                 self.damaged_archive(source, where, depth, error)
             return
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
-        self.program(source, records, where)
+        self.guarded(where, lambda: self.program(source, records, where))
         raw = _raw_folders(records)
         for record in records:
-            if not _is_raw(source, record, raw) and not self.is_full:
+            if not _is_raw(source, record, raw):
                 self.member(source, record, where, depth)
 
     def program(self, source: Source, records: Sequence[Record], where: str) -> None:
-        """What torch.export.load runs of the records of a program: code for the machine, the sizes in its graphs."""
-        is_program = harm.is_program(record.name for record in records)
-        for record in records:
-            name, compiled = _inside(where, record.name), harm.compiled(record.name)
-            if compiled is not None and len(self.found.evaluated) < _MOST_EVALUATED:
-                self.found.evaluated.append((name, compiled))
-            if harm.is_model(record.name, is_program):
-                self.guarded(name, partial(self.model, source, record, name))
-
-    def model(self, source: Source, record: Record, name: str) -> None:
-        """The graph of a program."""
-        data = self.opened(source, record).read(0, record.size)
-        self.found.evaluated += [(name, call) for call in islice(harm.evaluated(data), _MOST_EVALUATED)]
+        """What torch.export.load runs of the records of a program."""
+        calls = harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
+        for name, call in islice(calls, _MOST_EVALUATED):
+            self.found.evaluated.append((_inside(where, name), call))
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
@@ -282,7 +267,7 @@ class _Walk:
         for place, following in pairwise([*places, source.size]):
             header = LocalHeader.at(source, place)
             start = place + header.length
-            if start >= source.size or self.is_full:
+            if start >= source.size:
                 continue
             name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
             member: Source = Window(source, start, max(following, start) - start)

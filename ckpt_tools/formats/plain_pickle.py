@@ -15,9 +15,8 @@ Source: torch/storage.py (`__reduce__`, `_load_from_bytes`), CPython's Lib/pickl
 from __future__ import annotations
 
 import re
-from types import NoneType
 
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
 from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
@@ -30,7 +29,7 @@ from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.nodes import ByteString, Dict, List, Node
+from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.visit import walk
 
 # Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.
@@ -54,8 +53,9 @@ def decode(source: Source) -> Decoded:
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
-    if left and _may_be(root, MAGIC_NUMBER):
-        _refuse_computed_magic(pickles)
+    if left and type(root) is Object and _goes_on(pickles):
+        why = "torch.load would run it, and go on."
+        raise DamagedFileError("This is a torch-legacy stream whose magic number is what a call gives.", why=why)
     arrays = Arrays(source)
     root, inner = _with_archives(modernise(arrays.as_tensors(root, blobs), machine.globals), blobs)
     has_arrays = isinstance(machine, ArrayMachine) and machine.has_arrays
@@ -93,30 +93,16 @@ def _refuse(pid: Node) -> Node:
     raise PickleError("The pickle refers to something outside it: it is a part of another file.")
 
 
-def _may_be(root: Node, number: int) -> bool:
-    """Whether what a pickle makes may be equal to a number: what a call gives may be anything."""
-    return root == number if type(root) is int else not isinstance(root, _NO_NUMBERS)
-
-
-_NO_NUMBERS = (Dict, List, tuple, str, bytes, ByteString, bool, float, complex, NoneType)
-
-
-def _refuse_computed_magic(pickles: Pickles) -> None:
-    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it, and go on."""
+def _goes_on(pickles: Pickles) -> bool:
+    """Whether the pickles may be those behind a magic number: protocol version, sys_info, object, keys."""
     try:
-        for position in range(4):  # protocol version, sys_info, object, keys
-            _, node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))
-            if position == 0 and not _may_be(node, PROTOCOL_VERSION):
-                return
-            if position == 0 and type(node) is int:
-                break
-    except LimitError:
-        pass
-    except CkptError:
-        return
-    raise DamagedFileError(
-        "This is a torch-legacy stream whose magic number is computed by a call, which must not run.", why=TWO_FILES
-    )
+        for position in range(4):
+            node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))[1]
+            if position == 0 and type(node) is not Object:  # what a call gives may be the version
+                return type(node) is int and node == PROTOCOL_VERSION
+    except CkptError as error:
+        return isinstance(error, LimitError)
+    return True
 
 
 def _anything(pid: Node) -> Node:

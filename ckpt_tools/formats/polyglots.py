@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, LimitError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.io.output import Source
 
@@ -66,31 +66,22 @@ def _is_safetensors(head: bytes) -> bool:
 # --- pickles that something else begins with
 
 _FIRST = frozenset(b"()BCFGIJKLMNSTUVX]cghjpqr}\x80\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")  # need nothing below them
-_TEXTS = (b"V", b"S")  # lines; numbers are shorter
 _LONGEST = 16 << 20  # bytes that are looked at
 _MODULE = re.compile(r"[\w.]+")  # what can be imported; in JSON there would be quotation marks
 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
     """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
-    from ckpt_tools.pickling.calls import Lister  # few files begin so
+    from ckpt_tools.pickling.calls import list_one  # few files begin so
     from ckpt_tools.pickling.raw_between import MAGIC_NUMBER
     from ckpt_tools.pickling.stream import FilePart, Pickles
 
-    lister = Lister(b"")
-
-    def make(data: bytes, offset: int) -> Lister:
-        nonlocal lister
-        lister = Lister(data, offset)
-        return lister
-
-    pickles = Pickles(FilePart(source, 0, min(source.size, _LONGEST)))
-    try:
-        with limits.of_file(source.size):
-            value = pickles.load(make)[1]
-    except LimitError:  # more than any accident
+    end = min(source.size, _LONGEST)
+    with limits.of_file(source.size):
+        found, value, _ = list_one(Pickles(FilePart(source, 0, end)))
+    if isinstance(found.error, LimitError):  # more than any accident
         return True
-    except CkptError:
-        goes_on = pickles.cut and source.size > _LONGEST and (0 < lister.needed <= source.size or pickles.data[:1] in _TEXTS)
-        return goes_on or any(_MODULE.fullmatch(name.module) for name in lister.globals)
-    return harmless or bool(lister.globals) or value == MAGIC_NUMBER
+    if found.error is not None:
+        goes_on = end < source.size and end <= found.end <= source.size
+        return goes_on or any(_MODULE.fullmatch(name.module) for name in found.names)
+    return harmless or bool(found.names) or value == MAGIC_NUMBER

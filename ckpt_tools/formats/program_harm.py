@@ -7,9 +7,9 @@ evaluates it as Python; torch/export/pt2_archive/_package.py, `load_pt2`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.calls import Call
@@ -35,35 +35,29 @@ _CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh 
 _WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
 
 
-def is_program(names: Iterable[str]) -> bool:
-    """Whether torch.export.load takes an archive of these records: it asks for the format first."""
-    return any(_FORMAT.fullmatch(name.lower()) for name in names)
+def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterator[tuple[str, Call]]:
+    """The records that are code for the machine; then texts of graphs that are no sizes as sympy prints them.
+
+    torch.export.load asks for the format first; torch before 2.8 wrote zips of one model.
+    """
+    for record in records:
+        if _COMPILED.search(record.name.lower()):
+            yield record.name, _call(_LOAD, record.name)
+    is_program = any(_FORMAT.fullmatch(record.name.lower()) for record in records)
+    for record in records:
+        if (is_program and _MODEL.match(record.name.lower())) or record.name.lower().endswith(_OLD_MODEL):
+            texts = _evaluated(read(record))
+            yield from ((record.name, _call(_SYMPIFY, text)) for text in texts if not is_size(text))
 
 
-def is_model(name: str, of_program: bool) -> bool:
-    """Whether torch.export.load reads the record of this name as the graph of a model; torch before 2.8 wrote zips of one."""
-    small = name.lower()
-    return (of_program and _MODEL.match(small) is not None) or small.endswith(_OLD_MODEL)
-
-
-def compiled(name: str) -> Call | None:
-    """That a record is code for the machine, or is compiled to it, where it is."""
-    if not _COMPILED.search(name.lower()):
-        return None
-    return Call(verdict.call_text(_LOAD, (name,)), str(_LOAD), 0, "harmful")
-
-
-def evaluated(data: bytes) -> Iterator[Call]:
-    """The texts in the JSON of a model that are evaluated and are not sizes as sympy prints them; ValueError for no JSON."""
+def _evaluated(data: bytes) -> list[str]:
     found: list[str] = []
+    load_json(data, pairs=lambda pairs: found.extend(text for key, text in pairs if key == "expr_str" and type(text) is str))
+    return found
 
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        found.extend(text for key, text in pairs if key == "expr_str" and type(text) is str)
 
-    load_json(data, pairs=note)
-    for text in found:
-        if not is_size(text):
-            yield Call(verdict.call_text(_SYMPIFY, (text,)), str(_SYMPIFY), 0, "harmful")
+def _call(function: Global, given: str) -> Call:
+    return Call(verdict.call_text(function, (given,)), str(function), 0, "harmful")
 
 
 def is_size(text: str) -> bool:

@@ -167,19 +167,16 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if dtype is None:
         raise DamagedFileError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
-    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise DamagedFileError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
     if not _are_counts(offsets) or len(offsets) != 2:
         raise DamagedFileError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
     begin, end = offsets
-    elements = prod(shape)
-    if elements > MAX_ELEMENTS or max(shape, default=0) > MAX_ELEMENTS:
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS or prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
-    bits = elements * dtype.bits // dtype.packed
-    if bits % 8:
-        raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} does not end on a whole byte.")
-    if end - begin != bits // 8:
-        raise DamagedFileError(f"Tensor {name!r} needs {bits // 8} bytes and has the offsets {begin} to {end}.")
+    bits = prod(shape) * dtype.bits // dtype.packed
+    if 8 * (end - begin) != bits:
+        raise DamagedFileError(
+            f"Tensor {name!r} needs {bits / 8 if bits % 8 else bits // 8} bytes and has the offsets {begin} to {end}."
+        )
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 

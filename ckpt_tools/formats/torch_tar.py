@@ -93,8 +93,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
                 others.append(header.name)
                 continue
             if header.name in members or not is_file(header):
-                odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
-                raise DamagedFileError(f"The tar has {odd}.", why=TWO_FILES)
+                raise DamagedFileError(f"The tar has two members {header.name!r}, or one that is no file.", why=TWO_FILES)
             members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
         if members:
@@ -157,13 +156,16 @@ class _Objects:
         return make
 
 
+_MALFORMED = "The tar describes a storage or tensor otherwise than torch writes it."
+
+
 def _key(node: Node) -> int:
     """The key of a tensor or storage: a number, or the text of one."""
     if type(node) is int and node.bit_length() <= 64:
         return node
     if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
         return int(node)
-    raise PickleError("The tar refers to a storage or tensor by a key that is not a number.")
+    raise PickleError(_MALFORMED)
 
 
 def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
@@ -172,14 +174,14 @@ def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
     if type(node) is List:
         node = tuple(node.items)
     if type(node) is not tuple or len(node) != length:
-        raise PickleError(f"The tar describes a storage or tensor by something that is not a tuple of {length}.")
+        raise PickleError(_MALFORMED)
     return node
 
 
 def _count(small: SmallPickles) -> int:
     node = small.load()
     if type(node) is not int or not 0 <= node <= small.pickles.left // 8:
-        raise PickleError("The tar counts its storages or tensors by something that is not a number, or too large.")
+        raise PickleError(_MALFORMED)
     return node
 
 
@@ -190,7 +192,7 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         named, location, kind = _record(small, 3)
         key = _key(named)
         if type(location) is not str:
-            raise PickleError("The tar gives a storage a location that is not text.")
+            raise PickleError(_MALFORMED)
         if location == META:
             raise on_meta(str(key))
         dtype = storage_dtype(kind)
@@ -199,7 +201,7 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         if not 0 <= nbytes <= pickles.left:
             raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
         if key in objects.storages:
-            raise TensorError(f"The tar has two storages {str(key)!r}.")
+            raise TensorError(_MALFORMED)
         storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
         objects.storages[key] = (storage, storage, 0)
         objects.roots.append(storage)
@@ -207,7 +209,7 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
     views = small.load() if pickles.left else List()
     rows = [view for view in views.items if type(view) is tuple and len(view) == 4] if type(views) is List else []
     if type(views) is not List or len(rows) != len(views.items):
-        raise PickleError("The tar's list of views is not a list of tuples of four.")
+        raise PickleError(_MALFORMED)
     for view in rows:
         _add_view(objects, *view)
 
@@ -216,7 +218,7 @@ def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel:
     root, below, start = objects.storage(_key(root_key))
     itemsize = (root.dtype or UINT8).itemsize
     if type(offset) is not int or type(numel) is not int:
-        raise PickleError("The tar gives a view an offset or a size that is not a number.")
+        raise PickleError(_MALFORMED)
     inside = min(offset, numel) >= 0 and (offset + numel) * itemsize <= root.nbytes
     if not inside or _key(key) in objects.storages:
         raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
@@ -239,7 +241,7 @@ def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
         if not ndim and not objects.storage(_key(storage_key))[0].nbytes:
             shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
         if key in objects.tensors:
-            raise TensorError("The tar has two tensors with one key.")
+            raise TensorError(_MALFORMED)
         objects.tensors[key] = objects.view(_key(storage_key), numbers[-1], shape, stride)
 
 

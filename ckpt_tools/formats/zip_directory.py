@@ -59,16 +59,16 @@ class LocalHeader(
 def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
     """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
     bodies = [body for tag, body in _extra_fields(extra, name) if tag == _ZIP64]
-    if len(bodies) > 1:
-        raise DamagedFileError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
-    if not bodies:
-        return size, compressed, header
     narrow = (size, compressed, header)
-    if 8 * narrow.count(FULL_32) > len(bodies[0]):
-        raise DamagedFileError(f"The zip64 field of record {name!r} is too short.")
-    wide = (int.from_bytes(bodies[0][at : at + 8], "little") for at in range(0, len(bodies[0]), 8))
-    size, compressed, header = (next(wide) if value == FULL_32 else value for value in narrow)
+    if len(bodies) > 1 or any(8 * narrow.count(FULL_32) > len(body) for body in bodies):
+        raise _two_ways(name, "its zip64 field is there twice, or too short")
+    wide = (int.from_bytes(body[at : at + 8], "little") for body in bodies for at in range(0, len(body), 8))
+    size, compressed, header = (next(wide, value) if value == FULL_32 else value for value in narrow)
     return size, compressed, header
+
+
+def _two_ways(name: str, why: str) -> DamagedFileError:
+    return DamagedFileError(f"Two programs may read the zip record {name!r} in two ways: {why}.")
 
 
 _ZIP64, _UNICODE_PATH = 1, int.from_bytes(b"up", "little")  # tags of extra fields; Info-ZIP writes a name in UTF-8 in one
@@ -79,7 +79,7 @@ def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
     while at < len(extra):
         length = int.from_bytes(extra[at + 2 : at + 4], "little")
         if at + 4 + length > len(extra):
-            raise DamagedFileError(f"An extra field of zip record {name!r} is malformed.")
+            raise _two_ways(name, "an extra field is malformed")
         yield int.from_bytes(extra[at : at + 2], "little"), extra[at + 4 : at + 4 + length]
         at += 4 + length
 
@@ -118,7 +118,6 @@ _MAX_COMMENT = 65535
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
 _ODD_FLAGS = _ENCRYPTED | _PATCHED | _STRONG | _MASKED
 _ORDINARY_NAME = re.compile(rb"[\w.-]++(?<=\w)(?:/[\w.-]++(?<=\w))*+")  # ASCII, no folder called "..", nothing empty
-_METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -189,13 +188,13 @@ def _read_directory(source: Source) -> Directory:
     wide = _read_zip64(source, end)
     if wide is not None:
         directory_end, wide_fields = wide
-        for index, (narrow, full) in enumerate(zip((disk, first_disk, on_disk, count, size, start), wide_fields, strict=True)):
-            if narrow not in (full, FULL_16 if index < 4 else FULL_32):
-                why = f"One says {narrow}, the zip64 one {full}: two programs would differ."
-                raise DamagedFileError("The zip's two end records disagree.", why=why)
+        narrow = (disk, first_disk, on_disk, count, size, start)
+        full = (FULL_16,) * 4 + (FULL_32,) * 2
+        if any(said not in (said_wide, most) for said, said_wide, most in zip(narrow, wide_fields, full, strict=True)):
+            raise DamagedFileError("The zip's two end records disagree: two programs would read two archives.")
         disk, first_disk, on_disk, count, size, start = wide_fields
     if disk or first_disk or on_disk != count:
-        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
+        raise _one_of_several()
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     if start + size != directory_end:
         raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
@@ -250,13 +249,17 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     if signature != b"PK\x06\x07":
         return None
     if disk or disks != 1:
-        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
+        raise _one_of_several()
     if at + END64.size > end - LOCATOR64.size:
         raise _misplaced(f"its zip64 end record is said to be at {at}")
     signature, record_size, _, _, disk, first_disk, on_disk, count, size, start = END64.unpack(source.read(at, END64.size))
     if signature != b"PK\x06\x06" or at + 12 + record_size != end - LOCATOR64.size:
         raise _misplaced(f"there is no zip64 end record at {at}")
     return at, (disk, first_disk, on_disk, count, size, start)
+
+
+def _one_of_several() -> DamagedFileError:
+    return DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
 
 
 def _misplaced(why: str) -> DamagedFileError:
@@ -342,20 +345,15 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
         for tag, body in _extra_fields(extra, name):
             if tag == _UNICODE_PATH and body[5:] != raw_name:
-                raise DamagedFileError(
-                    f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
-                    why="unzip and Python since 3.12 take that one, others the first.",
-                )
+                raise _two_ways(name, f"an extra field calls it {body[5:105]!r}")
     if entry.disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
-        raise DamagedFileError("The zip is one part of several.", why="torch writes single archives.")
+        raise _one_of_several()
     if name.endswith("/") or entry.attributes & 0x10:
-        if size or compressed:
-            raise DamagedFileError(f"The zip record {name!r} is marked as a folder and has data.")
-        if not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
-            raise DamagedFileError(f"The zip record {name!r} is marked as a folder and not named as one.", why=TWO_FILES)
+        if size or compressed or not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
+            raise _two_ways(name, "it is marked as a folder, and has data or no name of one")
         return name, following
-    if flags & _ODD_FLAGS or method or size != compressed:
-        _check_kind(name, flags, method, size, compressed)
+    if flags & _ODD_FLAGS or method not in (0, 8) or (not method and size != compressed):
+        _check_kind(entry, name)
     return Record(name, header, 0, size, compressed, entry.crc, method == 8, flags, data[at:following]), following
 
 
@@ -379,16 +377,14 @@ def _checked_name(raw: bytes) -> str:
     return name
 
 
-def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) -> None:
-    if flags & _ODD_FLAGS:
-        raise DamagedFileError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
-    if method not in (0, 8):
-        kind = _METHODS.get(method, f"method {method}")
+def _check_kind(entry: CentralEntry, name: str) -> None:
+    if entry.flags & _ODD_FLAGS or entry.method not in (0, 8):
         raise DamagedFileError(
-            f"The zip record {name!r} is compressed with {kind}.", why="torch reads stored and deflated records."
+            f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate.",
+            why=f"torch cannot read it (flags {entry.flags:#06x}, method {entry.method}).",
         )
-    if method == 0 and size != compressed:
-        raise DamagedFileError(f"The zip record {name!r} is stored with two sizes, {compressed} and {size}.")
+    if entry.method == 0:
+        raise _two_ways(name, "it is stored with two sizes")
 
 
 def _check_local(headers: _Headers, record: Record) -> None:
@@ -400,14 +396,11 @@ def _check_local(headers: _Headers, record: Record) -> None:
         raise DamagedFileError(f"The zip record {name!r} is not where the directory says (offset {record.header}).")
     _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
-        raise DamagedFileError(
-            f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files."
-        )
-    if method != 8 * record.deflated or (flags ^ record.flags) & _ENCRYPTED:
-        raise DamagedFileError(f"The zip record {name!r} says in its local header that it is packed in another way.")
+        raise _two_ways(name, "its local header has another name")
     sums = (record.crc, record.compressed, record.size)
-    if not flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size):
-        raise DamagedFileError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
+    is_other = not flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size)
+    if is_other or method != 8 * record.deflated or (flags ^ record.flags) & _ENCRYPTED:
+        raise _two_ways(name, "its local header has another size or CRC-32, or says that it is packed in another way")
     record.data = record.header + length + int(extra_length)
     if record.end > headers.end:
         raise DamagedFileError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
@@ -419,13 +412,9 @@ def _check_names(records: list[Record]) -> None:
     seen: dict[str, str] = {}
     for record in records:
         name, folded = record.name, fold(record.name)
-        if seen.get(folded) == name:
-            raise DamagedFileError(
-                f"The zip holds two records named {name!r}.", why="Two programs would read two different ones."
-            )
         if folded in seen:
-            what = f"The zip records {seen[folded]!r} and {name!r} differ only in case."
-            raise DamagedFileError(what, why="torch would mix them up.")
+            what = f"Two records of the zip have one name, but for upper and lower case: {seen[folded]!r} and {name!r}."
+            raise DamagedFileError(what, why=TWO_FILES)
         seen[folded] = name
 
 

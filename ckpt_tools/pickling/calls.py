@@ -284,7 +284,7 @@ def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: b
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True
     while pickles.left:
-        found, value, pids = _list_one(pickles, arrays)
+        found, value, pids = list_one(pickles, arrays)
         if not first and not found.may_matter:
             return
         first = False
@@ -304,7 +304,7 @@ def _pass_over(between: LegacyStorages, pickles: Pickles, value: Node, pids: Map
         return "" if isinstance(error, PickleError) else error.what
 
 
-def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
+def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
     """A pickle, what it holds, the persistent ids in it."""
     start, lister, error = pickles.position, Lister(b""), None
 

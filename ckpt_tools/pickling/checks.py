@@ -95,17 +95,15 @@ class _Keys:
 
     def check_state(self, state: Node, cls: Node) -> None:
         """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
+        is_known = cls is None or cls in ALLOWED
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            if type(part) is Object and part.name != "collections.Counter" and (cls is None or cls in ALLOWED):
-                raise TensorError("The state of a tensor is an object: what that sets is not known.")
-            if id(part) in self.states:
-                continue
+            names = [] if id(part) in self.states else _keys_of(part)
             self.states[id(part)] = part
-            for name in _keys_of(part):
-                if type(name) is str and name in _MAKES_ANOTHER:
-                    raise TensorError(f"The state of a tensor sets its {name!r}, which makes another tensor of it.")
-                if type(name) is not str and (cls is None or cls in ALLOWED):
-                    raise TensorError("The state of a tensor has a name that is not text.")
+            is_odd = type(part) is Object and part.name != "collections.Counter"
+            if (is_known and (is_odd or not all(type(name) is str for name in names))) or not _MAKES_ANOTHER.isdisjoint(
+                name for name in names if type(name) is str
+            ):
+                raise TensorError("The state of a tensor sets more than attributes of its own, or is not known.")
 
     def check_elements(self, made: Object) -> None:
         """Refuse a set of anything but different elements in a list or tuple: of a tensor or a dict it would hold the parts."""

@@ -93,10 +93,7 @@ class Machine:
         self.cut = is_cut or isinstance(error, struct.error)
         self.needed = self.position if self.position > self.end else 0
         self.two_ways |= isinstance(error, LongNumber)
-        if isinstance(error, KeyError):
-            told = f"reads memo {error}, which was never written"
-        else:
-            told = _TOLD.get(type(error), str(error))
+        told = _TOLD.get(type(error), str(error))
         return PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.")
 
     # --- what opcodes share
@@ -196,8 +193,7 @@ class Machine:
             target = Object("none", target, None)
             target.steps.append(Build(state))
         else:
-            kind = {Dict: "dict", List: "list", Entry: "tensor"}.get(type(target), type(target).__name__)
-            raise Malformed(f"sets the state of a {kind}, which has none")
+            raise Malformed("sets the state of something that has none")
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
@@ -266,7 +262,7 @@ class Machine:
     def run(self) -> Any:  # noqa: C901  one loop with local variables: a function for each opcode takes twice as long
         """One pickle, from the position on; afterwards that is behind it, or where reading ended."""
         data, at, end, strict, unusual = self.data, self.position, self.end, self.strict, self.unusual
-        frame, limit, op, n = 0, end + 1, 0, 0  # where the last frame ends, and this one; the last opcode and its length
+        frame, limit = 0, end + 1  # where the last frame ends, and this one
         stack: list[Any] = []
         marks: list[list[Any]] = []
         memo: list[Any] = []
@@ -278,7 +274,7 @@ class Machine:
                 if at >= limit:
                     if at > limit:
                         if strict or at > end:
-                            raise Malformed(_beyond(op, n, n - at + min(limit, end)))
+                            raise Malformed(_BEYOND)
                         self.two_ways = True
                     limit = end + 1
                 op = data[at]
@@ -414,7 +410,7 @@ class Machine:
                 elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                     n, width = (data[at], 1) if op == 0x8A else (_I32(data, at)[0], 4)
                     if n < 0:
-                        raise Malformed(_beyond(op, n, end - at - width))
+                        raise Malformed(_BEYOND)
                     at += width + n
                     stack.append(int.from_bytes(data[at - n : at], "little", signed=True))
                     if op == 0x8B:
@@ -470,8 +466,8 @@ class Machine:
                         if strict and limit <= end:
                             raise Malformed("opens a frame inside a frame")
                         if strict and n > end - at:
-                            at, left = at + n, end - at
-                            raise Malformed(f"opens a frame of {n} bytes where {left} are left")
+                            at += n
+                            raise Malformed(_BEYOND)
                         self.two_ways |= at < frame
                         frame = at + n
                         limit = frame if frame < end else end + 1
@@ -548,13 +544,14 @@ _BYTES = {
 }  # fmt: skip
 _TOO_MUCH = "The pickle makes more objects than a checkpoint of its size can hold."
 _TOLD: dict[type, str] = {
+    KeyError: "reads a place in the memo that was never written",
     IndexError: "takes a value that is not there, or the stream ends without STOP",
     struct.error: "is cut off: the stream ends within it",
     UnicodeDecodeError: "holds text that is not UTF-8",
 }
 _CONSTANTS: dict[int, Node] = {0x29: (), 0x89: False, 0x88: True, 0x4E: None}
 _MANY_CONSTANTS = re.compile(rb"[)N\x88\x89]+")
-_WITH_LENGTH = b"XTUBC\x8a\x8b\x8c\x8d\x8e\x96"
+_BEYOND = "ends beyond its frame or the stream"
 
 
 def python3_name(module: str, name: str) -> tuple[str, str]:
@@ -586,11 +583,6 @@ def _row(op: int, data: bytes, at: int, end: int, stack: list[Any]) -> int:
         return at
     stack += [number for (number,) in form.iter_unpack(found[0])]
     return found.end()
-
-
-def _beyond(op: int, length: int, left: int) -> str:
-    """What is wrong with an opcode that ends behind its frame, or the stream."""
-    return f"claims {length} bytes where {left} are left" if op in _WITH_LENGTH else "ends beyond its frame or the stream"
 
 
 def _size(made: Node) -> int:

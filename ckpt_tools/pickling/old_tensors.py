@@ -58,16 +58,13 @@ def _modern(node: Node) -> Node:
 
 
 def _of_values(node: Object) -> TensorError:
-    why = "torch makes a tensor of sizes, or of values in the pickle, that no storage holds."
-    return TensorError(f"The pickle makes a {node.name} without a storage.", why=why)
+    return TensorError(f"The pickle makes a {node.name} in a way that torch does not write.")
 
 
 def _tensor(node: Object, dtype: DType) -> Node:
     state = _state(node)
-    if node.args or len(state) != 4 or type(state[0]) is not Storage:
+    if node.args or len(state) != 4 or type(state[0]) is not Storage or state[0].dtype is not dtype:
         raise _of_values(node)
-    if state[0].dtype is not dtype:
-        raise TensorError(f"A {node.name} is built on a storage of another type.")
     return rebuild_tensor(state)
 
 
@@ -79,19 +76,17 @@ def _variable(node: Object) -> Node:
         data, is_parameter = node.args[0], node.function == _PARAMETER
         grad = node.args[1] if len(node.args) == 2 else is_parameter
         requires_grad, _, hooks = state or (grad, False, None)
-    elif node.function == _PARAMETER and node.args == () and not node.steps:
-        raise TensorError("A Parameter is made without a tensor: torch makes an empty one, of the dtype that is set there.")
     elif node.function == _PARAMETER:
-        raise TensorError("A Parameter is made of other arguments, or of a storage.")
+        raise _of_values(node)
     else:
         return node
     if node.steps and not state:
-        raise TensorError(f"A {node.name} is given more than one state, or one that is not a tuple.")
+        raise _of_values(node)
     if type(data) is Object and _is_old(data) and data.function in TENSOR_CLASSES:
         data = _modern(data)
     if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:
         if node.function == _PARAMETER:
-            raise TensorError("A Parameter is made of something else than a plain tensor, in a way that torch does not write.")
+            raise _of_values(node)
         return node
     kind = data.kind if node.function == VARIABLE else "parameter"
     return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks))

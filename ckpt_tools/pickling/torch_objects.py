@@ -127,51 +127,39 @@ def dtype_of(node: Node) -> DType:
     return dtype
 
 
-_LAZY = ("conj", "neg")
-
-
 def extras_of(hooks: Node, metadata: Node = None) -> Extras | None:
     """What hooks and metadata add to a tensor; None where that is nothing."""
-    if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
-        raise TensorError("A tensor has hooks or metadata that are not a dict.")
-    if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
-        raise TensorError("A tensor's metadata has a bit that is not True: torch sets it, whatever it says.")
-    if type(metadata) is Dict and not all(type(key) is str and type(value) is bool for key, value in metadata.items):
-        raise TensorError("A tensor's metadata is something else than names and bits.")
+    bits = metadata.items if type(metadata) is Dict else []
+    is_lazy = all(type(key) is str and type(value) is bool and (value or key not in ("conj", "neg")) for key, value in bits)
+    if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict) or not is_lazy:
+        raise TensorError("A tensor has hooks or metadata that torch does not write.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
         return None
     return Extras(hooks=None if plain_hooks else hooks, metadata=metadata)
 
 
-def _tensor(storage: Node, offset: Node, shape: Node, stride: Node) -> Node:
-    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
-
-
-def _tensor_v2(
-    storage: Node, offset: Node, shape: Node, stride: Node, requires_grad: Node, hooks: Node, metadata: Node = None
-) -> Node:
-    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, metadata))
-
-
-def _tensor_v3(
-    storage: Node, offset: Node, shape: Node, stride: Node, requires_grad: Node, hooks: Node, dtype: Node, metadata: Node = None
-) -> Node:
-    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, extras_of(hooks, metadata))
-
-
 def _entry(
-    storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node, requires_grad: Node, extras: Extras | None
-) -> Entry | Object:
-    shape, stride = sizes_of(shape), sizes_of(stride)
+    storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node,
+    requires_grad: Node = False, hooks: Node = None, metadata: Node = None,
+) -> Entry | Object:  # fmt: skip
+    storage, shape, stride = storage_of(storage), sizes_of(shape), sizes_of(stride)
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
-    _check_gradient(dtype or UINT8, requires_grad)
-    entry = Entry(storage_of(storage), dtype or UINT8, shape, stride, offset, requires_grad, "tensor", extras)
-    if extras is not None:
-        _check_bits(entry)
+    dtype, extras = dtype or storage.dtype or UINT8, extras_of(hooks, metadata)
+    _check_gradient(dtype, requires_grad)
+    entry = Entry(storage, dtype, shape, stride, offset, requires_grad, "tensor", extras)
+    bits = entry.lazy_bits if extras is not None else ()
+    if ("conj" in bits and dtype.family != "complex") or ("neg" in bits and dtype.name not in _NEGATED):
+        raise TensorError(f"A tensor of {dtype.name} has the conjugate or negative bit, which torch cannot apply to it.")
     check(entry)
-    return meta_tensor(entry.dtype, shape, stride, requires_grad) if entry.storage.device == META else entry
+    return meta_tensor(dtype, shape, stride, requires_grad) if storage.device == META else entry
+
+
+_NEGATED = frozenset((
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "complex128", "complex64",
+    "complex32",
+))  # fmt: skip
 
 
 def _check_gradient(dtype: DType, requires_grad: bool) -> None:
@@ -190,21 +178,6 @@ def parameter_of(tensor: Object, requires_grad: bool) -> Object:
     return Object("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, requires_grad, Dict(ordered=True)))
 
 
-_NEGATED = frozenset((
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "complex128", "complex64",
-    "complex32",
-))  # fmt: skip
-
-
-def _check_bits(entry: Entry) -> None:
-    """Refuse a bit that changes numbers where the dtype has none such: torch fails as soon as values are asked for."""
-    bits = entry.lazy_bits
-    if "conj" in bits and entry.dtype.family != "complex":
-        raise TensorError("A tensor that is not complex has the conjugate bit.")
-    if "neg" in bits and entry.dtype.name not in _NEGATED:
-        raise TensorError(f"A tensor of {entry.dtype.name} has the negative bit, which torch cannot apply to it.")
-
-
 _INTS = frozenset((int,))
 
 
@@ -217,20 +190,15 @@ def sizes_of(node: Node) -> tuple[int, ...] | None:
     return cast("tuple[int, ...]", node) if type(node) is tuple and _INTS.issuperset(map(type, node)) else None
 
 
-def _parameter_alone(data: Node, requires_grad: Node, hooks: Node) -> Node:
-    return _parameter(data, requires_grad, extras_of(hooks))
-
-
-def _parameter_with_state(data: Node, requires_grad: Node, hooks: Node, state: Node) -> Node:
-    return _parameter(data, requires_grad, replace(extras_of(hooks) or Extras(), state=state))
-
-
-def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
+def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None) -> Node:
     if type(data) is Object:
         return None  # a parameter around an unusual tensor stays an inert object
     if type(data) is not Entry or type(requires_grad) is not bool:
         raise TensorError("A parameter is built on something that is not a tensor.")
     _check_gradient(data.dtype, requires_grad)
+    extras = extras_of(hooks)
+    if state is not None:
+        extras = replace(extras or Extras(), state=state)
     if (inner := data.extras) is not None:
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
@@ -244,10 +212,9 @@ _DENSE = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
 def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> Node:
     """A tensor subclass, or a tensor with Python attributes."""
-    if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
-        raise TensorError("_rebuild_from_type_v2 is called with malformed arguments.")
-    if not function.name.startswith("_rebuild") and function in ALLOWED:
-        raise TensorError(f"A tensor is made by {function}, which makes none.")
+    is_known = type(function) is Global and (function.name.startswith("_rebuild") or function not in ALLOWED)
+    if not is_known or type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
+        raise TensorError("torch._tensor._rebuild_from_type_v2 is called with malformed arguments.")
     if function.module != "torch._utils" or function.name not in _DENSE:
         return None
     entry = MAKERS[function](inner)
@@ -280,21 +247,21 @@ _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
 def _encode(text: Node, encoding: Node = "utf-8") -> Node:
     """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
     if type(text) is not str or type(encoding) is not str or encoding not in _ENCODINGS:
-        raise PickleError("_codecs.encode is called with something else than a text and its encoding.")
+        return False
     try:
         return text.encode(encoding)
     except UnicodeEncodeError:
-        raise PickleError(f"Bytes are written as text that is not {encoding}.") from None
+        return False
 
 
-def _size(parts: Node = ()) -> Node:
-    """`torch.Size`, of whole numbers."""
+# --- what stays an Object, once its arguments are those that it takes
+
+
+def _is_size(parts: Node = ()) -> bool:
     while type(parts) is Object and parts.name == "torch.Size" and type(parts.args) is tuple:
         parts = parts.args[0] if parts.args else ()
     parts = tuple(parts.items) if type(parts) is List else tuple(parts) if type(parts) is bytes else parts
-    if type(parts) is not tuple or not all(type(part) in (int, bool, Entry) for part in parts):
-        raise TensorError("A torch.Size is made of something else than whole numbers.")
-    return None
+    return type(parts) is tuple and all(type(part) in (int, bool, Entry) for part in parts)
 
 
 _DEVICE = re.compile(
@@ -303,56 +270,29 @@ _DEVICE = re.compile(
 )
 
 
-def _device(text: Node, *index: Node) -> Node:
-    """`torch.device`, by its text, or by its type and index."""
+def _is_device(text: Node, *index: Node) -> bool:
     found = _DEVICE.fullmatch(text) if type(text) is str else None
-    numbers = [int(found[2])] if found and found[2] else []
-    if found is None or len((*numbers, *index)) > 1 or not all(type(i) is int and 0 <= i < 128 for i in (*numbers, *index)):
-        raise TensorError("A torch.device is made of something that is not a device.")
-    return None
+    numbers = (*([int(found[2])] if found and found[2] else []), *index)
+    return found is not None and len(numbers) < 2 and all(type(number) is int and 0 <= number < 128 for number in numbers)
 
 
-def _complex(*parts: Node) -> Node:
-    """`complex`, of one or two numbers."""
-    if not all(type(part) in (int, float, bool) for part in parts):
-        raise TensorError("A complex number is made of something else than numbers.")
-    return None
-
-
-def _bytearray(*given: Node) -> Node:
-    """`bytearray`: of bytes, of a text and its encoding, or empty."""
-    if [type(part) for part in given] not in ([], [bytes]) and not (type(given[0]) is str and given[1:] in _ENCODING):
-        raise PickleError("A bytearray is made of something else than bytes.")
-    return None
+def _are_bytes(*given: Node) -> bool:
+    return [type(part) for part in given] in ([], [bytes]) or (type(given[0]) is str and given[1:] in _ENCODING)
 
 
 _ENCODING = [(name,) for name in _ENCODINGS]
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 
 
-def _layout(name: Node) -> Node:
-    """`_get_layout("torch.sparse_coo")`, which knows these and no others."""
-    if name not in [f"torch.{layout}" for layout in _LAYOUTS]:
-        raise TensorError("A layout has a name that torch does not know.")
-    return None
-
-
-def _not_callable(*_: Node) -> Node:
-    raise TensorError("The pickle calls a dtype or a class of storages, which cannot be called: torch only takes it as a type.")
-
-
-def _nothing(*_: Node) -> Node:
-    return None
-
-
-def _taking(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
+def _maker(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
     """A maker that refuses calls with fewer or more arguments than the function takes."""
 
     def maker(args: tuple[Node, ...]) -> Node:
-        if not low <= len(args) <= high:
+        made = make(*args) if low <= len(args) <= high else False
+        if made is False:
             error = TensorError if name.startswith("torch") else PickleError
-            raise error(f"{name} is called with {len(args)} arguments.")
-        return make(*args)
+            raise error(f"{name} is called with malformed arguments.")
+        return None if made is True else made
 
     return maker
 
@@ -361,34 +301,36 @@ _STORAGE_CLASSES = (
     *(f"{module}.{name}" for module in ("torch", "torch.cuda") for name in BY_STORAGE),
     "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
 )  # fmt: skip
+# What is called, how many arguments it takes, and what it makes: a node; or True where it stays an Object, False for arguments
+# that it does not take.
 _FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
-    ("torch._utils._rebuild_tensor", 4, 4, _tensor),
-    ("torch._utils._rebuild_tensor_v2", 6, 7, _tensor_v2),
-    ("torch._utils._rebuild_tensor_v3", 7, 8, _tensor_v3),
-    ("torch._utils._rebuild_parameter", 3, 3, _parameter_alone),
-    ("torch._utils._rebuild_parameter_with_state", 4, 4, _parameter_with_state),
+    ("torch._utils._rebuild_tensor", 4, 4, lambda storage, *rest: _entry(storage, None, *rest)),
+    ("torch._utils._rebuild_tensor_v2", 6, 7, lambda storage, *rest: _entry(storage, None, *rest)),
+    ("torch._utils._rebuild_tensor_v3", 7, 8, lambda *args: _entry(args[0], dtype_of(args[6]), *args[1:6], *args[7:])),
+    ("torch._utils._rebuild_parameter", 3, 3, _parameter),
+    ("torch._utils._rebuild_parameter_with_state", 4, 4, _parameter),
     ("torch._tensor._rebuild_from_type_v2", 4, 4, _from_type),
     ("torch.tensor._rebuild_from_type_v2", 4, 4, _from_type),
-    ("torch._utils._rebuild_qtensor", 7, 7, _nothing),
-    ("torch._utils._rebuild_sparse_tensor", 2, 2, _nothing),
-    ("torch._utils._rebuild_nested_tensor", 4, 4, _nothing),
-    ("torch._utils._rebuild_meta_tensor_no_storage", 4, 4, _nothing),
-    ("torch._utils._rebuild_wrapper_subclass", 8, 8, _nothing),
-    ("torch._utils._rebuild_device_tensor_from_cpu_tensor", 4, 4, _nothing),
-    ("torch._utils._rebuild_device_tensor_from_numpy", 4, 4, _nothing),
-    ("torch.Size", 0, 1, _size),
-    ("torch.device", 1, 2, _device),
-    ("torch.serialization._get_layout", 1, 1, _layout),
+    *(
+        (f"torch._utils._rebuild_{name}", count, count, lambda *_: True)
+        for name, count in (
+            ("qtensor", 7), ("sparse_tensor", 2), ("nested_tensor", 4), ("meta_tensor_no_storage", 4), ("wrapper_subclass", 8),
+            ("device_tensor_from_cpu_tensor", 4), ("device_tensor_from_numpy", 4),
+        )
+    ),
+    ("torch.Size", 0, 1, _is_size),
+    ("torch.device", 1, 2, _is_device),
+    ("torch.serialization._get_layout", 1, 1, lambda name: name in [f"torch.{layout}" for layout in _LAYOUTS]),
     ("collections.OrderedDict", 0, 1, _ordered_dict),
     ("_codecs.encode", 1, 2, _encode),
-    ("builtins.complex", 0, 2, _complex),
-    ("__builtin__.complex", 0, 2, _complex),
-    ("builtins.bytearray", 0, 2, _bytearray),
-    ("builtins.bytes", 0, 3, lambda *given: None if given else b""),  # how protocol 2 carries empty bytes
-    *((str(name), 0, 999, _not_callable) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),
-)
+    ("builtins.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts)),
+    ("__builtin__.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts)),
+    ("builtins.bytearray", 0, 2, _are_bytes),
+    ("builtins.bytes", 0, 3, lambda *given: bool(given) or b""),  # how protocol 2 carries empty bytes
+    *((str(name), 0, -1, _are_bytes) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),  # dtypes and the like are no functions
+)  # fmt: skip
 MAKERS: dict[Global, Maker] = {
-    Global(*name.rsplit(".", 1)): _taking(name, low, high, make) for name, low, high, make in _FUNCTIONS
+    Global(*name.rsplit(".", 1)): _maker(name, low, high, make) for name, low, high, make in _FUNCTIONS
 }
 rebuild_tensor = MAKERS[Global("torch._utils", "_rebuild_tensor")]
 rebuild_tensor_v2 = MAKERS[Global("torch._utils", "_rebuild_tensor_v2")]
