@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.finding import find
@@ -17,9 +16,6 @@ from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.quantised_plain import plain_content
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)
