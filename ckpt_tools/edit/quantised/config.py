@@ -7,8 +7,8 @@ compressed_tensors/quantization/quant_config.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools import limits
@@ -35,10 +35,15 @@ class Config:
     group: int | None = None
     zeros_as_they_are: bool | None = None
     variant: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
     """The config beside a checkpoint; one that says nothing where there is none."""
+    return replace(_read_beside(checkpoint), metadata=checkpoint.decoded.metadata)
+
+
+def _read_beside(checkpoint: Checkpoint) -> Config:
     try:
         source = _beside(checkpoint)
     except NotACheckpointError:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.scaled import FP8
 from ckpt_tools.edit.quantised.schemes import SCHEMES
+from ckpt_tools.edit.quantised.torchao import read_subclass
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.text import listed
-from ckpt_tools.tree.nodes import Dict, Entry
+from ckpt_tools.tree.nodes import Dict, Entry, Object
 
 # A tensor with such a name is part of a quantised one, and of nothing else.
 _TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros"))
@@ -34,13 +35,20 @@ class Found:
 def find(state_dict: Dict) -> Found:
     """The quantised tensors of a state dict."""
     found = Found()
-    entries = {name: node for name, node in tensors_by_name(state_dict).items() if type(node) is Entry}
+    tensors = tensors_by_name(state_dict)
+    entries = {name: node for name, node in tensors.items() if type(node) is Entry}
     groups = by_plain_name(entries)
     for name, roles in groups.items():
         if len(roles) > 1 or "weight" not in roles:
             _match(name, roles, found)
     for name in {part.name for tensor in found.quantised.values() for part in tensor.parts}:
         del entries[name]
+    for name, node in tensors.items():
+        try:
+            if type(node) is Object and (tensor := read_subclass(name, node)) is not None:
+                found.quantised[name] = tensor
+        except ConvertError as unread:
+            found.problems.append(unread)
     for name, entry in entries.items():
         if why := _why_beside(name, entry, found):
             found.beside[name] = why
@@ -96,11 +104,10 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
         return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_WHOLE)
-    if _OF_TORCHAO.search(part.name):
-        return ConvertError(
-            f"{part.name!r} is part of a weight that torchao has quantised, which `dequantize` does not know.",
-            why="torchao's own code knows its layout.", fix="Load it with torchao, save `tensor.dequantize()`.",
-        )  # fmt: skip
+    if any(role.startswith("ao_") for role in roles) and any("ao_qdata" in groups.get(plain, {}) for plain in roles.values()):
+        why = "Read are codes of int8 and FP8 with their scales, as torchao 0.18 writes them."
+        fix = "Load it with torchao, save `tensor.dequantize()`."
+        return ConvertError(f"{part} is part of a weight that torchao has quantised in another way.", why=why, fix=fix)
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
@@ -110,7 +117,6 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     return None
 
 
-_OF_TORCHAO = re.compile(r"(?:^|\.)_\w+_(?:qdata|scale|zero_point)$")
 _WHOLE = "Get the whole checkpoint."
 
 
