@@ -26,14 +26,14 @@ class Kernel(Protocol):
 
 
 class Scaled:
-    """(code - zero) * scale, a scale and a zero for each run of `run` columns, or for the columns that `groups` gives it."""
+    """(code - zero) * scale + bias, one of each for each run of `run` columns, or for the columns that `groups` gives it."""
 
     def __init__(
         self, codes: Rows, scales: Rows, columns: int, run: int, zeros: Rows | None = None, groups: Numbers | None = None,
-        cells: int = 0, factor: float = 1.0,
+        cells: int = 0, factor: float = 1.0, biases: Rows | None = None,
     ) -> None:  # fmt: skip
         self.codes, self.scales, self.zeros, self.columns, self.run = codes, scales, zeros, columns, run
-        self.factor = factor
+        self.factor, self.biases = factor, biases
         self.groups = None if groups is None else _checked(groups.raw(0, columns).long(), cells, run)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
@@ -42,6 +42,8 @@ class Scaled:
         if self.zeros is not None:
             values = values - self._spread(self.zeros.rows(first, count))
         values = values * self._spread(self.scales.rows(first, count))
+        if self.biases is not None:
+            values = values + self._spread(self.biases.rows(first, count))
         return values if self.factor == 1.0 else values * self.factor
 
     def _spread(self, found: torch.Tensor) -> torch.Tensor:

@@ -362,3 +362,49 @@ def test_the_config_of_a_folder_and_of_an_address(server: Server, tmp_path: Path
         expect(load_file(tmp_path / f"{number}.safetensors"), wanted)
     ckpt_tools.convert(folder, tmp_path / "out", shard_size="1GB", dequantize="fp32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# --- MLX
+
+MLX = QUANTISED / "mlx"
+
+
+def test_mlx_as_its_authors(tmp_path: Path) -> None:
+    """2 to 8 bits, groups of three sizes, MXFP4, NVFP4 and MXFP8, each layer as config.json says; and what inspect tells."""
+    ckpt_tools.convert(MLX / "model.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(MLX / "plain.safetensors"))
+    rows = ckpt_tools.inspect(MLX / "model.safetensors").quantised["schemes"]  # type: ignore[index]
+    assert {row["scheme"]: row["tensors"] for row in rows} == {
+        "mlx affine, 2 bits": 1, "mlx affine, 3 bits": 1, "mlx affine, 4 bits": 2, "mlx affine, 5 bits": 1,
+        "mlx affine, 6 bits": 1, "mlx affine, 8 bits": 1, "mlx mxfp4": 1, "mlx mxfp8": 1, "mlx nvfp4": 1,
+    }  # fmt: skip
+    assert sum(row["elements"] for row in rows) == 9 * 6 * 128 + 2 * 6 * 128
+
+
+def test_the_config_of_mlx_stays_behind(tmp_path: Path) -> None:
+    """What comes along no longer says that the weights are quantised; another `quantization` than of weights stays."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((MLX / "model.safetensors").read_bytes())
+    said = json.loads((MLX / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"codec": {"quantization": {"levels": 8}}}))
+    ckpt_tools.convert(folder, tmp_path / "out", shard_size="1GB", dequantize="fp32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "model_type": "llama", "codec": {"quantization": {"levels": 8}},
+    }  # fmt: skip
+
+
+def test_mlx_that_is_not_clear(tmp_path: Path) -> None:
+    """Shapes that fit several numbers of bits, a config that contradicts them, a part that is missing: refused."""
+    tensors = load_file(MLX / "model.safetensors")
+    one = {f"a.{key}": tensors[f"layers.affine_4_64.{key}"] for key in ("weight", "scales", "biases")}
+    error = refused(tmp_path, one, "the bits of a code are not clear")
+    assert error.why == "These shapes fit 2 bits in groups of 128 or 4 bits in groups of 64 or 8 bits in groups of 32."
+    refused(tmp_path, one, "the bits of a code are not clear", {"bits": 6, "group_size": 64})
+    refused(tmp_path, one, "config.json says its mode is 'mxfp4'", {"bits": 4, "group_size": 32, "mode": "mxfp4"})
+    refused(tmp_path, one | {"a.biases": torch.zeros(6, 4)}, "A bias for each scale", {"bits": 4, "group_size": 64})
+    for missing in ("a.scales", "a.biases"):
+        refused(tmp_path, {key: value for key, value in one.items() if key != missing}, r"'a\.weight' is uint32")
+    (tmp_path / "config.json").unlink()
+    found, _ = plain(tmp_path, {f"a.{key}": tensors[f"layers.affine_5_64.{key}"] for key in ("weight", "scales", "biases")})
+    assert torch.equal(found["a.weight"], load_file(MLX / "plain.safetensors")["layers.affine_5_64.weight"])

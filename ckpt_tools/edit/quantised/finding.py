@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
@@ -98,7 +98,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
         return ConvertError(
             f"{part.name!r} is {part.dtype} and has no scale beside it.", why=_beside_text(part, groups), fix=fix
         )
-    if part.dtype in ("int8", "uint8") and len(part.shape) > 1 and part.name.endswith("weight"):
+    if part.dtype in ("int8", "uint8", "uint32") and len(part.shape) > 1 and part.name.endswith("weight"):
         return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_WHOLE)
     quantised = next((plain for role, plain in roles.items() if role != "weight" and plain in found.quantised), None)
     if quantised is not None:
@@ -124,11 +124,3 @@ def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> 
     """What is beside a weight that no scheme took."""
     others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
     return f"Beside it: {'; '.join(others[:4])}." if others else ""
-
-
-def by_scheme(found: Iterable[Quantised]) -> dict[str, list[Quantised]]:
-    """Quantised tensors by their schemes, in order."""
-    rows: dict[str, list[Quantised]] = {}
-    for tensor in found:
-        rows.setdefault(tensor.scheme, []).append(tensor)
-    return rows

@@ -59,6 +59,7 @@ class Plain:
 
     shape: tuple[int, ...]
     make: MakeKernel
+    detail: str = ""  # of the scheme, where only config.json tells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +88,7 @@ _ENDINGS = {
     ".nested_quant_map": ("", "nested_quant_map"), ".quant_state.bitsandbytes__nf4": ("", "nf4"),
     ".quant_state.bitsandbytes__fp4": ("", "fp4"), ".SCB": (".weight", "SCB"), "_format": ("", "format"),
     ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
+    ".biases": (".weight", "biases"),
     ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
     ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),
     ".input_global_scale": (".weight", "input"),

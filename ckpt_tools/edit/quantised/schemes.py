@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ckpt_tools.edit.quantised.bitsandbytes import match_4bit, match_bnb_int8
 from ckpt_tools.edit.quantised.fp4 import match_fp4, match_mxfp4
 from ckpt_tools.edit.quantised.grouped import match_grouped
+from ckpt_tools.edit.quantised.mlx import match_mlx
 from ckpt_tools.edit.quantised.packed import match_packed
 from ckpt_tools.edit.quantised.parts import Quantised, Roles
 from ckpt_tools.edit.quantised.scaled import match_scaled
@@ -14,4 +15,5 @@ from ckpt_tools.edit.quantised.torchao import match_flat
 
 SCHEMES: tuple[Callable[[str, Roles], Quantised | None], ...] = (
     match_scaled, match_bnb_int8, match_4bit, match_packed, match_fp4, match_grouped, match_mxfp4, match_flat,
+    match_mlx,
 )  # fmt: skip

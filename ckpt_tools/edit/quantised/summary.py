@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config, read_config
-from ckpt_tools.edit.quantised.finding import by_scheme, find
+from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.edit.quantised.parts import Quantised
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -24,22 +24,23 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     unread = is_address(str(checkpoint.path)) or checkpoint.decoded.locate is not None
     config = None if unread else read_config(checkpoint)
-    rows = [_row(scheme, of_scheme, config) for scheme, of_scheme in by_scheme(tensors).items()]
-    return {"schemes": rows, "problems": [problem.what for one in found for problem in one.problems][:_SHOWN]}
+    rows = dict[str, dict[str, Any]]()
+    for tensor in tensors:
+        scheme, elements = _told(tensor, config)
+        row = rows.setdefault(scheme, {"scheme": scheme, "tensors": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += tensor.nbytes
+        row["elements"] = None if elements is None or row["elements"] is None else row["elements"] + elements
+        row["bf16_bytes"] = None if row["elements"] is None else row["elements"] * _PLAIN_BYTES
+    return {"schemes": list(rows.values()), "problems": [problem.what for one in found for problem in one.problems][:_SHOWN]}
 
 
-def _row(scheme: str, tensors: list[Quantised], config: Config | None) -> dict[str, Any]:
-    counts = [_elements(tensor, config) for tensor in tensors]
-    known = None if None in counts else sum(count or 0 for count in counts)
-    plain = None if known is None else known * _PLAIN_BYTES
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    return {"scheme": scheme, "tensors": len(tensors), "elements": known, "bytes": nbytes, "bf16_bytes": plain}
-
-
-def _elements(tensor: Quantised, config: Config | None) -> int | None:
+def _told(tensor: Quantised, config: Config | None) -> tuple[str, int | None]:
+    """The scheme and the number of elements, as far as they are known."""
     if tensor.elements is not None or config is None:
-        return tensor.elements
+        return tensor.scheme, tensor.elements
     try:
-        return prod(tensor.settle(config).shape)
+        plain = tensor.settle(config)
     except CkptError:
-        return None
+        return tensor.scheme, None
+    return tensor.scheme + plain.detail, prod(plain.shape)
