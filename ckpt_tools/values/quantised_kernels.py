@@ -55,6 +55,18 @@ class Scaled:
         return found.repeat_interleave(self.run, 1)[:, : self.columns]
 
 
+class Grouped:
+    """scale * code - shift, one of each for each row of codes; several rows of codes are a row."""
+
+    def __init__(self, codes: Rows, scales: Rows, shifts: Rows, groups: int) -> None:
+        self.codes, self.scales, self.shifts, self.groups = codes, scales, shifts, groups
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        span = first * self.groups, count * self.groups
+        return (self.scales.rows(*span) * self.codes.rows(*span) - self.shifts.rows(*span)).view(count, -1)
+
+
 def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
     """The groups of columns, each of which is there; None where all are -1, and the columns are in order."""
     if run and bool((groups == -1).all()):

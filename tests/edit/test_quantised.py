@@ -408,3 +408,26 @@ def test_mlx_that_is_not_clear(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     found, _ = plain(tmp_path, {f"a.{key}": tensors[f"layers.affine_5_64.{key}"] for key in ("weight", "scales", "biases")})
     assert torch.equal(found["a.weight"], load_file(MLX / "plain.safetensors")["layers.affine_5_64.weight"])
+
+
+# --- optimum-quanto
+
+
+def test_quanto_as_its_authors(tmp_path: Path) -> None:
+    """Int8, FP8, 4 and 2 bits, of matrices with several groups a row and with one, odd numbers of rows."""
+    report = ckpt_tools.convert(QUANTISED / "quanto.pth", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(QUANTISED / "quanto.plain.safetensors"))
+    assert report.dequantised == {
+        "quanto int8 -> float32": 1, "quanto fp8 -> float32": 1, "quanto, 4 bits, as a matrix -> float32": 2,
+        "quanto, 2 bits, as a matrix -> float32": 2,
+    }  # fmt: skip
+
+
+def test_quanto_that_is_not_whole(tmp_path: Path) -> None:
+    """Without the bias nothing says how many groups are a row; a part that is missing is named."""
+    tensors = {key: value for key, value in torch.load(QUANTISED / "quanto.pth").items() if key.startswith("int4.")}
+    without = {key: value for key, value in tensors.items() if key != "int4.bias"}
+    refused(tmp_path, without, r"'int4\.weight\._data\._data' has 12 groups of 128 codes, and how many are a row")
+    for missing in ("_scale", "_shift", "_data._data"):
+        others = {key: value for key, value in tensors.items() if not key.endswith(f"weight.{missing}")}
+        refused(tmp_path, others, r"'int4\.weight\._\w+(\._data)?' is part of a quantised weight that is not whole")

@@ -16,7 +16,9 @@ from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry, Object
 
 # A tensor with such a name is part of a quantised one, and of nothing else.
-_TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros"))
+_TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros",
+                      "quanto_packed", "quanto_shift"))  # fmt: skip
+_NO_PARTS = ("weight", "bias")
 _SCALE_NAMES = ("weight_scale", "_scale_inv", "scale_weight")
 # What a quantised model keeps for its activations; a plain one has no place for it.
 _OF_THE_CACHE = re.compile(r".*\.(?:[qkv]_scale|kv_scale|output_scale|prob_scale)", re.DOTALL)
@@ -100,7 +102,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
         )
     if part.dtype in ("int8", "uint8", "uint32") and len(part.shape) > 1 and part.name.endswith("weight"):
         return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_WHOLE)
-    quantised = next((plain for role, plain in roles.items() if role != "weight" and plain in found.quantised), None)
+    quantised = next((plain for role, plain in roles.items() if role not in _NO_PARTS and plain in found.quantised), None)
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
         return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_WHOLE)

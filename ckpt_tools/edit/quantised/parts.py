@@ -88,6 +88,8 @@ _ENDINGS = {
     ".nested_quant_map": ("", "nested_quant_map"), ".quant_state.bitsandbytes__nf4": ("", "nf4"),
     ".quant_state.bitsandbytes__fp4": ("", "fp4"), ".SCB": (".weight", "SCB"), "_format": ("", "format"),
     ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
+    "._data": ("", "quanto"), "._data._data": ("", "quanto_packed"), "._scale": ("", "quanto_scale"),
+    "._shift": ("", "quanto_shift"), ".bias": (".weight", "bias"),
     ".biases": (".weight", "biases"),
     ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
     ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),

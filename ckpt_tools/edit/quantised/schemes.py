@@ -10,10 +10,11 @@ from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.mlx import match_mlx
 from ckpt_tools.edit.quantised.packed import match_packed
 from ckpt_tools.edit.quantised.parts import Quantised, Roles
+from ckpt_tools.edit.quantised.quanto import match_quanto
 from ckpt_tools.edit.quantised.scaled import match_scaled
 from ckpt_tools.edit.quantised.torchao import match_flat
 
 SCHEMES: tuple[Callable[[str, Roles], Quantised | None], ...] = (
     match_scaled, match_bnb_int8, match_4bit, match_packed, match_fp4, match_grouped, match_mxfp4, match_flat,
-    match_mlx,
+    match_mlx, match_quanto,
 )  # fmt: skip
