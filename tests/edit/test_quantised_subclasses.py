@@ -90,3 +90,35 @@ def test_a_class_of_another_version_is_refused(tmp_path: Path) -> None:
             other.writestr(name, theirs.read(name).replace(b"Float8Tensor", b"Float9Tensor"))
     with pytest.raises(ConvertError, match=r"'fp8\.weight' is quantised as torchao's Float9Tensor"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32")
+
+
+# --- torch's own
+
+
+def test_torch_as_it_dequantises(tmp_path: Path) -> None:
+    """Tensors by tensor and by channel, and linear layers with dynamic activations, whose bias lies with the weight."""
+    report = ckpt_tools.convert(QUANTISED / "torch.pth", tmp_path / "out.safetensors", dequantize="fp32")
+    wanted, found = load_file(QUANTISED / "torch.plain.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert ("a.zero_point", "of quantised activations") in report.dropped
+    assert sum(report.dequantised.values()) == 5
+
+
+def test_torch_without_dequantize(tmp_path: Path) -> None:
+    """safetensors has no quantised tensors: the error says how to make them plain."""
+    with pytest.raises(ConvertError) as caught:
+        ckpt_tools.convert(QUANTISED / "torch.pth", tmp_path / "out.safetensors")
+    assert "dequantize='bf16'" in caught.value.fix
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_packed_weights_of_other_layers_are_refused(tmp_path: Path) -> None:
+    """An LSTM's are a script object; and what a weight would become may be there already."""
+    with pytest.raises(ConvertError, match=r"'lstm\._all_weight_values\.0\.param' has packed weights"):
+        ckpt_tools.convert(QUANTISED / "torch_lstm.pth", tmp_path / "out.pth", dequantize="fp32", objects="keep")
+    state = torch.load(QUANTISED / "torch.pth", weights_only=False)
+    torch.save(state | {"a.weight": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(ConvertError, match=r"would become 'a\.weight'"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32")

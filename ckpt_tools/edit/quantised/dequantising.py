@@ -60,7 +60,7 @@ def _exchange(
     for key, value in node.items:
         tensor = places.get(key) if type(key) is str else None
         if tensor is not None:
-            items.append((tensor.name, entries[tensor.name]))
+            items += [(tensor.name, entries[tensor.name]), *([tensor.bias] if tensor.bias else [])]
         elif type(key) is not str or key not in gone:
             items.append((key, value))
     node.items[:] = items

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.edit.quantised.of_torch import beside_packed, read_packed, read_qtensor
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.scaled import FP8
 from ckpt_tools.edit.quantised.schemes import SCHEMES
@@ -13,7 +14,7 @@ from ckpt_tools.edit.quantised.torchao import read_subclass
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.text import listed
-from ckpt_tools.tree.nodes import Dict, Entry, Object
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Object
 
 # A tensor with such a name is part of a quantised one, and of nothing else.
 _TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros",
@@ -37,26 +38,37 @@ class Found:
 def find(state_dict: Dict) -> Found:
     """The quantised tensors of a state dict."""
     found = Found()
-    tensors = tensors_by_name(state_dict)
-    entries = {name: node for name, node in tensors.items() if type(node) is Entry}
+    entries = {name: node for name, node in tensors_by_name(state_dict).items() if type(node) is Entry}
     groups = by_plain_name(entries)
     for name, roles in groups.items():
         if len(roles) > 1 or "weight" not in roles:
             _match(name, roles, found)
     for name in {part.name for tensor in found.quantised.values() for part in tensor.parts}:
         del entries[name]
-    for name, node in tensors.items():
+    for key, node in state_dict.named.items():
         try:
-            if type(node) is Object and (tensor := read_subclass(name, node)) is not None:
-                found.quantised[name] = tensor
+            _read_object(key, node, state_dict, found)
         except ConvertError as unread:
             found.problems.append(unread)
     for name, entry in entries.items():
         if why := _why_beside(name, entry, found):
             found.beside[name] = why
-        elif error := _problem(Part(name, entry), groups, found):
+        elif name not in found.beside and (error := _problem(Part(name, entry), groups, found)):
             found.problems.append(error)
     return found
+
+
+def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
+    """Add the weight that is not in tensors of its own, but in an object of torchao, or torch itself."""
+    if type(node) is Object and node.name == "torch.ScriptObject":
+        why = "Read are linear layers that torch has quantised, and tensors."
+        raise ConvertError(f"{key!r} has packed weights of torch, which are not read.", why=why)
+    if (packed := read_packed(key, node, state_dict)) is not None:
+        found.quantised[packed.name] = packed
+        path = packed.name.removesuffix(".weight")
+        found.beside |= {name: "of quantised activations" for name in beside_packed(path) if name in state_dict}
+    elif type(node) is Object and (tensor := read_qtensor(key, node, key) or read_subclass(key, node)) is not None:
+        found.quantised[key] = tensor
 
 
 def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:

@@ -71,6 +71,7 @@ class Quantised:
     parts: tuple[Part, ...]
     elements: int | None
     settle: Callable[[Config], Plain]
+    bias: tuple[str, Entry] | None = None  # which lies in the same object
 
     @property
     def nbytes(self) -> int:
