@@ -431,3 +431,53 @@ def test_quanto_that_is_not_whole(tmp_path: Path) -> None:
     for missing in ("_scale", "_shift", "_data._data"):
         others = {key: value for key, value in tensors.items() if not key.endswith(f"weight.{missing}")}
         refused(tmp_path, others, r"'int4\.weight\._\w+(\._data)?' is part of a quantised weight that is not whole")
+
+
+# --- ComfyUI's marks
+
+
+@pytest.mark.parametrize(
+    "said", [{"format": "nvfp4"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}]
+)
+def test_a_mark_of_comfyui_is_believed(tmp_path: Path, said: dict[str, Any]) -> None:
+    """Its NVFP4 has another order, rotated int8 other numbers: refused by a tensor's mark or the header's."""
+    tensors = {"a.weight": torch.ones(4, 16, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
+    if said["format"] == "nvfp4":
+        tensors = {"a.weight": torch.ones(4, 8, dtype=torch.uint8), "a.weight_scale": torch.ones(4, 1).to(FP8)}
+        tensors["a.weight_scale_2"] = torch.ones(())
+    mark = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    refused(tmp_path, tensors | {"a.comfy_quant": mark}, r"'a\.weight' is in ComfyUI's layout")
+    refused(tmp_path, tensors | {"a.comfy_quant": mark[1:].clone()}, "is not JSON")
+    header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"a": said}})}
+    save_file(tensors, tmp_path / "header.safetensors", header)
+    with pytest.raises(ConvertError, match=r"'a\.weight' is in ComfyUI's layout"):
+        ckpt_tools.convert(tmp_path / "header.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+
+
+def test_a_mark_of_comfyui_that_changes_nothing(tmp_path: Path) -> None:
+    """FP8 is as others have it; the mark goes with the scales."""
+    mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.full((), 2.0), "a.comfy_quant": mark}
+    expect(plain(tmp_path, tensors)[0], {"a.weight": tensors["a.weight"].float() * 2})
+
+
+def test_groups_of_layers_in_one_file(tmp_path: Path) -> None:
+    """FP8, NVFP4 and 4 bits beside each other, as `config_groups` says: each layer by its own names."""
+    kinds = ("float-quantized.", "nvfp4-pack-quantized.", "pack-quantized.16.")
+    tensors = {
+        key: value for key, value in load_file(QUANTISED / "compressed_tensors.safetensors").items() if key.startswith(kinds)
+    }
+    wanted = {
+        key: value
+        for key, value in load_file(QUANTISED / "compressed_tensors.plain.safetensors").items()
+        if key.startswith(kinds)
+    }
+    groups = [{"num_bits": 8, "type": "float", "group_size": None}, {"num_bits": 4, "type": "float", "group_size": 16}]
+    said = {
+        "group_" + str(number): {"weights": weights} for number, weights in enumerate([*groups, {"num_bits": 4, "type": "int"}])
+    }
+    found, report = plain(tmp_path, tensors, {"quant_method": "compressed-tensors", "config_groups": said})
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key].to(tensor.dtype), tensor), key
+    assert len(report.dequantised) > 2

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.edit.quantised.comfy import marked
 from ckpt_tools.edit.quantised.of_torch import beside_packed, read_packed, read_qtensor
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.scaled import FP8
@@ -86,7 +87,7 @@ def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
         parts = listed([part.name for part in matches[0].parts])
         found.problems.append(_ask(name, f"It is there as it is, too, beside {parts}."))
     elif matches:
-        found.quantised[name] = matches[0]
+        found.quantised[name] = marked(matches[0], single.get("comfy"))
 
 
 def _ask(name: str, why: str) -> ConvertError:

@@ -69,9 +69,10 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
         raise mismatch(weight, scales, f"A scale is for {', '.join(map(str, _GROUPS))} codes.")
     if len(found) != 1:
         fits = " or ".join(f"{bits} bits in groups of {group}" for bits, group in ways)
-        raise ConvertError(
-            f"{weight}, and {scales}: the bits of a code are not clear.", why=f"These shapes fit {fits}.", fix=path
-        )
+        why = f"These shapes fit {fits}."
+        if said.bits or said.group:
+            why += f" config.json says {said.bits or '?'} bits in groups of {said.group or '?'}."
+        raise ConvertError(f"{weight}, and {scales}: the bits of a code are not clear.", why=why, fix=path)
     bits, group = found[0]
     columns, cells = weight.shape[-1] * _WORD // bits, scales.shape[-1]
 

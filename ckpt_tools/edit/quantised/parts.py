@@ -91,7 +91,7 @@ _ENDINGS = {
     ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
     "._data": ("", "quanto"), "._data._data": ("", "quanto_packed"), "._scale": ("", "quanto_scale"),
     "._shift": ("", "quanto_shift"), ".bias": (".weight", "bias"),
-    ".biases": (".weight", "biases"),
+    ".comfy_quant": (".weight", "comfy"), ".biases": (".weight", "biases"),
     ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
     ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),
     ".input_global_scale": (".weight", "input"),
