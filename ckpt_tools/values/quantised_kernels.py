@@ -159,10 +159,39 @@ class Nested:
         return self.table[codes] * scales[first - block * self.block :][:count] + self.offset
 
 
+class Tiled:
+    """Scales of a matrix that lie in tiles of 128 x 4, rows 32 apart together (cuBLAS, "1D Block Scaling Factors Layout")."""
+
+    def __init__(self, scales: Numbers, columns: int) -> None:
+        self.scales, self.columns, self.tiles = scales, columns, -(-columns // 4)
+        self._at = -1
+        self._held: torch.Tensor | None = None
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """So many of them, row by row."""
+        import torch
+
+        found, size = [torch.empty(0)], 128 * self.columns
+        while count:
+            band, inside = divmod(first, size)
+            taken = min(count, size - inside)
+            found.append(self._band(band)[inside : inside + taken])
+            first, count = first + taken, count - taken
+        return torch.cat(found)
+
+    def _band(self, number: int) -> torch.Tensor:
+        """128 rows; those that were put in order last are held."""
+        if self._held is None or number != self._at:
+            tiles = self.scales.floats(number * self.tiles * 512, self.tiles * 512).view(self.tiles, 32, 4, 4)
+            rows = tiles.transpose(1, 2).reshape(self.tiles, 128, 4).transpose(0, 1).reshape(128, -1)
+            self._at, self._held = number, rows[:, : self.columns].reshape(-1)
+        return self._held
+
+
 class Multiplied:
     """Scales times one number of the whole tensor, or through it."""
 
-    def __init__(self, scales: Numbers, whole: Numbers, *, divided: bool) -> None:
+    def __init__(self, scales: Scales, whole: Numbers, *, divided: bool) -> None:
         self.scales, self.whole, self.divided = scales, whole.floats(0, 1), divided
 
     def floats(self, first: int, count: int) -> torch.Tensor:

@@ -437,14 +437,13 @@ def test_quanto_that_is_not_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"format": "nvfp4"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}]
+    "said", [{"format": "mxfp8"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}]
 )
 def test_a_mark_of_comfyui_is_believed(tmp_path: Path, said: dict[str, Any]) -> None:
-    """Its NVFP4 has another order, rotated int8 other numbers: refused by a tensor's mark or the header's."""
+    """MXFP8 in tiles and int8 that is rotated have other numbers: refused by a tensor's mark or the header's."""
     tensors = {"a.weight": torch.ones(4, 16, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
-    if said["format"] == "nvfp4":
-        tensors = {"a.weight": torch.ones(4, 8, dtype=torch.uint8), "a.weight_scale": torch.ones(4, 1).to(FP8)}
-        tensors["a.weight_scale_2"] = torch.ones(())
+    if said["format"] == "mxfp8":
+        tensors = {"a.weight": codes(4, 32), "a.weight_scale": torch.ones(4, 1, dtype=torch.uint8)}
     mark = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
     refused(tmp_path, tensors | {"a.comfy_quant": mark}, r"'a\.weight' is in ComfyUI's layout")
     refused(tmp_path, tensors | {"a.comfy_quant": mark[1:].clone()}, "is not JSON")
@@ -452,6 +451,15 @@ def test_a_mark_of_comfyui_is_believed(tmp_path: Path, said: dict[str, Any]) -> 
     save_file(tensors, tmp_path / "header.safetensors", header)
     with pytest.raises(ConvertError, match=r"'a\.weight' is in ComfyUI's layout"):
         ckpt_tools.convert(tmp_path / "header.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+
+
+def test_nvfp4_of_comfyui_as_its_authors(tmp_path: Path) -> None:
+    """Marked by a tensor or the header; of several tiles, of a part of one. Scales that are too few for tiles are refused."""
+    ckpt_tools.convert(QUANTISED / "comfy.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(QUANTISED / "comfy.plain.safetensors"))
+    tensors = {key: value for key, value in load_file(QUANTISED / "comfy.safetensors").items() if key.startswith("part.")}
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, tensors | {"part.weight_scale": tensors["part.weight_scale"].flatten()[:240]}, "in tiles|fit each other")
 
 
 def test_a_mark_of_comfyui_that_changes_nothing(tmp_path: Path) -> None:
