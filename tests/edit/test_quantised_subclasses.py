@@ -52,6 +52,8 @@ def test_without_dequantize_the_error_names_it(tmp_path: Path) -> None:
     with pytest.raises(ObjectsError) as caught:
         ckpt_tools.convert(QUANTISED / "torchao.pth", tmp_path / "out.safetensors")
     assert "dequantize='bf16'" in caught.value.fix
+    with pytest.raises(ConvertError, match="`objects` comes before `dequantize`"):
+        ckpt_tools.convert(QUANTISED / "torchao.pth", tmp_path / "out.safetensors", objects="plain", dequantize="fp32")
 
 
 def changed(tmp_path: Path, name: str, edit: Any) -> Path:
