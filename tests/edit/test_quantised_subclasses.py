@@ -115,7 +115,7 @@ def test_torch_without_dequantize(tmp_path: Path) -> None:
     assert "dequantize='bf16'" in caught.value.fix
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.quantize_per_tensor")
 def test_packed_weights_of_other_layers_are_refused(tmp_path: Path) -> None:
     """An LSTM's are a script object; and what a weight would become may be there already."""
     with pytest.raises(ConvertError, match=r"'lstm\._all_weight_values\.0\.param' has packed weights"):
