@@ -122,6 +122,8 @@ def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holde
         fixes.append(f"take the state dict alone: `select={dotted(own.where)!r}`")
     if own.node.items and parts:
         fixes.append(f"leave them out: {_drops(parts)}")
+    if any(part.endswith("_packed_params") for part in parts):
+        fixes.append("make plain weights of torch's quantised layers: `dequantize='bf16'`")
     fix = ", or ".join(fixes) or "write a .pth, which holds anything"
     places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
     return ConvertError(
@@ -162,8 +164,10 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     storages: dict[int, list[str]] = {}
     for index, (name, node) in enumerate(named.items()):
         if type(node) is not Entry:
-            raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
-                                      fix="Write a .pth, which holds any tensor.")  # fmt: skip
+            raise ConvertError(
+                f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
+                fix="Write a .pth, which holds any tensor; `dequantize='bf16'` makes quantised ones plain.",
+            )
         if users[id(node.storage)] > 1:
             view = view_of(node)
             if node.nbytes and view in first:

@@ -39,13 +39,22 @@ class StateDict:
 
 
 def names_quantised(state_dict: StateDict) -> bool:
-    """Whether a name in a state dict may be that of the scales or codes of quantised weights."""
-    return any(type(key) is str and key.endswith(_OF_QUANTISED) for key, _ in state_dict.node.items)
+    """Whether a state dict may hold quantised weights: by names of scales and codes, and by classes of torchao."""
+    return any(
+        type(key) is str and (key.endswith(_OF_QUANTISED) or (type(value) is Object and _is_subclass(value)))
+        for key, value in state_dict.node.items
+    )
+
+
+def _is_subclass(node: Object) -> bool:
+    unusual = unusual_tensor(node)
+    return unusual is not None and unusual.kind == "subclass"
 
 
 _OF_QUANTISED = (
     "_scale", "_scale_inv", ".scale_weight", ".scale", "SCB", ".absmax", ".quant_map", "qweight", "qzeros", "_packed",
-    "_blocks", ".blocks", "_scales",
+    "_blocks", ".blocks", "_scales", "_qdata", ".scales", "._data",
+    "._packed_params",
 )  # fmt: skip
 
 

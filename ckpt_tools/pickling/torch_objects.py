@@ -371,7 +371,7 @@ def _describe(node: Any) -> UnusualTensor:
             return UnusualTensor("subclass", node.dtype, node.shape, node.stride)
         if node.name in _PARAMETERS:
             node = node.args[0]
-        elif node.name not in _FROM_TYPE:
+        elif node.name not in FROM_TYPE:
             return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
         elif (kind := _DISTRIBUTED.get(node.args[1].name)) and node.args[1].module.startswith("torch.distributed."):
             return replace(_wrapper_subclass(node.args[2]), kind=kind)
@@ -489,5 +489,5 @@ _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
 }
 _DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
-_REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *_FROM_TYPE))
+FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
+_REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *FROM_TYPE))

@@ -26,14 +26,14 @@ class Kernel(Protocol):
 
 
 class Scaled:
-    """(code - zero) * scale, a scale and a zero for each run of `run` columns, or for the columns that `groups` gives it."""
+    """(code - zero) * scale + bias, one of each for each run of `run` columns, or for the columns that `groups` gives it."""
 
     def __init__(
         self, codes: Rows, scales: Rows, columns: int, run: int, zeros: Rows | None = None, groups: Numbers | None = None,
-        cells: int = 0, factor: float = 1.0,
+        cells: int = 0, factor: float = 1.0, biases: Rows | None = None,
     ) -> None:  # fmt: skip
         self.codes, self.scales, self.zeros, self.columns, self.run = codes, scales, zeros, columns, run
-        self.factor = factor
+        self.factor, self.biases = factor, biases
         self.groups = None if groups is None else _checked(groups.raw(0, columns).long(), cells, run)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
@@ -42,6 +42,8 @@ class Scaled:
         if self.zeros is not None:
             values = values - self._spread(self.zeros.rows(first, count))
         values = values * self._spread(self.scales.rows(first, count))
+        if self.biases is not None:
+            values = values + self._spread(self.biases.rows(first, count))
         return values if self.factor == 1.0 else values * self.factor
 
     def _spread(self, found: torch.Tensor) -> torch.Tensor:
@@ -51,6 +53,18 @@ class Scaled:
         if found.shape[1] == 1 or self.run == 1:
             return found
         return found.repeat_interleave(self.run, 1)[:, : self.columns]
+
+
+class Grouped:
+    """scale * code - shift, one of each for each row of codes; several rows of codes are a row."""
+
+    def __init__(self, codes: Rows, scales: Rows, shifts: Rows, groups: int) -> None:
+        self.codes, self.scales, self.shifts, self.groups = codes, scales, shifts, groups
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        span = first * self.groups, count * self.groups
+        return (self.scales.rows(*span) * self.codes.rows(*span) - self.shifts.rows(*span)).view(count, -1)
 
 
 def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
@@ -145,10 +159,39 @@ class Nested:
         return self.table[codes] * scales[first - block * self.block :][:count] + self.offset
 
 
+class Tiled:
+    """Scales of a matrix that lie in tiles of 128 x 4, rows 32 apart together (cuBLAS, "1D Block Scaling Factors Layout")."""
+
+    def __init__(self, scales: Numbers, columns: int) -> None:
+        self.scales, self.columns, self.tiles = scales, columns, -(-columns // 4)
+        self._at = -1
+        self._held: torch.Tensor | None = None
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """So many of them, row by row."""
+        import torch
+
+        found, size = [torch.empty(0)], 128 * self.columns
+        while count:
+            band, inside = divmod(first, size)
+            taken = min(count, size - inside)
+            found.append(self._band(band)[inside : inside + taken])
+            first, count = first + taken, count - taken
+        return torch.cat(found)
+
+    def _band(self, number: int) -> torch.Tensor:
+        """128 rows; those that were put in order last are held."""
+        if self._held is None or number != self._at:
+            tiles = self.scales.floats(number * self.tiles * 512, self.tiles * 512).view(self.tiles, 32, 4, 4)
+            rows = tiles.transpose(1, 2).reshape(self.tiles, 128, 4).transpose(0, 1).reshape(128, -1)
+            self._at, self._held = number, rows[:, : self.columns].reshape(-1)
+        return self._held
+
+
 class Multiplied:
     """Scales times one number of the whole tensor, or through it."""
 
-    def __init__(self, scales: Numbers, whole: Numbers, *, divided: bool) -> None:
+    def __init__(self, scales: Scales, whole: Numbers, *, divided: bool) -> None:
         self.scales, self.whole, self.divided = scales, whole.floats(0, 1), divided
 
     def floats(self, first: int, count: int) -> torch.Tensor:

@@ -114,6 +114,27 @@ class Columns:
         return found.t().to(torch.float32)
 
 
+class PackedApart:
+    """Codes of 2 or 4 bits: row i of the bytes has row i of each part of the matrix, the first part in the lowest bits."""
+
+    def __init__(self, content: Content, bits: int, height: int, columns: int) -> None:
+        self.reader, self.bits, self.height, self.columns = Reader(content), bits, height, columns
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        import torch
+
+        found = []
+        while count:
+            part, row = divmod(first, self.height)
+            taken = min(count, self.height - row)
+            data = self.reader.bytes(row * self.columns, taken * self.columns)
+            codes = torch.frombuffer(data, dtype=torch.uint8).view(taken, self.columns)
+            found.append((codes >> part * self.bits & (1 << self.bits) - 1).to(torch.float32))
+            first, count = first + taken, count - taken
+        return torch.cat(found)
+
+
 class PackedColumns:
     """The columns of a matrix that is packed along them, as rows: GPTQ's weights."""
 

@@ -362,3 +362,130 @@ def test_the_config_of_a_folder_and_of_an_address(server: Server, tmp_path: Path
         expect(load_file(tmp_path / f"{number}.safetensors"), wanted)
     ckpt_tools.convert(folder, tmp_path / "out", shard_size="1GB", dequantize="fp32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# --- MLX
+
+MLX = QUANTISED / "mlx"
+
+
+def test_mlx_as_its_authors(tmp_path: Path) -> None:
+    """2 to 8 bits, groups of three sizes, MXFP4, NVFP4 and MXFP8, each layer as config.json says; and what inspect tells."""
+    ckpt_tools.convert(MLX / "model.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(MLX / "plain.safetensors"))
+    rows = ckpt_tools.inspect(MLX / "model.safetensors").quantised["schemes"]  # type: ignore[index]
+    assert {row["scheme"]: row["tensors"] for row in rows} == {
+        "mlx affine, 2 bits": 1, "mlx affine, 3 bits": 1, "mlx affine, 4 bits": 2, "mlx affine, 5 bits": 1,
+        "mlx affine, 6 bits": 1, "mlx affine, 8 bits": 1, "mlx mxfp4": 1, "mlx mxfp8": 1, "mlx nvfp4": 1,
+    }  # fmt: skip
+    assert sum(row["elements"] for row in rows) == 9 * 6 * 128 + 2 * 6 * 128
+
+
+def test_the_config_of_mlx_stays_behind(tmp_path: Path) -> None:
+    """What comes along no longer says that the weights are quantised; another `quantization` than of weights stays."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((MLX / "model.safetensors").read_bytes())
+    said = json.loads((MLX / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"codec": {"quantization": {"levels": 8}}}))
+    ckpt_tools.convert(folder, tmp_path / "out", shard_size="1GB", dequantize="fp32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "model_type": "llama", "codec": {"quantization": {"levels": 8}},
+    }  # fmt: skip
+
+
+def test_mlx_that_is_not_clear(tmp_path: Path) -> None:
+    """Shapes that fit several numbers of bits, a config that contradicts them, a part that is missing: refused."""
+    tensors = load_file(MLX / "model.safetensors")
+    one = {f"a.{key}": tensors[f"layers.affine_4_64.{key}"] for key in ("weight", "scales", "biases")}
+    error = refused(tmp_path, one, "the bits of a code are not clear")
+    assert error.why == "These shapes fit 2 bits in groups of 128 or 4 bits in groups of 64 or 8 bits in groups of 32."
+    refused(tmp_path, one, "the bits of a code are not clear", {"bits": 6, "group_size": 64})
+    refused(tmp_path, one, "config.json says its mode is 'mxfp4'", {"bits": 4, "group_size": 32, "mode": "mxfp4"})
+    refused(tmp_path, one | {"a.biases": torch.zeros(6, 4)}, "A bias for each scale", {"bits": 4, "group_size": 64})
+    for missing in ("a.scales", "a.biases"):
+        refused(tmp_path, {key: value for key, value in one.items() if key != missing}, r"'a\.weight' is uint32")
+    (tmp_path / "config.json").unlink()
+    found, _ = plain(tmp_path, {f"a.{key}": tensors[f"layers.affine_5_64.{key}"] for key in ("weight", "scales", "biases")})
+    assert torch.equal(found["a.weight"], load_file(MLX / "plain.safetensors")["layers.affine_5_64.weight"])
+
+
+# --- optimum-quanto
+
+
+def test_quanto_as_its_authors(tmp_path: Path) -> None:
+    """Int8, FP8, 4 and 2 bits, of matrices with several groups a row and with one, odd numbers of rows."""
+    report = ckpt_tools.convert(QUANTISED / "quanto.pth", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(QUANTISED / "quanto.plain.safetensors"))
+    assert report.dequantised == {
+        "quanto int8 -> float32": 1, "quanto fp8 -> float32": 1, "quanto, 4 bits, as a matrix -> float32": 2,
+        "quanto, 2 bits, as a matrix -> float32": 2,
+    }  # fmt: skip
+
+
+def test_quanto_that_is_not_whole(tmp_path: Path) -> None:
+    """Without the bias nothing says how many groups are a row; a part that is missing is named."""
+    tensors = {key: value for key, value in torch.load(QUANTISED / "quanto.pth").items() if key.startswith("int4.")}
+    without = {key: value for key, value in tensors.items() if key != "int4.bias"}
+    refused(tmp_path, without, r"'int4\.weight\._data\._data' has 12 groups of 128 codes, and how many are a row")
+    for missing in ("_scale", "_shift", "_data._data"):
+        others = {key: value for key, value in tensors.items() if not key.endswith(f"weight.{missing}")}
+        refused(tmp_path, others, r"'int4\.weight\._\w+(\._data)?' is part of a quantised weight that is not whole")
+
+
+# --- ComfyUI's marks
+
+
+@pytest.mark.parametrize(
+    "said", [{"format": "mxfp8"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}]
+)
+def test_a_mark_of_comfyui_is_believed(tmp_path: Path, said: dict[str, Any]) -> None:
+    """MXFP8 in tiles and int8 that is rotated have other numbers: refused by a tensor's mark or the header's."""
+    tensors = {"a.weight": torch.ones(4, 16, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
+    if said["format"] == "mxfp8":
+        tensors = {"a.weight": codes(4, 32), "a.weight_scale": torch.ones(4, 1, dtype=torch.uint8)}
+    mark = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    refused(tmp_path, tensors | {"a.comfy_quant": mark}, r"'a\.weight' is in ComfyUI's layout")
+    refused(tmp_path, tensors | {"a.comfy_quant": mark[1:].clone()}, "is not JSON")
+    header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"a": said}})}
+    save_file(tensors, tmp_path / "header.safetensors", header)
+    with pytest.raises(ConvertError, match=r"'a\.weight' is in ComfyUI's layout"):
+        ckpt_tools.convert(tmp_path / "header.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+
+
+def test_nvfp4_of_comfyui_as_its_authors(tmp_path: Path) -> None:
+    """Marked by a tensor or the header; of several tiles, of a part of one. Scales that are too few for tiles are refused."""
+    ckpt_tools.convert(QUANTISED / "comfy.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(QUANTISED / "comfy.plain.safetensors"))
+    tensors = {key: value for key, value in load_file(QUANTISED / "comfy.safetensors").items() if key.startswith("part.")}
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, tensors | {"part.weight_scale": tensors["part.weight_scale"].flatten()[:240]}, "in tiles|fit each other")
+
+
+def test_a_mark_of_comfyui_that_changes_nothing(tmp_path: Path) -> None:
+    """FP8 is as others have it; the mark goes with the scales."""
+    mark = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.full((), 2.0), "a.comfy_quant": mark}
+    expect(plain(tmp_path, tensors)[0], {"a.weight": tensors["a.weight"].float() * 2})
+
+
+def test_groups_of_layers_in_one_file(tmp_path: Path) -> None:
+    """FP8, NVFP4 and 4 bits beside each other, as `config_groups` says: each layer by its own names."""
+    kinds = ("float-quantized.", "nvfp4-pack-quantized.", "pack-quantized.16.")
+    tensors = {
+        key: value for key, value in load_file(QUANTISED / "compressed_tensors.safetensors").items() if key.startswith(kinds)
+    }
+    wanted = {
+        key: value
+        for key, value in load_file(QUANTISED / "compressed_tensors.plain.safetensors").items()
+        if key.startswith(kinds)
+    }
+    groups = [{"num_bits": 8, "type": "float", "group_size": None}, {"num_bits": 4, "type": "float", "group_size": 16}]
+    said = {
+        "group_" + str(number): {"weights": weights} for number, weights in enumerate([*groups, {"num_bits": 4, "type": "int"}])
+    }
+    found, report = plain(tmp_path, tensors, {"quant_method": "compressed-tensors", "config_groups": said})
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key].to(tensor.dtype), tensor), key
+    assert len(report.dequantised) > 2

@@ -7,8 +7,8 @@ compressed_tensors/quantization/quant_config.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools import limits
@@ -22,7 +22,8 @@ from ckpt_tools.parts.open import open_source
 
 CONFIG = "config.json"
 OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant_config.json"))  # GPTQ's, AWQ's, ModelOpt's
-KEYS = ("quantization_config", "compression_config")  # the second one is what compressed-tensors called it before
+# MLX's; transformers'; what compressed-tensors called it before
+KEYS = ("quantization", "quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,21 @@ class Config:
     group: int | None = None
     zeros_as_they_are: bool | None = None
     variant: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of a safetensors file
+    mode: str = ""  # MLX's
+    layers: Mapping[str, Config] = field(default_factory=dict)  # MLX's, by the path of the module
+
+    def layer(self, path: str) -> Config:
+        """What is said of the weight of one module."""
+        return self.layers.get(path, self)
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
     """The config beside a checkpoint; one that says nothing where there is none."""
+    return replace(_read_beside(checkpoint), metadata=checkpoint.decoded.metadata)
+
+
+def _read_beside(checkpoint: Checkpoint) -> Config:
     try:
         source = _beside(checkpoint)
     except NotACheckpointError:
@@ -64,7 +76,7 @@ def _strip(content: Any) -> bool:
     """Take it out, also of the configs of a model's parts; whether there was any."""
     if not isinstance(content, dict):
         return False
-    found = [content.pop(key) for key in KEYS if key in content]
+    found = [content.pop(key) for key in KEYS if key in content and (key != KEYS[0] or _says(content, key))]
     inner = [_strip(part) for part in content.values()]  # all of them
     return bool(found) or any(inner)
 
@@ -112,6 +124,7 @@ def config_of(content: Any) -> Config:
     )  # GPTQModel's two words
     checkpoint_format = str(layout or "")
     version = str(found.get("version") or "") if method == "awq" else ""  # elsewhere it is that of the library
+    layers = {path: config_of({KEYS[1]: said}) for path, said in found.items() if isinstance(said, dict) and "bits" in said}
     return Config(
         method,
         _pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
@@ -119,15 +132,22 @@ def config_of(content: Any) -> Config:
         _whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
         checkpoint_format == "gptq_v2" if checkpoint_format else None,
         (checkpoint_format or version).lower(),
+        mode=str(found.get("mode") or ""),
+        layers=layers,
     )
 
 
 def _quantization(content: Any) -> Iterator[dict[str, Any]]:
     """What stands under one of the keys; of a model of several parts in the part's own config."""
     if isinstance(content, dict):
-        yield from (content[key] for key in KEYS if isinstance(content.get(key), dict))
+        yield from (content[key] for key in KEYS if _says(content, key))
         for inner in content.values():
             yield from _quantization(inner) if isinstance(inner, dict) else ()
+
+
+def _says(content: dict[str, Any], key: str) -> bool:
+    """Whether weights are described under a key; the shortest of them may have another meaning."""
+    return isinstance(content.get(key), dict) and (key != KEYS[0] or "bits" in content[key])
 
 
 def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.finding import find
@@ -17,9 +16,6 @@ from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.quantised_plain import plain_content
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ def _exchange(
     for key, value in node.items:
         tensor = places.get(key) if type(key) is str else None
         if tensor is not None:
-            items.append((tensor.name, entries[tensor.name]))
+            items += [(tensor.name, entries[tensor.name]), *([tensor.bias] if tensor.bias else [])]
         elif type(key) is not str or key not in gone:
             items.append((key, value))
     node.items[:] = items

@@ -19,10 +19,11 @@ _SMALL = 1 << 16  # bytes of a tensor that says something about others, in JSON 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A tensor that is part of a quantised one: its name, and the entry."""
+    """A tensor that is part of a quantised one: its name, the entry, and of an object's parts what the object calls it."""
 
     name: str
     entry: Entry
+    attribute: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +46,8 @@ class Part:
         return read(row_major(self.entry))
 
     def __str__(self) -> str:
-        return f"{self.name!r} is {self.dtype} {list(self.shape)}"
+        of = f" ({self.attribute})" if self.attribute else ""
+        return f"{self.name!r}{of} is {self.dtype} {list(self.shape)}"
 
 
 Roles = Mapping[str, Part]
@@ -57,6 +59,7 @@ class Plain:
 
     shape: tuple[int, ...]
     make: MakeKernel
+    detail: str = ""  # of the scheme, where only config.json tells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,7 @@ class Quantised:
     parts: tuple[Part, ...]
     elements: int | None
     settle: Callable[[Config], Plain]
+    bias: tuple[str, Entry] | None = None  # which lies in the same object
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +89,16 @@ _ENDINGS = {
     ".nested_quant_map": ("", "nested_quant_map"), ".quant_state.bitsandbytes__nf4": ("", "nf4"),
     ".quant_state.bitsandbytes__fp4": ("", "fp4"), ".SCB": (".weight", "SCB"), "_format": ("", "format"),
     ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
+    "._data": ("", "quanto"), "._data._data": ("", "quanto_packed"), "._scale": ("", "quanto_scale"),
+    "._shift": ("", "quanto_shift"), ".bias": (".weight", "bias"),
+    ".comfy_quant": (".weight", "comfy"), ".biases": (".weight", "biases"),
     ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
     ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),
     ".input_global_scale": (".weight", "input"),
 }  # fmt: skip
 _ENDING = re.compile(f"(.*?)({'|'.join(map(re.escape, sorted(_ENDINGS, key=len, reverse=True)))})", re.DOTALL)
+
+_TORCHAO = re.compile(r"((?:.*\.)?)_(\w+?)_(act_\w+|qdata|scale|zero_point)", re.DOTALL)
 
 
 def by_plain_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, list[Part]]]:
@@ -105,6 +114,8 @@ def by_plain_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, list[Part
 def roles_of(name: str) -> Iterable[tuple[str, str]]:
     """What a tensor of this name may be: the plain name, and the role."""
     yield name, "weight"
+    if flat := _TORCHAO.fullmatch(name):
+        yield f"{flat[1]}{flat[2]}", f"ao_{flat[3]}"
     match = _ENDING.fullmatch(name) or _ENDING.fullmatch(f".{name}")
     if match is None:
         return

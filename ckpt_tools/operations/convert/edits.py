@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.objects.known import is_known
-from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -169,6 +169,11 @@ class Edits:
         """Make quantised weights plain, and tell; what counts the values that their rounding loses."""
         if self.options.dequantize is None:
             return None
+        if self.options.objects in ("plain", "drop") and any(map(_is_of_torchao, checkpoint.decoded.globals)):
+            raise ConvertError(
+                f"{checkpoint.path} has weights of torchao, and `objects` comes before `dequantize`.",
+                fix="In two steps: `dequantize` with `objects='keep'`, then `objects`.",
+            )
         from ckpt_tools.edit.casts import Casting
         from ckpt_tools.edit.quantised.config import read_config
         from ckpt_tools.edit.quantised.dequantising import dequantise
@@ -176,10 +181,20 @@ class Edits:
         target = DTYPES[CAST_TARGETS[self.options.dequantize]]
         before = tensors_in(root)
         done = dequantise(root, target, read_config(checkpoint))
+        if self._read_by_dequantize(checkpoint):
+            from ckpt_tools.operations.convert import object_policy
+
+            object_policy.check_plain(root, checkpoint)
         report.dequantised = {f"{scheme} -> {target.name}": count for scheme, count in Counter(done.tensors.values()).items()}
         self.account.leave_at(before, (where for where, _ in done.left_out))
         report.dropped += [(dotted(where), why) for where, why in done.left_out]
         return Casting(counts=list(done.counts.items()))
+
+    def _read_by_dequantize(self, checkpoint: Checkpoint) -> frozenset[str]:
+        """The classes of quantised tensors that `dequantize` makes plain, where nothing else is said of objects."""
+        if self.options.dequantize is None or self.options.objects is not None:
+            return frozenset()
+        return frozenset(str(name) for name in checkpoint.decoded.globals if _is_of_torchao(name))
 
     def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
         """Cast floats, and tell; `before` counts what was lost already."""
@@ -212,7 +227,8 @@ class Edits:
             root, done = object_policy.weights_alone(root, checkpoint, options.drop, report, ema=options.ema, slim=options.slim)
         objects = "plain" if options.slim and options.objects is None else options.objects
         selected = options.select is not None or (chosen and options.ema)  # what lies elsewhere does not come along
-        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=options.drop)
+        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=options.drop,
+                                                 read=self._read_by_dequantize(checkpoint))  # fmt: skip
         if options.ema and not chosen:
             root, _ = object_policy.averaged_alone(root, report)
         return self._slimmed(root, report) if options.slim else root, done | used
@@ -227,6 +243,10 @@ class Edits:
         root, done = compaction.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
+
+
+def _is_of_torchao(name: Global) -> bool:
+    return name.module.split(".")[0] == "torchao"
 
 
 def _retargeting(options: FitOptions) -> Retargeting | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known, tensor_attributes
@@ -85,16 +85,18 @@ def _drop_lost(checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str
 
 
 def apply_objects(
-    root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool, drop: Sequence[str] = ()
-) -> tuple[Node, frozenset[str]]:
-    """What --objects says, done; and the globs of --drop that name tensors which are lost with their objects."""
+    root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool, drop: Sequence[str] = (),
+    read: Collection[str] = (),
+) -> tuple[Node, frozenset[str]]:  # fmt: skip
+    """What --objects says, done, but for classes in `read`; and the globs of --drop that name tensors lost with objects."""
     decoded = checkpoint.decoded
     if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)
     simple = all(map(is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
-    unknown = [] if simple else plain.find_unknown(root)
+    unknown = [] if simple else [row for row in plain.find_unknown(root) if row[1] not in read]
     present = {name for _, name in unknown}
-    hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in present]
+    known = present.union(read)
+    hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in known]
     if policy is None and (unknown or hidden):
         raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
     told = {fate.name for fate in report.objects}
@@ -109,6 +111,12 @@ def apply_objects(
     if root is None:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root, used
+
+
+def check_plain(root: Node, checkpoint: Checkpoint) -> None:
+    """Refuse objects that are left."""
+    if unknown := plain.find_unknown(root):
+        raise _objects_error(checkpoint, unknown, [])
 
 
 def _without_objects(
@@ -169,5 +177,7 @@ def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hid
     if any(name in WRAPPER_CLASSES for _, name in unknown):
         mended = mending("convert", str(checkpoint.path), "--strip-module --objects plain")
         fix = f"A model was saved whole, inside its wrapper; its weights, by their plain names: {mended}"
+    if any(name.startswith("torchao.") for _, name in unknown):
+        fix = f"torchao has quantised weights here; `dequantize='bf16'` makes plain ones of them. {fix}"
     what = danger_in(checkpoint, str(checkpoint.path)) or f"{checkpoint.path} holds objects that are not plain data."
     return ObjectsError(what, why="; ".join(lines[:8]) + more + ".", fix=fix)

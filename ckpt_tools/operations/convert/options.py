@@ -86,7 +86,7 @@ class ValueOptions(Options):
         in_code="Or a mapping from device tag to device.",
     )  # fmt: skip
     dequantize: Literal["bf16", "fp16", "fp32"] | None = option(
-        "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
+        "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, torchao, MLX and others) plain.  [without a value: bf16]",
         choices=["bf16", "fp16", "fp32"], bare="bf16", moves=True,
     )  # fmt: skip
     fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)

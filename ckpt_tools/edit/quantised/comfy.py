@@ -1,0 +1,74 @@
+"""ComfyUI's marks: a tensor `X.comfy_quant`, or `_quantization_metadata` of a safetensors file, says how a layer is quantised.
+
+Its `nvfp4` and `mxfp8` have the names and shapes of others, but scales lie in tiles of 128 x 4, and of NVFP4 the high half of a
+byte comes first; with `convrot` matrices are rotated. Sources: comfy/utils.py, `convert_old_quants`, and comfy_kitchen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, mismatch
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nibbles, Tiled
+
+_AS_OTHERS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_METADATA = "_quantization_metadata"
+
+
+def marked(tensor: Quantised, mark: Part | None) -> Quantised:
+    """The same weight, refused by `settle` where a mark says another layout than its names do."""
+
+    def settle(config: Config) -> Plain:
+        said = _json(mark.name, mark.small()) if mark is not None else _of_layer(tensor.name, config)
+        if said is not None and said.get("format") == tensor.scheme == "nvfp4" and not said.get("convrot"):
+            return _tiled(*tensor.parts)
+        if said is not None and (said.get("format") not in _AS_OTHERS or said.get("convrot")):
+            turned = ", rotated" if said.get("convrot") else ""
+            raise ConvertError(
+                f"{tensor.name!r} is in ComfyUI's layout {said.get('format')!r}{turned}, which is not read.",
+                why=f"Read are {', '.join(_AS_OTHERS)} and nvfp4, not rotated.",
+            )
+        return tensor.settle(config)
+
+    return replace(tensor, settle=settle, parts=(*tensor.parts, *([mark] if mark else [])))
+
+
+def _tiled(codes: Part, scale: Part, whole: Part) -> Plain:
+    """NVFP4 as comfy_kitchen has it."""
+    rows, columns = (*codes.shape[:-1], 2 * codes.shape[-1]) if len(codes.shape) == 2 else (0, 0)
+    cells = columns // 16
+    if not rows or columns % 16 or scale.entry.numel != -(-rows // 128) * 128 * (-(-cells // 4) * 4):
+        raise mismatch(codes, scale, "A scale for 16 columns, in tiles of 128 x 4, is wanted.")
+    if whole.entry.numel != 1 or whole.dtype != "float32":
+        raise mismatch(scale, whole, "One number for all scales is wanted.")
+
+    def make() -> Kernel:
+        scales = Multiplied(Tiled(scale.numbers(), cells), whole.numbers(), divided=False)
+        return Nibbles(row_major(codes.entry), E2M1, scales, 16, columns, low_first=False)
+
+    return Plain((rows, columns), make)
+
+
+def _of_layer(name: str, config: Config) -> dict[str, Any] | None:
+    """What the metadata of the file says of the layer."""
+    text = config.metadata.get(_METADATA)
+    if text is None:
+        return None
+    layers = _json(_METADATA, text.encode()).get("layers")
+    said = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
+    return said if isinstance(said, dict) else None
+
+
+def _json(name: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = load_json(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConvertError(f"{name!r} says how weights are quantised, and is not JSON.")
+    return found

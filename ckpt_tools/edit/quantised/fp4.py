@@ -1,0 +1,68 @@
+"""MXFP4 and NVFP4: two values of 4 bits to a byte."""
+
+from __future__ import annotations
+
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nibbles, TurnedNibbles
+
+_MX, _NV = 32, 16  # columns with one scale
+_BYTES = _MX // 2
+_DIMENSIONS = 4  # of the experts of one layer: expert, row, group, byte
+
+
+def match_fp4(name: str, roles: Roles) -> Quantised | None:
+    """A weight of MXFP4 or NVFP4: two values of 4 bits to a byte."""
+    codes, scale = roles.get("packed") or roles.get("weight"), roles.get("scale")
+    if codes is None or scale is None or codes.dtype != "uint8":
+        return None
+    divided, times = roles.get("global_scale"), roles.get("scale_2")
+    if scale.dtype in ("uint8", "float8_e8m0fnu") and codes is roles.get("packed"):
+        return Quantised(name, "mxfp4", (codes, scale), 2 * codes.entry.numel, lambda _: _fp4(codes, scale, None, _MX))
+    whole = divided or times
+    if scale.dtype != "float8_e4m3fn" or whole is None or (divided and times):
+        return None
+    return Quantised(
+        name, "nvfp4", (codes, scale, whole), 2 * codes.entry.numel,
+        lambda _: _fp4(codes, scale, whole, _NV, divided=whole is divided),
+    )  # fmt: skip
+
+
+def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: bool = False) -> Plain:
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else (0,)
+    if scale.shape != (*shape[:-1], shape[-1] // block) or shape[-1] % block:
+        raise mismatch(codes, scale, f"{block} columns have one scale.")
+    if whole is not None and (whole.entry.numel != 1 or whole.dtype != "float32"):
+        raise mismatch(scale, whole, "One number for all scales is wanted.")
+
+    def make() -> Kernel:
+        scales = scale.numbers(exponents=whole is None)
+        found = scales if whole is None else Multiplied(scales, whole.numbers(), divided=divided)
+        return Nibbles(row_major(codes.entry), E2M1, found, block, shape[-1], low_first=True)
+
+    return Plain(shape, make)
+
+
+def match_mxfp4(name: str, roles: Roles) -> Quantised | None:
+    """A weight of MXFP4."""
+    blocks, scales = roles.get("blocks"), roles.get("block_scales")
+    if blocks is None or scales is None or (blocks.dtype, scales.dtype) != ("uint8", "uint8"):
+        return None
+    turned = blocks.name.endswith("_blocks") and len(blocks.shape) == _DIMENSIONS
+    label = "mxfp4, rows and columns exchanged" if turned else "mxfp4"
+    return Quantised(name, label, (blocks, scales), 2 * blocks.entry.numel, lambda _: _settle(blocks, scales, turned=turned))
+
+
+def _settle(blocks: Part, scales: Part, *, turned: bool) -> Plain:
+    if len(blocks.shape) < 3 or blocks.shape[-1] != _BYTES or blocks.shape[:-1] != scales.shape:
+        raise mismatch(blocks, scales, f"{_BYTES} bytes have one scale.")
+    *outer, rows, groups, _ = blocks.shape
+    columns = groups * _MX
+    codes, exponents = row_major(blocks.entry), row_major(scales.entry)
+
+    def make() -> Kernel:
+        if turned:
+            return TurnedNibbles(codes, E2M1, exponents, _MX, rows, columns)
+        return Nibbles(codes, E2M1, scales.numbers(exponents=True), _MX, columns, low_first=True)
+
+    return Plain((*outer, columns, rows) if turned else (*outer, rows, columns), make)

@@ -1,0 +1,103 @@
+"""GPTQ and AWQ: matrices with rows and columns exchanged, in groups of columns with a scale and a zero."""
+
+from __future__ import annotations
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised_kernels import Kernel, Scaled
+from ckpt_tools.values.quantised_rows import Columns, ColumnsOfPacked, PackedColumns
+
+_WORD = 32
+_BITS = (2, 3, 4, 8)
+_AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each number of AWQ is
+_VARIANTS = ("", "gptq", "gptq_v2", "gemm")  # what a config may call these layouts
+
+
+def match_grouped(name: str, roles: Roles) -> Quantised | None:
+    """A weight of GPTQ or AWQ: the one has as many columns of words as scales, the other as zero points."""
+    needed = ("qweight", "qzeros", "scales")
+    if not all(role in roles and len(roles[role].shape) == 2 for role in needed):
+        return None
+    weight, zeros, scales = (roles[role] for role in needed)
+    if weight.dtype != "int32" or zeros.dtype != "int32" or scales.entry.dtype.family != "float":
+        return None
+    groups, words, out = roles.get("g_idx"), zeros.shape[1], scales.shape[1]
+    parts = (weight, zeros, scales, *([groups] if groups else []))
+    bits = words * _WORD // out if out and words * _WORD % out == 0 else 0
+    if weight.shape[1] == out and bits in _BITS:
+        count = weight.shape[0] * _WORD // bits * out
+        return Quantised(name, f"gptq, {bits} bits", parts, count, lambda config: _gptq(parts, bits, config))
+    if weight.shape[1] == words and bits == _AWQ_BITS and groups is None:
+        return Quantised(name, "awq, 4 bits", parts, weight.shape[0] * out, lambda config: _awq(parts, config))
+    return None
+
+
+def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
+    weight, zeros, scales, *rest = parts
+    order = rest[0] if rest else None
+    _check_variant(weight, bits, config)
+    columns, run = weight.shape[0] * _WORD // bits, 0
+    if order is not None and (order.shape != (columns,) or order.dtype != "int32"):
+        raise mismatch(weight, order, f"{columns} columns are packed, and each has a group.")
+    cells, out = _check_groups(zeros, scales)
+    if order is None:
+        run = _run(weight, scales, columns, cells, config)
+
+    def make() -> Kernel:
+        return Scaled(
+            PackedColumns(row_major(weight.entry), bits, weight.shape[0], out),
+            Columns(row_major(scales.entry), scales.entry.dtype, cells, out), columns, run,
+            ColumnsOfPacked(row_major(zeros.entry), bits, cells, zeros.shape[1], out,
+                            less_one=not config.zeros_as_they_are),
+            None if order is None else order.numbers(), cells,
+        )  # fmt: skip
+
+    return Plain((out, columns), make)
+
+
+def _awq(parts: tuple[Part, ...], config: Config) -> Plain:
+    weight, zeros, scales = parts
+    _check_variant(weight, _AWQ_BITS, config)
+    cells, out = _check_groups(zeros, scales)
+    columns = weight.shape[0]
+    run = _run(weight, scales, columns, cells, config)
+
+    def turned(part: Part) -> ColumnsOfPacked:
+        return ColumnsOfPacked(row_major(part.entry), _AWQ_BITS, part.shape[0], part.shape[1], out, order=_AWQ_ORDER)
+
+    def make() -> Kernel:
+        found = Columns(row_major(scales.entry), scales.entry.dtype, cells, out)
+        return Scaled(turned(weight), found, columns, run, turned(zeros))
+
+    return Plain((out, columns), make)
+
+
+def _check_groups(zeros: Part, scales: Part) -> tuple[int, int]:
+    """How many groups and rows of the plain weight there are."""
+    if zeros.shape[0] != scales.shape[0] or not scales.shape[0]:
+        raise mismatch(zeros, scales, "A scale and a zero point for each group are wanted.")
+    return scales.shape[0], scales.shape[1]
+
+
+def _check_variant(weight: Part, bits: int, config: Config) -> None:
+    """Refuse layouts that have these names too, and other bits than those that the shapes have."""
+    if config.variant not in _VARIANTS:
+        raise ConvertError(
+            f"{weight.name!r} is in the layout {config.variant!r} by config.json.", why="Read are gptq, gptq_v2 and AWQ's gemm."
+        )
+    if config.bits not in (None, bits):
+        raise ConvertError(f"{weight.name!r} has {bits} bits by the shapes, and {config.bits} by config.json.")
+
+
+def _run(weight: Part, scales: Part, columns: int, cells: int, config: Config) -> int:
+    """How many columns have one scale."""
+    if config.group and -(-columns // config.group) == cells:
+        return config.group
+    if columns % cells:
+        raise mismatch(weight, scales, f"{columns} columns are not {cells} groups of one size.")
+    if config.group:
+        raise mismatch(weight, scales, f"{columns} columns in {cells} groups; config.json says {config.group} a group.")
+    return columns // cells

@@ -1,0 +1,99 @@
+"""MLX: codes of 2 to 8 bits in words of uint32, or MXFP4, NVFP4 and MXFP8 in them.
+
+Source: mlx/backend/cpu/quantized.cpp; `quantization` in config.json as mlx-lm writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised import Numbers
+from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Nibbles, Scaled
+from ckpt_tools.values.quantised_rows import Matrix, Packed
+
+_WORD = 32  # bits
+_BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """A way that has exponents or FP8 for scales, and no biases."""
+
+    bits: int
+    group: int
+    scales: str
+
+
+_MODES = {
+    "mxfp4": _Mode(4, 32, "float8_e8m0fnu"), "nvfp4": _Mode(4, 16, "float8_e4m3fn"), "mxfp8": _Mode(8, 32, "float8_e8m0fnu"),
+}  # fmt: skip
+
+
+def match_mlx(name: str, roles: Roles) -> Quantised | None:
+    """A weight of MLX; the bits of a code stand in config.json, unless the shapes leave one way only."""
+    weight, scales, biases = roles.get("weight"), roles.get("scales"), roles.get("biases")
+    if weight is None or scales is None or weight.dtype != "uint32" or len(weight.shape) < 2:
+        return None
+    if scales.dtype == "uint8" and biases is None:
+        mode = next((mode for mode, way in _MODES.items() if _fits(weight, scales, way.bits * way.group)), None)
+        if mode is None:
+            return None
+        columns = weight.shape[-1] * _WORD // _MODES[mode].bits
+        count = weight.entry.numel // weight.shape[-1] * columns
+        return Quantised(name, f"mlx {mode}", (weight, scales), count, lambda config: _of_mode(weight, scales, mode, config))
+    if biases is None or scales.entry.dtype.family != "float":
+        return None
+    return Quantised(name, "mlx affine", (weight, scales, biases), None, lambda config: _affine(weight, scales, biases, config))
+
+
+def _fits(weight: Part, scales: Part, bits: int) -> bool:
+    """Whether one scale is for codes of so many bits together."""
+    outer, words = weight.shape[:-1], weight.shape[-1]
+    return scales.shape[:-1] == outer and len(scales.shape) == len(weight.shape) and words * _WORD == scales.shape[-1] * bits
+
+
+def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
+    said, path = config.layer(weight.name.rpartition(".")[0]), "config.json beside the weights says them (quantization)."
+    if said.mode not in ("", "affine"):
+        raise ConvertError(f"{weight.name!r} has biases, and config.json says its mode is {said.mode!r}.")
+    if scales.shape != biases.shape:
+        raise mismatch(scales, biases, "A bias for each scale is wanted.")
+    ways = [(bits, group) for bits in _BITS for group in _GROUPS if _fits(weight, scales, bits * group)]
+    found = [way for way in ways if said.bits in (None, way[0]) and said.group in (None, way[1])]
+    if not ways:
+        raise mismatch(weight, scales, f"A scale is for {', '.join(map(str, _GROUPS))} codes.")
+    if len(found) != 1:
+        fits = " or ".join(f"{bits} bits in groups of {group}" for bits, group in ways)
+        why = f"These shapes fit {fits}."
+        if said.bits or said.group:
+            why += f" config.json says {said.bits or '?'} bits in groups of {said.group or '?'}."
+        raise ConvertError(f"{weight}, and {scales}: the bits of a code are not clear.", why=why, fix=path)
+    bits, group = found[0]
+    columns, cells = weight.shape[-1] * _WORD // bits, scales.shape[-1]
+
+    def make() -> Kernel:
+        codes = Packed(row_major(weight.entry), bits, columns, weight.shape[-1], 0)
+        return Scaled(codes, Matrix(scales.numbers(), cells), columns, group, biases=Matrix(biases.numbers(), cells))
+
+    return Plain((*weight.shape[:-1], columns), make, f", {bits} bits")
+
+
+def _of_mode(weight: Part, scales: Part, mode: str, config: Config) -> Plain:
+    said, way = config.layer(weight.name.rpartition(".")[0]), _MODES[mode]
+    if said.mode not in ("", mode):
+        raise ConvertError(f"{weight.name!r} is {mode} by its shapes, and {said.mode!r} by config.json.")
+    columns = weight.shape[-1] * _WORD // way.bits
+
+    def make() -> Kernel:
+        found = Numbers(row_major(scales.entry), DTYPES[way.scales])
+        if way.bits == 4:
+            return Nibbles(row_major(weight.entry), E2M1, found, way.group, columns, low_first=True)
+        codes = Numbers(row_major(weight.entry), DTYPES["float8_e4m3fn"])
+        return Scaled(Matrix(codes, columns), Matrix(found, scales.shape[-1]), columns, way.group)
+
+    return Plain((*weight.shape[:-1], columns), make)

@@ -1,0 +1,79 @@
+"""torch's own quantised tensors: in a state dict as they are, or in the packed parameters of a linear layer.
+
+(code - zero point) * scale, of the tensor or of each channel. Sources: torch/_utils.py (`_rebuild_qtensor`),
+torch/ao/nn/quantized/modules/linear.py (`LinearPackedParams`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised
+from ckpt_tools.edit.quantised.scaled import scaled_plain
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.content import Literal
+from ckpt_tools.pickling.torch_objects import rebuild_tensor_v2, unusual_tensor
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, Storage, contiguous_stride
+
+PACKED = "._packed_params._packed_params"
+_CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_FORMATS = {"int64": "q", "float64": "d"}
+
+
+def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
+    """The weight and the bias of a linear layer, where a state dict has both in one pair."""
+    if not key.endswith(PACKED) or type(node) is not tuple or len(node) != 2 or type(node[0]) is not Object:
+        return None
+    path, bias = key.removesuffix(PACKED), node[1]
+    found = read_qtensor(key, node[0], f"{path}.weight")
+    if found is None or (bias is not None and type(bias) is not Entry):
+        raise ConvertError(f"{key!r} has something else than a weight and a bias.", why="Read are those of torch 1.3 to 2.13.")
+    if taken := [name for name in (f"{path}.weight", f"{path}.bias") if name in state_dict]:
+        raise ConvertError(f"{key!r} would become {taken[0]!r}, which is there, too.")
+    return found if bias is None else replace(found, bias=(f"{path}.bias", bias))
+
+
+def beside_packed(path: str) -> Sequence[str]:
+    """What such a layer has besides: the dtype, and the scale of its output."""
+    return f"{path}._packed_params.dtype", f"{path}.scale", f"{path}.zero_point"
+
+
+def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
+    """A tensor that torch has quantised; None for any other."""
+    if node.name != "torch._utils._rebuild_qtensor" or unusual_tensor(node) is None:  # which checks what it is made of
+        return None
+    storage, offset, size, stride, scheme, _, hooks = _args(node)
+    view: Any = rebuild_tensor_v2((storage, offset, size, stride, False, hooks))
+    if view.dtype.name not in _CODES or scheme[0].name == "per_channel_affine_float_qparams":
+        why = f"Read are {', '.join(_CODES)}, per tensor or per channel."
+        raise ConvertError(f"{key!r} is {view.dtype.name}, {scheme[0].name}, which is not read.", why=why)
+    codes = Part(key, replace(view, dtype=DTYPES[_CODES[view.dtype.name]], extras=None))
+    shape = view.shape or (1,)
+    axis = scheme[3] if len(scheme) == 4 else None
+    grid = tuple(size if place == axis else 1 for place, size in enumerate(shape))
+    boxes = tuple(1 if place == axis else size for place, size in enumerate(shape))
+    scale, zero = _part(key, "scale", scheme[1], "float64"), _part(key, "zero_point", scheme[2], "int64")
+
+    def settle(_: object) -> Plain:
+        return Plain(view.shape, scaled_plain(codes, scale, zero, shape, grid, boxes).make)
+
+    label = f"torch {view.dtype.name}, {'a scale a tensor' if axis is None else 'a scale a channel'}"
+    return Quantised(name, label, (codes, scale, zero), view.numel, settle)
+
+
+def _args(node: Any) -> Any:
+    return node.args
+
+
+def _part(key: str, attribute: str, node: Node, dtype: str) -> Part:
+    """Scales or zero points: a tensor, or numbers in the pickle itself."""
+    if type(node) is Entry:
+        return Part(key, node, attribute)
+    numbers: list[Any] = node.items if type(node) is List else [node]
+    data = Literal(struct.pack(f"<{len(numbers)}{_FORMATS[dtype]}", *numbers))
+    storage = Storage(f"{key}.{attribute}", DTYPES[dtype], data.length, "cpu", data)
+    return Part(key, Entry(storage, DTYPES[dtype], (len(numbers),), contiguous_stride((len(numbers),)), 0), attribute)

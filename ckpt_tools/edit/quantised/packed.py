@@ -1,0 +1,100 @@
+"""compressed-tensors: whole numbers of 1 to 8 bits in 32-bit words."""
+
+from __future__ import annotations
+
+import struct
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.grid import lay_out
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.tree.nodes import MAX_ELEMENTS
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised_kernels import Kernel, Scaled
+from ckpt_tools.values.quantised_plain import as_matrix
+from ckpt_tools.values.quantised_rows import Matrix, Packed, PackedDown, Repeated, Rows
+
+_WORD_BITS = 32
+
+
+def match_packed(name: str, roles: Roles) -> Quantised | None:
+    """A weight of whole numbers in 32-bit words."""
+    packed, scale = roles.get("packed"), roles.get("scale")
+    if packed is None or scale is None or packed.dtype != "int32" or "global_scale" in roles:
+        return None
+    found = {role: roles[role] for role in ("packed", "scale", "shape", "zero_point", "column_groups") if role in roles}
+    return Quantised(
+        name, "compressed-tensors packed", tuple(found.values()), None, lambda config: _compressed_settle(found, config)
+    )
+
+
+def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
+    packed, scale, zero, groups = parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("column_groups")
+    shape = _shape(packed, parts.get("shape"))
+    columns, words = shape[-1], packed.shape[-1]
+    bits, loose = _bits(packed, columns, words, config)
+    grid, boxes = lay_out(packed, shape, scale, config)
+    offset = 1 << (bits - 1)
+    if groups is not None and (groups.shape != (columns,) or groups.dtype != "int32"):
+        raise mismatch(packed, groups, "The group of every column is wanted.")
+    if zero is not None:
+        _check_zero(zero, grid, bits, loose)
+
+    def spread(rows: Rows) -> Repeated:
+        return Repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
+
+    def make() -> Kernel:
+        zeros: Rows | None = None
+        if zero is not None:
+            height = grid[-2] if len(grid) > 1 else 1
+            whole = zero.dtype == "int8"
+            inner = (
+                Matrix(zero.numbers(), grid[-1])
+                if whole
+                else PackedDown(row_major(zero.entry), bits, height, grid[-1], offset, loose=loose)
+            )
+            zeros = spread(inner)
+        codes = Packed(row_major(packed.entry), bits, columns, words, offset, loose=loose)
+        order = None if groups is None else groups.numbers()
+        return Scaled(codes, spread(Matrix(scale.numbers(), grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
+
+    return Plain(shape, make)
+
+
+def _shape(packed: Part, shape: Part | None) -> tuple[int, ...]:
+    """What the tensor of the shape says."""
+    if shape is None:
+        raise ConvertError(f"{packed.name!r} is packed, and its shape (weight_shape) is missing beside it.")
+    kind = {"int64": "q", "int32": "i"}.get(shape.dtype)
+    if kind is None or shape.shape != (len(packed.shape),) or not packed.shape:
+        raise mismatch(packed, shape, "A size for each dimension is wanted.")
+    sizes = struct.unpack(f"<{len(packed.shape)}{kind}", shape.small())
+    if sizes[:-1] != packed.shape[:-1] or not 0 < sizes[-1] < MAX_ELEMENTS:
+        raise mismatch(packed, shape, f"It says {list(sizes)}; only columns are packed.")
+    return sizes
+
+
+def _bits(packed: Part, columns: int, words: int, config: Config) -> tuple[int, bool]:
+    """Bits of a code, and whether words hold whole codes only, as versions before 0.16 wrote 3, 5 and 6 bits."""
+    dense = [(bits, False) for bits in range(1, 9) if -(-columns * bits // _WORD_BITS) == words]
+    loose = [(bits, True) for bits in (3, 5, 6) if -(-columns // (_WORD_BITS // bits)) == words]
+    found = [row for row in dense + loose if config.bits in (None, row[0])]
+    if config.bits is None and len(dense) == 1:
+        found = dense
+    if len(found) != 1:
+        raise ConvertError(
+            f"{packed} is packed, and the bits of a code are not known.",
+            why=f"{columns} codes in {words} words fit {', '.join(str(bits) for bits, _ in found) or 'no number of'} bits.",
+            fix="config.json beside the weights says them (num_bits).",
+        )
+    return found[0]
+
+
+def _check_zero(zero: Part, grid: tuple[int, ...], bits: int, loose: bool) -> None:
+    """Zero points are there for every scale: packed along the rows of scales, or as they are."""
+    rows, columns = as_matrix(grid)
+    height = grid[-2] if len(grid) > 1 else 1
+    words = -(-height // (_WORD_BITS // bits)) if loose else -(-height * bits // _WORD_BITS)
+    packed = (*grid[:-2], words, columns)
+    if (zero.dtype, zero.shape) not in (("int32", packed), ("int8", grid)):
+        raise ConvertError(f"{zero}: the zero points of {rows} x {columns} scales are wanted.")
