@@ -1,5 +1,6 @@
 """`convert --fill-from`: what a checkpoint lacks comes from another one."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,16 @@ def test_what_cannot_be_filled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not go with"):
         convert(tmp_path / "shape.pth", out, fill_from=original, like=original)
     assert not out.exists()
+
+
+def test_records_without_a_checksum_get_one(tmp_path: Path) -> None:
+    """An original that torch wrote without CRC-32 gives an archive with all of them."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(ORIGINAL, tmp_path / "original.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    torch.save({"head.weight": torch.rand(4, 3)}, tmp_path / "tuned.pth")
+    convert(tmp_path / "tuned.pth", tmp_path / "out.pth", fill_from=tmp_path / "original.pth")
+    with zipfile.ZipFile(tmp_path / "out.pth") as archive:
+        assert archive.testzip() is None
