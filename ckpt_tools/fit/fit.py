@@ -264,7 +264,7 @@ class _Fitting:
         self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
         self.result = Fitted()
         self.made: dict[tuple[str, object], Node] = {}
-        self.storages = _NewStorages(source.values())
+        self.storages = NewStorages(source.values())
 
     def check(self, plan: Plan) -> None:
         """Sort what is left over into what a choice covers and what is an error."""
@@ -401,7 +401,7 @@ class _Fitting:
         return self.made[key]
 
 
-class _NewStorages:
+class NewStorages:
     """Storages for what is new, under keys that nothing has, on the device that most of the others have."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:

@@ -330,7 +330,7 @@ class Retargeting:
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written."""
-        node = _only_state_dict(root, path)
+        node = only_state_dict(root, path)
         options = self.options
         target = None if options.like is None else read_target(options.like, args=options.like_args)
         config = Config.beside(path, None if whole is None else whole.root)
@@ -392,7 +392,8 @@ def _for_target(plan: Plan, target: Target) -> Plan:
     return replace(plan, missing=tuple(name for name in wanted if name not in made and name not in doubtful))
 
 
-def _only_state_dict(root: Node, path: str) -> Dict:
+def only_state_dict(root: Node, path: str) -> Dict:
+    """The one state dict below a root, which a target is about."""
     found = find_state_dicts(root)
     if len(found) == 1:
         return found[0].node

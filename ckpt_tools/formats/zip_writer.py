@@ -150,7 +150,7 @@ def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", t
         if run[0].key in whole and type(first) is RecordRange:
             layout.copy(first.source, [whole[storage.key] for storage in run])
         else:
-            crc = first.record.crc if trust_crc and type(first) is RecordRange else None
+            crc = first.record.crc or None if trust_crc and type(first) is RecordRange else None  # a file may have none
             layout.add(f"data/{run[0].key}", first, align=True, crc=crc)
     _add_small(layout, tail)
     return layout.finish()

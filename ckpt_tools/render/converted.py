@@ -65,6 +65,7 @@ def _rows(report: Converted) -> list[Row]:
         rows += _names(state_dict)
     for adapter in report.merged:
         rows += _merged(adapter)
+    rows += rows_of("filled", [f"{name}: {where}" for name, where in report.filled.items()])
     if report.fitted is not None:
         rows += _fitted(report.fitted)
     if report.optimizer_names:

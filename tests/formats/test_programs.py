@@ -356,3 +356,17 @@ def test_a_buffer_on_the_meta_device(tmp_path: Path) -> None:
     (row,) = ckpt_tools.inspect(path).tensors
     assert (row["name"], row["kind"], row["shape"], row["stride"]) == ("w", "meta", [3, 2], [1, 3])
     assert ckpt_tools.check(path, digest=True).digests == []
+
+
+def test_ids_of_six_parts(tmp_path: Path) -> None:
+    """Of PyTorch 1.2 and 1.3: a None, the metadata of a view, behind the size of every storage."""
+    made = program(tmp_path / "new.pt", nn.Linear(3, 2))
+
+    def older(name: str, data: bytes) -> bytes:
+        if not name.endswith("data.pkl"):
+            return data
+        assert data.count(b"tQ") == 2
+        return data.replace(b"tQ", b"NtQ")
+
+    rewrite(made, tmp_path / "old.pt", change=older)
+    assert_programs_state_dict(tmp_path / "old.pt", jit_state_dict(tmp_path / "old.pt"), tmp_path)

@@ -43,6 +43,7 @@ WHOLE = {
     "convert --select": "training.pth OUT.pth --select model",
     "convert --fold": "weight-norm.pth OUT.pth --fold",
     "convert --lora": "lora/base.safetensors OUT.safetensors --lora lora/plain",
+    "convert --fill-from": "few.pth OUT.pth --fill-from ddp.pth",
     "convert --dequantize": "quantised/gptq.safetensors OUT.safetensors --dequantize",
     "convert --dtype": "ddp.pth OUT.pth --dtype bf16",
     "convert --like": LIKE,

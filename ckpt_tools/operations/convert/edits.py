@@ -94,6 +94,8 @@ class Edits:
         plain = self._dequantised(root, checkpoint, report)
         root = self._merged(root, report, stack, account)
         self.names.apply(root, report)
+        if self.options.fill_from is not None:
+            _fill(root, self.options.fill_from, report, stack, account)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
         root = self._retagged(root, checkpoint, report)
@@ -338,6 +340,20 @@ def _fit(
     account.leave_out(before[name] for name in retargeting.left_out if name in before)
     if text := note_optimizer(root, report.fitted):
         report.notes.append(Note("optimizer-of-old-tensors", text))
+
+
+def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: ExitStack, account: Account) -> None:
+    """Fill the one state dict with what another checkpoint has more."""
+    from ckpt_tools.fit.filling import opened, said_to_stay
+    from ckpt_tools.fit.retarget import only_state_dict
+
+    node = only_state_dict(root, report.source)
+    filling = stack.enter_context(opened(path, root))
+    alone = filling.fill(node)
+    report.filled = filling.filled
+    account.open(filling.path, Dict([*filling.taken.items()]))
+    if alone:
+        report.notes.append(Note("only-in-input", said_to_stay(alone, filling.path)))
 
 
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:

@@ -118,6 +118,18 @@ class ValueOptions(Options):
 
 
 @record
+class FillOptions(Options):
+    """What IN lacks."""
+
+    heading = "Target model"
+    fill_from: str | os.PathLike[str] | None = option(
+        "Take the tensors that IN lacks, by name, from this checkpoint: OUT has all of its names.",
+        metavar="ORIGINAL",
+        moves=True,
+    )
+
+
+@record
 class ObjectOptions(Options):
     """What is not plain data."""
 
@@ -202,7 +214,7 @@ class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
 
 @record
 class EditOptions(
-    NameOptions, Selection, ValueOptions, FitOptions, ObjectOptions,
+    NameOptions, Selection, ValueOptions, FillOptions, FitOptions, ObjectOptions,
 ):  # fmt: skip
     """All that a conversion does to tensors."""
 
@@ -222,6 +234,11 @@ class ConvertOptions(EditOptions, SaveOptions):
         if self.under is not None and (not self.under or self.shard_size is not None):
             why = "Shards are one flat state dict." if self.under else "The key is empty."
             raise UsageError(f"`under={self.under!r}` cannot be done.", why=why)
+        if self.fill_from is not None and self.targeted:
+            raise UsageError(
+                "`fill_from` does not go with `like` or `plan`.",
+                fix="Convert twice: first to the names, then fill what is missing.",
+            )
         if self.slim and self.objects == "keep":
             raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):

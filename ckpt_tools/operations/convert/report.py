@@ -60,6 +60,7 @@ class Converted:
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
         merged: the adapters that were merged, in order.
+        filled: what came from the checkpoint of `fill_from`, name -> where it is from.
         fitted: what was done to fit a target; None without one.
         companions: files of the input's folder that are not weights and came along: config.json, the tokenizer.
         stayed: what else is in that folder and did not, with the reason.
@@ -86,6 +87,7 @@ class Converted:
     compacted: int = 0
     saved: int = 0
     merged: list[Merged] = field(default_factory=list)
+    filled: dict[str, str] = field(default_factory=dict)
     fitted: FittedTo | None = None
     companions: list[str] = field(default_factory=list)
     stayed: list[tuple[str, str]] = field(default_factory=list)

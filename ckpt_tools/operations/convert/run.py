@@ -27,7 +27,8 @@ def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
     The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, fold, lora,
-    names (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
+    names (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), fill_from, the target (like, plan), devices,
+    dtype.
 
     Args:
         source: the checkpoint to read, IN. target: the file to write, OUT.
@@ -56,7 +57,8 @@ def convert_with(
     to_folder = limit is not None or kind == "dcp"
     if not to_folder:
         check_one_file(source, target, options.format)
-    inputs = (source, *(path for path, _ in options.adapters))
+    filling = () if options.fill_from is None else (options.fill_from,)
+    inputs = (source, *(path for path, _ in options.adapters), *filling)
     with ExitStack() as stack:
         output = None if to_folder else open_output(stack, target, inputs, options)  # a folder is opened by who writes it
         clone = None
