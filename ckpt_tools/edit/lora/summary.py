@@ -24,10 +24,10 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     tensors = tensors_by_name(checkpoint.state_dicts[0].node)
     parts = {name: read_name(name) for name in tensors}
-    modules: dict[tuple[str, str], dict[Role, Entry]] = {}
+    modules: dict[tuple[str, str, int], dict[Role, Entry]] = {}
     for name, part in parts.items():
         if part.role is not None and type(entry := tensors[name]) is Entry:
-            modules.setdefault((part.component, part.module), {})[part.role] = entry
+            modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
     pairs = [pair for roles in modules.values() if (pair := _pair(roles)) is not None]
     alone = [name for name, part in parts.items() if part.role is None]
     if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
@@ -35,11 +35,9 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     kind, config, problem = _said(checkpoint, list(parts.values()))
     if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
         kind = "DoRA"
-    owners = tuple(name.rpartition(".")[0] for name in config.parameters)  # one factor has the rows of all experts
-    ranks = [
-        config.rank if config.rank and owners and module.endswith(owners) else pair[0].shape[0]
-        for (_, module), roles in modules.items() if (pair := _pair(roles)) is not None
-    ]  # fmt: skip
+    ranks = [_rank(config, module, pair[0].shape[0], problem) for (_, module, _), roles in modules.items()
+             if (pair := _pair(roles)) is not None]  # fmt: skip
+    experts = sorted({down.shape[0] // rank for (down, _), rank in zip(pairs, ranks, strict=True)} - {1})
     elements = [
         up.shape[0] * (down.numel // down.shape[0]) * (down.shape[0] // rank)
         for (down, up), rank in zip(pairs, ranks, strict=True)
@@ -47,10 +45,17 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return {
         "kind": kind, "names": _whose(parts.values()), "modules": len(pairs), "targets": _targets(parts.values()),
         "ranks": {str(rank): count for rank, count in sorted(Counter(ranks).items())},
-        "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
+        "experts": experts, "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
         "delta_bytes": sum(count * up.dtype.itemsize for count, (_, up) in zip(elements, pairs, strict=True)),
         "saved": [parts[name].module for name in alone if not is_factor(name)], "base": config.base, "problem": problem,
     }  # fmt: skip
+
+
+def _rank(config: Config, module: str, rows: int, problem: str | None) -> int:
+    """The rank of a pair of factors: one of a parameter has the rows of all experts."""
+    said = {config.rank_of(f"{module}.{name}") for name in config.parameters_of(module)} if problem is None else set()
+    rank = next(iter(said)) if len(said) == 1 else None
+    return rank if rank and rows % rank == 0 else rows
 
 
 def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
