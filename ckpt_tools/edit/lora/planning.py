@@ -23,7 +23,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 # Beside a weight they say that it is quantised: bitsandbytes, fp8 with scales, compressed-tensors, GPTQ and AWQ
 _QUANTISED = (
     "weight.absmax", "weight.quant_map", "SCB", "weight_scale", "weight_scale_inv", "scale_weight", "weight_packed", "qweight",
-    "qzeros", "weight_zero_point",
+    "qzeros", "weight_zero_point", "gate_up_proj_blocks", "down_proj_blocks",
 )  # fmt: skip
 _TIED = ("lm_head", "embed_out", "output", "output_layer", "embed_tokens", "shared", "wte")  # heads and embeddings
 _TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
