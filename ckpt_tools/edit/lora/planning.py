@@ -291,7 +291,9 @@ class Planning:
         """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
         module = name.removesuffix(".weight")
         if is_embedding(module, self.base.tensors) and not any(
-            last_name(one) in _TIED for one in self.base.names if one != module
+            last_name(one) in _TIED
+            for one in (*self.base.names, *(path.removesuffix(".weight") for path in self.adapter.saved))
+            if last_name(one) != last_name(module)
         ):
             text = (
                 f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
