@@ -88,3 +88,12 @@ def test_an_adapter_of_another_base(tmp_path: Path) -> None:
     save_file(base, tmp_path / "base.safetensors")
     with pytest.raises(ConvertError, match=r"fit none of|not in "):
         ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=LORA / "experts")
+
+
+def test_grouped_experts_are_refused(tmp_path: Path) -> None:
+    """NeMo Automodel's factors, by their name."""
+    given = adapter(tmp_path / "a", "experts")
+    name = "base_model.model.experts.lora_gate_and_up_A"
+    save_file(load_file(given / "adapter_model.safetensors") | {name: torch.ones(3, 6, 2)}, given / "adapter_model.safetensors")
+    with pytest.raises(ConvertError, match=r"lora_gate_and_up_A' is a factor of grouped experts"):
+        ckpt_tools.convert(LORA / "experts" / "base.safetensors", tmp_path / "out.safetensors", lora=given)

@@ -29,6 +29,7 @@ from ckpt_tools.values.numeric import row_major
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
+_GROUPED = ("lora_gate_and_up_A", "lora_gate_and_up_B", "lora_down_A", "lora_down_B")
 _SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
 
 
@@ -164,6 +165,11 @@ def _entry(node: Node, name: str, path: str) -> Entry:
 
 def _check_plain(name: str, path: str) -> None:
     """Raise ConvertError for a tensor of another kind of adapter."""
+    if name.endswith(_GROUPED):
+        raise ConvertError(
+            f"{path}: {name!r} is a factor of grouped experts, as NeMo Automodel has them; they are not merged here.",
+            fix="Merge the adapter where it was trained.",
+        )
     if is_factor(name):
         raise ConvertError(
             f"{path}: {name!r} is not a part of a LoRA.",
