@@ -52,11 +52,12 @@ def test_a_base_with_a_weight_for_each_expert(path: str, names: tuple[str, str, 
         torch.testing.assert_close(load_file(tmp_path / "out.safetensors")[name], value, rtol=0, atol=1e-6)
 
 
-def test_what_inspect_tells() -> None:
-    """The rank is that of one expert."""
-    told = ckpt_tools.inspect(LORA / "experts" / "adapter_model.safetensors").adapter
+@pytest.mark.parametrize(("kind", "ranks"), [("experts", {"2": 3}), ("experts-patterns", {"2": 2, "3": 1})])
+def test_what_inspect_tells(kind: str, ranks: dict[str, int]) -> None:
+    """The rank is that of one expert, of each parameter its own."""
+    told = ckpt_tools.inspect(LORA / kind / "adapter_model.safetensors").adapter
     assert told is not None
-    assert (told["ranks"], told["experts"], told["modules"], told["problem"]) == ({"2": 3}, [3], 3, None)
+    assert (told["ranks"], told["experts"], told["modules"], told["problem"]) == (ranks, [3], 3, None)
 
 
 @pytest.mark.parametrize(

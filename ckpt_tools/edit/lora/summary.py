@@ -28,15 +28,18 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     for name, part in parts.items():
         if part.role is not None and type(entry := tensors[name]) is Entry:
             modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
-    pairs = [pair for roles in modules.values() if (pair := _pair(roles)) is not None]
+    found = {key: pair for key, roles in modules.items() if (pair := _pair(roles)) is not None}
+    pairs = list(found.values())
     alone = [name for name, part in parts.items() if part.role is None]
     if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
         return None
     kind, config, problem = _said(checkpoint, list(parts.values()))
     if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
         kind = "DoRA"
-    ranks = [_rank(config, module, pair[0].shape[0], problem) for (_, module, _), roles in modules.items()
-             if (pair := _pair(roles)) is not None]  # fmt: skip
+    rows: dict[str, list[int]] = {}
+    for (_, module, _), (down, _) in found.items():
+        rows.setdefault(module, []).append(down.shape[0])
+    ranks = [_rank(config, module, down.shape[0], rows[module], problem) for (_, module, _), (down, _) in found.items()]
     experts = sorted({down.shape[0] // rank for (down, _), rank in zip(pairs, ranks, strict=True)} - {1})
     elements = [
         up.shape[0] * (down.numel // down.shape[0]) * (down.shape[0] // rank)
@@ -51,11 +54,12 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _rank(config: Config, module: str, rows: int, problem: str | None) -> int:
-    """The rank of a pair of factors: one of a parameter has the rows of all experts."""
+def _rank(config: Config, module: str, rows: int, beside: list[int], problem: str | None) -> int:
+    """The rank of a pair of factors: one of a parameter has the rows of all experts, as many as those beside it."""
     said = {config.rank_of(f"{module}.{name}") for name in config.parameters_of(module)} if problem is None else set()
-    rank = next(iter(said)) if len(said) == 1 else None
-    return rank if rank and rows % rank == 0 else rows
+    experts = [{one // rank for rank in said if rank and one % rank == 0} for one in beside]
+    common = set.intersection(*experts)
+    return rows // common.pop() if len(common) == 1 else rows
 
 
 def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
