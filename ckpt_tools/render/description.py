@@ -273,7 +273,10 @@ def _adapter_lines(row: dict[str, Any]) -> list[str]:
     if row["modules"]:
         ranks = listed([rank if count == row["modules"] else f"{rank} x {count}" for rank, count in row["ranks"].items()], 8)
         alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}{' (rsLoRA)' if row['rslora'] else ''}"
-        lines.append(f"rank {ranks}{alpha}; changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}")
+        experts = f" for each of {listed(list(map(str, row['experts'])))} experts" if row["experts"] else ""
+        lines.append(
+            f"rank {ranks}{experts}{alpha}; changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}"
+        )
     if row["saved"]:
         lines.append(f"holds whole: {listed(row['saved'], 8)}")
     return [*lines, *([f"trained on {row['base']}"] if row["base"] else [])]

@@ -7,8 +7,8 @@ rounded to their dtype, and the sum to the base's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,14 @@ class Delta:
     by_down: bool = False
     magnitude: Matrix | None = None
     mid: Matrix | None = None
+    experts: int = 0  # that the factors are for, one [rows, columns] below the other; 0 for a plain weight
+    first: int = 0  # the row of those at which the weight begins
+    read: Callable[[Content], bytes] = read
+
+    @property
+    def height(self) -> int:
+        """The rows of one expert."""
+        return self.down.columns if self.turned else self.up.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +74,8 @@ class Addend:
 
 def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
     """The bytes of a weight after the deltas, one after the other, each sum rounded to the weight's dtype."""
+    if deltas[0].experts and len(base.shape) == 3:
+        base = replace(base, shape=(base.shape[0] * base.shape[1], base.shape[2]))
 
     def work() -> Iterator[memoryview]:
         layers = [_Layer(delta, base) for delta in deltas]
@@ -121,13 +131,16 @@ class _Layer:
         self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
         self.wide = _wide(self.dtype)
         self.base_dtype = torch_dtype(base.dtype)
+        self.factor: torch.Tensor | None = None
+        self.magnitude: torch.Tensor | None = None
+        if delta.experts:
+            self.down, self.up = (_load(one, _in_memory(one.dtype, base.dtype), delta.read) for one in (delta.down, delta.up))
+            return
         self.fixed = self.whole(delta.up if delta.turned else delta.down)
         self.moving = _Rows(delta.down if delta.turned else delta.up, columns=delta.turned)
         self.moving_dtype = _in_memory(self.moving.matrix.dtype, base.dtype)
         if delta.mid is not None:
             self.fixed = _through(self.whole(delta.mid), self.fixed)
-        self.factor: torch.Tensor | None = None
-        self.magnitude: torch.Tensor | None = None
         if delta.magnitude is not None:
             self.magnitude = _load(delta.magnitude, _in_memory(delta.magnitude.dtype, base.dtype)).reshape(-1)
 
@@ -137,10 +150,29 @@ class _Layer:
 
     def change(self, start: int, count: int) -> torch.Tensor:
         """What is added to `count` rows of the weight, in the factors' dtype."""
-        moving = self.moving.get(start, count, self.moving_dtype).to(self.wide)
-        product = (self.fixed @ moving).T if self.delta.turned else moving @ self.fixed
+        if self.delta.experts:
+            product = self.of_experts(self.delta.first + start, count)
+            product = product.to(self.dtype) if self.delta.experts > 1 else product
+        else:
+            moving = self.moving.get(start, count, self.moving_dtype).to(self.wide)
+            product = (self.fixed @ moving).T if self.delta.turned else moving @ self.fixed
         made = (product * self.delta.scale).to(self.dtype)
         return made.to(self.base_dtype) if self.delta.narrow and self.magnitude is None else made
+
+    def of_experts(self, start: int, count: int) -> torch.Tensor:
+        """The products of so many rows of the experts, one below the other."""
+        import torch
+
+        delta, products = self.delta, []
+        rank = delta.down.rows // delta.experts
+        while count:
+            expert, row = divmod(start, delta.height)
+            rows = slice(row, min(row + count, delta.height))
+            down = self.down[expert * rank : (expert + 1) * rank].to(self.wide)
+            up = self.up[:, expert :: delta.experts].to(self.wide)
+            products.append(down[:, rows].T @ up.T if delta.turned else up[rows] @ down)
+            start, count = start + rows.stop - row, count - (rows.stop - row)
+        return torch.cat(products)
 
     def onto(self, block: torch.Tensor, before: torch.Tensor, start: int) -> torch.Tensor:
         """The rows of the weight after this delta; `before` is what they were before all."""
@@ -214,9 +246,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 2 else torch.float32
 
 
-def _load(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+def _load(matrix: Matrix, dtype: torch.dtype, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
     """A whole matrix of an adapter."""
-    return _tensor(bytearray(read(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
+    return _tensor(bytearray(reading(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
 
 
 def _tensor(data: bytearray, matrix: Matrix, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 def base_of(kind: str) -> Tensors:
     """The base that an adapter of the fixtures was made for."""
+    if "experts" in kind:
+        return load_file(LORA / kind / "base.safetensors")
     tensors = load_file(LORA / "base.safetensors")
     return {name: value.bfloat16() for name, value in tensors.items()} if kind.startswith("bf16") else tensors
 

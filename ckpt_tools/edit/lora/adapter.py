@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from ckpt_tools.values.numeric import row_major
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
+_GROUPED = ("lora_gate_and_up_A", "lora_gate_and_up_B", "lora_down_A", "lora_down_B")
 _SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
 
 
@@ -42,15 +44,18 @@ class Change:
     up: Entry
     scale: float
     embedding: bool = False
+    inner: bool = False
     magnitude: Entry | None = None
     bias: Entry | None = None
     mid: Entry | None = None
-    inner: bool = False
     base: Entry | None = None
+    config: Config = field(default_factory=Config)
+    parameters: Sequence[str] = ()  # of the module, which the factors may be for by `target_parameters`
+    experts: int = 1
 
     @property
     def rank(self) -> int:
-        return self.down.shape[0]
+        return self.down.shape[0] // self.experts
 
 
 @dataclass(slots=True, eq=False)
@@ -112,12 +117,13 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         if part.role is None:
             _check_plain(name, path)
             adapter.saved[part.module] = _entry(tensors[name], name, path)
-    flats = {(part.component, part.module): part for part in parts.values()}
+    flats = {(part.component, part.module, part.wrapped): part for part in parts.values()}
     for key, roles in _by_module(tensors, parts, path).items():
         if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
             adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
             continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
+    _check_chains(adapter.changes, path)
     if not adapter.changes:
         raise ConvertError(
             f"{path} holds no LoRA: none of its {len(tensors)} tensors is called lora_A, lora_down or the like.",
@@ -128,13 +134,13 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
 
 def _by_module(
     tensors: Mapping[str, Node], parts: Mapping[str, Part], path: str
-) -> dict[tuple[str, str], dict[Role, tuple[str, Entry]]]:
+) -> dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]]:
     """The factors and their like of each component's modules, by what each is there."""
-    modules: dict[tuple[str, str], dict[Role, tuple[str, Entry]]] = {}
+    modules: dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]] = {}
     for name, part in parts.items():
         if part.role is None:
             continue
-        roles = modules.setdefault((part.component, part.module), {})
+        roles = modules.setdefault((part.component, part.module, part.wrapped), {})
         if part.role in roles:
             raise ConvertError(f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}.")
         roles[part.role] = name, _entry(tensors[name], name, path)
@@ -159,6 +165,11 @@ def _entry(node: Node, name: str, path: str) -> Entry:
 
 def _check_plain(name: str, path: str) -> None:
     """Raise ConvertError for a tensor of another kind of adapter."""
+    if name.endswith(_GROUPED):
+        raise ConvertError(
+            f"{path}: {name!r} is a factor of grouped experts, as NeMo Automodel has them; they are not merged here.",
+            fix="Merge the adapter where it was trained.",
+        )
     if is_factor(name):
         raise ConvertError(
             f"{path}: {name!r} is not a part of a LoRA.",
@@ -216,12 +227,29 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         if entry.dtype.name not in _DTYPES and not name.endswith((".alpha", ".base_layer.weight")):
             raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
     rank = _rank(down, up, roles.get("mid"), path)
-    if config.rank is not None and not config.rank_pattern and config.rank != rank:
+    parameters = config.parameters_of(part.module)
+    if config.rank is not None and not config.rank_pattern and not parameters and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
     _check_whole(part, roles, config, path)
     extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
+    if part.wrapped > 1 and not parameters:
+        raise ConvertError(
+            f"{path}: {down[0]!r} is of a parameter, and target_parameters in {CONFIG} names none of {part.module!r}."
+        )
     scale = _scale(part, roles, config, rank)
-    return Change(part.module, part.component, part.flat, down[1], up[1], scale, embedding, inner=part.inner, **extra)
+    return Change(
+        part.module, part.component, part.flat, down[1], up[1], scale, embedding, part.wrapped > 0, extra.get("magnitude"),
+        extra.get("bias"), extra.get("mid"), extra.get("base"), config, parameters,
+    )  # fmt: skip
+
+
+def _check_chains(changes: Sequence[Change], path: str) -> None:
+    """Raise ConvertError for several changes of one module that are not of as many parameters."""
+    for (_, module), count in Counter((change.component, change.module) for change in changes).items():
+        if count > 1 and count > (named := max(len(change.parameters) for change in changes if change.module == module)):
+            raise ConvertError(
+                f"{path} has factors of {count} parameters of {module!r}; target_parameters in {CONFIG} names {named}."
+            )
 
 
 def _check_whole(part: Part, roles: Mapping[Role, object], config: Config, path: str) -> None:

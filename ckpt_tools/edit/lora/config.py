@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.io.member_paths import Address
@@ -16,6 +16,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.parts.open import open_source
 
 CONFIG = "adapter_config.json"
+_Value = TypeVar("_Value")
 # Initialisations that take something out of the base, which the file of the base does not tell
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # What PEFT itself does not merge, or merges with more than the tensors say
@@ -26,7 +27,6 @@ _NOT_MERGED = {
     "use_bdlora": "its factors are block-diagonal",
     "kasa_config": "KaSA takes singular components out of the base",
     "monteclora_config": "MonteCLoRA draws samples",
-    "target_parameters": "its factors are for the parameters of all experts of a layer, and are not read here",
     "layer_replication": "the adapter is for a base whose layers are repeated",
     "trainable_token_indices": "it has rows of an embedding, which are not read here",
 }  # fmt: skip
@@ -61,8 +61,17 @@ class Config:
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's factors is multiplied with; `alpha_pattern` as PEFT's `get_pattern_key` reads it."""
         assert self.alpha is not None
-        alpha = next((value for key, value in self.alpha_pattern.items() if _pattern(key).match(module)), self.alpha)
+        alpha = _of(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def rank_of(self, module: str) -> int | None:
+        """The rank that is said of a module, or of a parameter by its full name."""
+        return _of(self.rank_pattern, module, self.rank)
+
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of a module that `target_parameters` may mean, as PEFT's `_inject_parameters` reads it."""
+        ends = (name.rpartition(".") for name in self.parameters)
+        return list(dict.fromkeys(last for parent, _, last in ends if f".{module}".endswith(f".{parent}" if parent else "")))
 
     def saves(self, name: str) -> bool:
         """Whether a tensor is of a module that the adapter holds whole."""
@@ -124,17 +133,19 @@ def parse(said: Mapping[str, Any], path: str) -> Config:
         if not isinstance(pattern, dict) or not all(_is_number(value, whole=whole) for value in pattern.values()):
             raise ConvertError(f"{path}: {key} in {CONFIG} does not map names to numbers.")
         patterns[key] = pattern
-    saved = said.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise ConvertError(f"{path}: modules_to_save in {CONFIG} is not a list of names.")
+    lists = {}
+    for key in ("modules_to_save", "target_parameters"):
+        lists[key] = said.get(key) or []
+        if not isinstance(lists[key], list) or not all(isinstance(name, str) for name in lists[key]):
+            raise ConvertError(f"{path}: {key} in {CONFIG} is not a list of names.")
     base = said.get("base_model_name_or_path")
     return Config(
         rank, None if alpha is None else float(alpha), bool(_flag(said, "use_rslora", path)), _flag(said, "use_dora", path),
         _flag(said, "lora_bias", path),
         {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
-        bool(_flag(said, "fan_in_fan_out", path)), tuple(saved), base if isinstance(base, str) else None,
+        bool(_flag(said, "fan_in_fan_out", path)), tuple(lists["modules_to_save"]), base if isinstance(base, str) else None,
         _version(said.get("peft_version")), said.get("init_lora_weights") == "mica", said.get("ensure_weight_tying") is True,
-        tuple(name for name in said.get("target_parameters") or () if isinstance(name, str)),
+        tuple(lists["target_parameters"]),
     )  # fmt: skip
 
 
@@ -162,20 +173,21 @@ def _is_number(value: object, *, whole: bool = False) -> bool:
 def _check_cost(config: Config, modules: list[str], path: str, most: float) -> None:
     """Refuse patterns that are not regular expressions, or that could take forever: a stranger wrote them."""
     longest, cost = max(map(len, modules), default=0), 0.0
-    for key in config.alpha_pattern:
+    longest += max(map(len, config.parameters), default=-1) + 1
+    rank_pattern = config.rank_pattern if config.parameters else ()  # else the factors say their rank
+    for key in (*config.alpha_pattern, *rank_pattern):
+        where = "alpha_pattern" if key in config.alpha_pattern else "rank_pattern"
         cost += _STEPS_OF_CHARACTER * (_CHARACTERS_AROUND + len(key)) + _steps(key, longest) * max(1, len(modules))
         if cost > most:
             raise ConvertError(
-                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which could take forever to match.",
-                why=f"{len(config.alpha_pattern)} patterns are held against {len(modules)} modules.",
+                f"{path}: {where} in {CONFIG} has {key[:80]!r}, which could take forever to match.",
+                why=f"{len(config.alpha_pattern) + len(rank_pattern)} patterns are held against {len(modules)} modules.",
                 fix="Write the modules' names in full there.",
             )
         try:
             _pattern(key)
         except (re.error, OverflowError, RecursionError):
-            raise ConvertError(
-                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which is not a regular expression."
-            ) from None
+            raise ConvertError(f"{path}: {where} in {CONFIG} has {key[:80]!r}, which is not a regular expression.") from None
 
 
 def _steps(key: str, longest: int) -> float:
@@ -191,6 +203,10 @@ def _steps(key: str, longest: int) -> float:
     alternatives = math.prod(1 + part.count("|") for part in re.split(r"[()]", bare))
     ends: float = longest ** (1 + repeats) / math.factorial(1 + repeats)
     return _STEPS_OF_MATCH + len(key) + ends * alternatives * 2.0**optional
+
+
+def _of(patterns: Mapping[str, _Value], module: str, other: _Value) -> _Value:
+    return next((value for key, value in patterns.items() if _pattern(key).match(module)), other)
 
 
 @functools.lru_cache(maxsize=1 << 15)

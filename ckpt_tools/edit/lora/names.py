@@ -48,7 +48,7 @@ class Part:
     component: str = ""
     flat: bool = False
     peft: bool = False
-    inner: bool = False
+    wrapped: int = 0
 
 
 def read_name(name: str) -> Part:
@@ -74,8 +74,8 @@ def _at_end(rule: re.Pattern[str], name: str) -> re.Match[str] | None:
 
 def _module(path: str, role: Role | None) -> Part:
     if path.startswith(PEFT_PREFIX):
-        inner = ".base_layer." in path and role is not None
-        return Part(_WRAPPED.sub("", f"{path[len(PEFT_PREFIX) :]}.")[:-1], role, peft=True, inner=inner)
+        wrapped = 0 if role is None else path.count(".base_layer")
+        return Part(_WRAPPED.sub("", f"{path[len(PEFT_PREFIX) :]}.")[:-1], role, peft=True, wrapped=wrapped)
     if "." not in path and role is not None and (kohya := _KOHYA.match(path)):
         return Part(path[kohya.end() :], role, kohya.group(1), flat=True)
     path = _WRAPPED.sub("", f"{path}.")[:-1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change
+from ckpt_tools.edit.lora.experts import Experts, Parameter, assigned
 from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.content import read
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Node
@@ -20,7 +23,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 # Beside a weight they say that it is quantised: bitsandbytes, fp8 with scales, compressed-tensors, GPTQ and AWQ
 _QUANTISED = (
     "weight.absmax", "weight.quant_map", "SCB", "weight_scale", "weight_scale_inv", "scale_weight", "weight_packed", "qweight",
-    "qzeros", "weight_zero_point",
+    "qzeros", "weight_zero_point", "gate_up_proj_blocks", "down_proj_blocks",
 )  # fmt: skip
 _TIED = ("lm_head", "embed_out", "output", "output_layer", "embed_tokens", "shared", "wte")  # heads and embeddings
 _TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
@@ -60,6 +63,7 @@ class Base:
             self.names |= {name[: -len(ending) - 1]: name for name in tensors if name.endswith(f".{ending}")}
         self.quantised = _quantised(tensors)
         self.modules = Modules(self.names.keys() | self.quantised.keys())
+        self.experts = Experts(tensors)
 
     def weight(self, module: str) -> Node:
         """The weight of a module."""
@@ -122,6 +126,8 @@ class Planning:
         self.base, self.plans, self.adapter, self.given, self.weight = base, plans, adapter, given, weight
         self.report = Merged(given, weight)
         self.turned = Turned(adapter, base.tensors)
+        self.scales: set[float] = set()
+        self.read = functools.lru_cache(maxsize=4)(read)  # a factor of all experts, for one after the other
 
     def run(self) -> Merged:
         """Find the partners of all tensors."""
@@ -132,36 +138,74 @@ class Planning:
         for path, entry in self.adapter.saved.items():
             self.save(path, entry, ways)
         self.check_saved()
-        self.report.scales = sorted({change.scale for change in self.adapter.changes})
+        self.report.scales = sorted(self.scales)
         return self.report
 
     def group(self, changes: Sequence[Change]) -> Way:
         """The changes of one component; the way that led to their partners."""
-        base, by_path = self.base, {change.module: change for change in changes}
+        base, chains = self.base, _by_module(changes)
+        parameters = {name for change in changes for name in change.parameters}
+        modules = Modules(base.modules.all | base.experts.modules(parameters)) if parameters else base.modules
 
         def may_be(path: str, module: str) -> bool:
-            return module in base.quantised or fits(by_path[path], base.weight(module)) is not None
+            return module in base.quantised or bool(self.targeted(path, module, chains)) or (
+                module in base.names and fits(chains[path][0], base.weight(module)) is not None
+            )  # fmt: skip
 
-        tied = {} if changes[0].flat else {path: name for path in by_path if (name := base.tied_to(by_path[path]))}
-        found = base.modules.find([path for path in by_path if path not in tied], flat=changes[0].flat, fits=may_be)
+        tied = (
+            {} if changes[0].flat else {path: name for path, (change, *_) in chains.items() if (name := base.tied_to(change))}
+        )
+        found = modules.find([path for path in chains if path not in tied], flat=changes[0].flat, fits=may_be)
         if found.way is None:
             raise _no_partners(self.given, base.path, changes, found)
-        if broken := next((module for module in found.partners.values() if module in base.quantised), None):
-            raise ConvertError(
-                f"{base.path} is quantised: it has {base.quantised[broken]!r}.",
-                why="A sum rounded to so few bits would lose most of what an adapter adds.",
-                fix=MAKE_PLAIN,
-            )
+        for module in found.partners.values():
+            self.check_plain(module)
         partners = {**found.partners, **tied}
-        self.turned.learn((change, base.weight(partners[path])) for path, change in by_path.items())
-        for path, change in by_path.items():
-            self.add(change, partners[path])
+        plain = {path: chain[0] for path, chain in chains.items() if not self.targeted(path, partners[path], chains)}
+        self.turned.learn((change, base.weight(partners[path])) for path, change in plain.items())
+        for path, chain in chains.items():
+            if path in plain:
+                self.add(chain[0], partners[path])
+            else:
+                self.add_parameters(chain, self.targeted(path, partners[path], chains))
         for path, module in tied.items():
             text = (
                 f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it."
             )
             self.plans.notes.append(("tied-target", text))
         return found.way
+
+    def targeted(self, path: str, module: str, chains: Mapping[str, Sequence[Change]]) -> list[Parameter]:
+        """The parameters of a module of the base that `target_parameters` names."""
+        return [one for name in chains[path][0].parameters if (one := self.base.experts.find(module, name)) is not None]
+
+    def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
+        """The changes of the parameters of one module."""
+        for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
+            for name, first in parameter.pieces:
+                self.check_plain(name.removesuffix(".weight"))
+                self.base.entry(name)
+                delta = Delta(
+                    _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight, turned=turned,
+                    narrow=True, experts=change.experts if len(parameter.shape) == 3 else 0, first=first, read=self.read,
+                )  # fmt: skip
+                self.plans.change(name, self.given, delta)
+            self.count(change)
+
+    def count(self, change: Change) -> None:
+        """Report a change."""
+        self.report.modules += 1
+        self.report.ranks[change.rank] = self.report.ranks.get(change.rank, 0) + 1
+        self.scales.add(change.scale)
+
+    def check_plain(self, module: str) -> None:
+        """Raise ConvertError for a quantised weight."""
+        if module in self.base.quantised:
+            raise ConvertError(
+                f"{self.base.path} is quantised: it has {self.base.quantised[module]!r}.",
+                why="A sum rounded to so few bits would lose most of what an adapter adds.",
+                fix=MAKE_PLAIN,
+            )
 
     def add(self, change: Change, module: str) -> None:
         """The change of one module."""
@@ -186,9 +230,8 @@ class Planning:
         for is_narrow in (True, False) if is_twice else (narrow,):
             self.plans.change(name, self.given, self.delta(change, entry, narrow=is_narrow))
         report.twice += [module] if is_twice else []
-        report.modules += 1
+        self.count(change)
         report.dora += change.magnitude is not None
-        report.ranks[change.rank] = report.ranks.get(change.rank, 0) + 1
         if change.bias is not None:
             self.add_bias(change, change.bias, module)
 
@@ -248,7 +291,9 @@ class Planning:
         """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
         module = name.removesuffix(".weight")
         if is_embedding(module, self.base.tensors) and not any(
-            last_name(one) in _TIED for one in self.base.names if one != module
+            last_name(one) in _TIED
+            for one in (*self.base.names, *(path.removesuffix(".weight") for path in self.adapter.saved))
+            if last_name(one) != last_name(module)
         ):
             text = (
                 f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
@@ -267,6 +312,13 @@ class Planning:
 
 
 _OTHER_MODEL = "The adapter is for another model, or another size of it."
+
+
+def _by_module(changes: Sequence[Change]) -> dict[str, list[Change]]:
+    found: dict[str, list[Change]] = {}
+    for change in changes:
+        found.setdefault(change.module, []).append(change)
+    return found
 
 
 def _matrix(entry: Entry, change: Change) -> Matrix:
@@ -293,11 +345,12 @@ def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found)
         )
     component = changes[0].component
     fix = "ckpt inspect shows the names of both."
-    if component and len(found.missing) == len(changes):
+    if component and len(found.missing) == len(_by_module(changes)):
         prefix = f"{component}_*" if changes[0].flat else f"{component}.*"
         fix = f"If {component} is another file, make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
+    count = len(_by_module(changes))
     return ConvertError(
-        f"{given} changes {len(changes)} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
+        f"{given} changes {count} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
         why="Left out, they would be lost.", fix=fix,
     )  # fmt: skip
 
@@ -332,9 +385,12 @@ class Modules:
     """The modules of a base, by their paths without wrappers; for an adapter with underscores for dots also by such."""
 
     def __init__(self, paths: Iterable[str]) -> None:
+        self.all = set(paths)
         self.paths: dict[str, list[str]] = {}
-        for path in paths:
+        for path in self.all:
             self.paths.setdefault(unwrap(f"{path}.")[:-1], []).append(path)
+        for path, own in list(self.paths.items()):  # transformers 5 writes Mixtral by its old names
+            self.paths.setdefault(path.replace(".block_sparse_moe.", ".mlp."), own)
         self.flat: dict[str, list[str]] = {}
         for path, own in self.paths.items():
             self.flat.setdefault(path.replace(".", "_"), []).extend(own)

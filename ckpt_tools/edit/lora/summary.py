@@ -24,22 +24,23 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     tensors = tensors_by_name(checkpoint.state_dicts[0].node)
     parts = {name: read_name(name) for name in tensors}
-    modules: dict[tuple[str, str], dict[Role, Entry]] = {}
+    modules: dict[tuple[str, str, int], dict[Role, Entry]] = {}
     for name, part in parts.items():
         if part.role is not None and type(entry := tensors[name]) is Entry:
-            modules.setdefault((part.component, part.module), {})[part.role] = entry
-    pairs = [pair for roles in modules.values() if (pair := _pair(roles)) is not None]
+            modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
+    found = {key: pair for key, roles in modules.items() if (pair := _pair(roles)) is not None}
+    pairs = list(found.values())
     alone = [name for name, part in parts.items() if part.role is None]
     if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
         return None
     kind, config, problem = _said(checkpoint, list(parts.values()))
     if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
         kind = "DoRA"
-    owners = tuple(name.rpartition(".")[0] for name in config.parameters)  # one factor has the rows of all experts
-    ranks = [
-        config.rank if config.rank and owners and module.endswith(owners) else pair[0].shape[0]
-        for (_, module), roles in modules.items() if (pair := _pair(roles)) is not None
-    ]  # fmt: skip
+    rows: dict[str, list[int]] = {}
+    for (_, module, _), (down, _) in found.items():
+        rows.setdefault(module, []).append(down.shape[0])
+    ranks = [_rank(config, module, down.shape[0], rows[module], problem) for (_, module, _), (down, _) in found.items()]
+    experts = sorted({down.shape[0] // rank for (down, _), rank in zip(pairs, ranks, strict=True)} - {1})
     elements = [
         up.shape[0] * (down.numel // down.shape[0]) * (down.shape[0] // rank)
         for (down, up), rank in zip(pairs, ranks, strict=True)
@@ -47,10 +48,18 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return {
         "kind": kind, "names": _whose(parts.values()), "modules": len(pairs), "targets": _targets(parts.values()),
         "ranks": {str(rank): count for rank, count in sorted(Counter(ranks).items())},
-        "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
+        "experts": experts, "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
         "delta_bytes": sum(count * up.dtype.itemsize for count, (_, up) in zip(elements, pairs, strict=True)),
         "saved": [parts[name].module for name in alone if not is_factor(name)], "base": config.base, "problem": problem,
     }  # fmt: skip
+
+
+def _rank(config: Config, module: str, rows: int, beside: list[int], problem: str | None) -> int:
+    """The rank of a pair of factors: one of a parameter has the rows of all experts, as many as those beside it."""
+    said = {config.rank_of(f"{module}.{name}") for name in config.parameters_of(module)} if problem is None else set()
+    experts = [{one // rank for rank in said if rank and one % rank == 0} for one in beside]
+    common = set.intersection(*experts)
+    return rows // common.pop() if len(common) == 1 else rows
 
 
 def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
