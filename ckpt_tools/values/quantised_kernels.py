@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Content
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.values.numeric import torch_dtype
 from ckpt_tools.values.quantised import Numbers, Reader, Slab, powers
 from ckpt_tools.values.quantised_rows import Rows
 
@@ -53,6 +55,17 @@ class Scaled:
         if found.shape[1] == 1 or self.run == 1:
             return found
         return found.repeat_interleave(self.run, 1)[:, : self.columns]
+
+
+class Rounded:
+    """What another kernel gives, rounded to the dtype that its authors work in."""
+
+    def __init__(self, kernel: Kernel, dtype: DType) -> None:
+        self.kernel, self.dtype = kernel, torch_dtype(dtype)
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        return self.kernel.rows(first, count).to(self.dtype).float()
 
 
 class Grouped:

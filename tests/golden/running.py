@@ -86,7 +86,7 @@ def run(row: str, names: dict[str, Any]) -> str:
         code = command(row) if row.split()[0] == "ckpt" else _python(row, names)
     lines = [f"{MARK}{row}", *_text(out, row), *(f"2> {line}" for line in _lines(errors.getvalue())), f"exit {code}"]
     for name in sorted(set(os.listdir()) - there):
-        lines.append(f"wrote {name}: {_written(Path(name))}")
+        lines.append(f"wrote {name}: {_written(Path(name), values='--lora' not in row)}")
         shutil.rmtree(name) if os.path.isdir(name) else os.remove(name)
     return "\n".join(lines)
 
@@ -133,8 +133,8 @@ def _masked(text: str) -> str:
     return text.replace(os.getcwd(), "<here>").replace(ckpt_tools.__version__, "<ckpt>")
 
 
-def _written(path: Path) -> str:
-    """Tensors of a checkpoint by number and digest; of another file that it is there."""
+def _written(path: Path, *, values: bool) -> str:
+    """Tensors of a checkpoint by number and digest; of another file that it is there. Products differ between processors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -145,7 +145,7 @@ def _written(path: Path) -> str:
     for place, tensor in _tensors(loaded, ()):
         plain = tensor.detach().resolve_conj().resolve_neg()
         digest.update(repr((place, str(plain.dtype), tuple(plain.shape))).encode())
-        if plain.numel() and plain.layout == torch.strided and not plain.is_quantized:
+        if values and plain.numel() and plain.layout == torch.strided and not plain.is_quantized:
             digest.update(bytes(plain.contiguous().reshape(-1).view(torch.uint8).tolist()))
         count += 1
     return f"{count} tensors, {digest.hexdigest()[:16]}"

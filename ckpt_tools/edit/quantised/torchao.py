@@ -14,9 +14,12 @@ from ckpt_tools.edit.quantised.scaled import FP8, SHORT, scaled_plain
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import FROM_TYPE, unusual_tensor, unwrapped
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Object
+from ckpt_tools.values.quantised_kernels import Rounded
 
 _CODES = {"Int8Tensor": ("int8",), "IntxUnpackedToInt8Tensor": ("int8",), "Float8Tensor": tuple(FP8)}
+_ROUNDED = (DTYPES["bfloat16"], DTYPES["float16"])
 _USED = ("qdata", "scale", "zero_point")
 _OF_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point")
 
@@ -34,10 +37,12 @@ def match_flat(name: str, roles: Roles) -> Quantised | None:
         except ValueError:
             said = {}
         if said is None:
-            return _plain(found, None)
+            return _plain(found, None, None)
         _check(name, str(said.get("_type")) if isinstance(said, dict) else "", found)
         data = said.get("_data")
-        return _plain(found, data.get("block_size") if isinstance(data, dict) else None)
+        data = data if isinstance(data, dict) else {}
+        own = data.get("dtype")
+        return _plain(found, data.get("block_size"), DTYPES.get(str(own.get("_data") if isinstance(own, dict) else "")))
 
     return Quantised(name, _label(found), tuple(found.values()), found["qdata"].entry.numel, settle)
 
@@ -59,7 +64,7 @@ def read_subclass(name: str, node: Object) -> Quantised | None:
     block = list(sizes.items if type(sizes) is List else sizes if type(sizes) is tuple else ())
     parts = tuple(found[key] for key in (*_USED, *_OF_ACTIVATIONS) if key in found)
     label = _label(found, bits.name if type(bits) is Global else "")
-    return Quantised(name, label, parts, found["qdata"].entry.numel, lambda _: _plain(found, block))
+    return Quantised(name, label, parts, found["qdata"].entry.numel, lambda _: _plain(found, block, unusual.dtype))
 
 
 _KNOWN = f"Read are {', '.join(_CODES)}, as torchao 0.18 writes them."
@@ -87,8 +92,8 @@ def _label(found: Roles, target: str = "") -> str:
     return f"torchao {SHORT.get(dtype, dtype)}"
 
 
-def _plain(found: Roles, block: Any) -> Plain:
-    """The plain weight; `block` is said, or follows from the shapes, which torchao divides without a rest."""
+def _plain(found: Roles, block: Any, own: DType | None) -> Plain:
+    """The plain weight, rounded to its own dtype; `block` is said, or follows from the shapes, which torchao divides."""
     codes, scale, zero = found["qdata"], found["scale"], found.get("zero_point")
     shape = codes.shape
     if not block and len(scale.shape) == len(shape) and all(scale.shape):
@@ -101,4 +106,5 @@ def _plain(found: Roles, block: Any) -> Plain:
     for part in (scale, *([zero] if zero else [])):
         if not fits or part.entry.numel != prod(grid):
             raise mismatch(codes, part, f"One for each block of {block} is wanted.")
-    return scaled_plain(codes, scale, zero, shape, grid, tuple(block))
+    plain = scaled_plain(codes, scale, zero, shape, grid, tuple(block))
+    return Plain(plain.shape, lambda: Rounded(plain.make(), own)) if own in _ROUNDED else plain
