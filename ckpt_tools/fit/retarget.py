@@ -206,7 +206,7 @@ class _Expansion:
         if name is None:
             return
         tie = cast("Tie", step.tied)
-        if tie.config is not None and self.values.config.says_no(tie.config):
+        if tie.config is not None and self.values.config.says(tie.config, False):
             said = f"{self.values.config.label} says {tie.config} = false"
             raise MatchError(f"The checkpoint has no {step.old[0].text!r}, and {said}.")
         shape = self.shapes[name]

@@ -61,9 +61,9 @@ class Config:
                                  fix=f"Say which: `plan_value='NAME={found[0][0]}'`.")  # fmt: skip
         return found[0] if found else None
 
-    def says_no(self, key: str) -> bool:
-        """Whether a file says that something is not so."""
-        return any(_inside(document, key) is False for _, document in self.files)
+    def says(self, key: str, wanted: bool = True) -> bool:
+        """Whether a file says that something is so, or is not."""
+        return any(_inside(document, key) is wanted for _, document in self.files)
 
 
 def _documents(folder: Path) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -44,6 +44,7 @@ WHOLE = {
     "convert --fold": "weight-norm.pth OUT.pth --fold",
     "convert --lora": "lora/base.safetensors OUT.safetensors --lora lora/plain",
     "convert --fill-from": "few.pth OUT.pth --fill-from ddp.pth",
+    "convert --tie": "copied/in.pth OUT.pth --tie",
     "convert --dequantize": "quantised/gptq.safetensors OUT.safetensors --dequantize",
     "convert --dtype": "ddp.pth OUT.pth --dtype bf16",
     "convert --like": LIKE,
@@ -138,6 +139,9 @@ def make_files(folder: Path) -> None:
     torch.save({name: value + 1 for name, value in ddp.items()}, folder / "other.pth")
     torch.save({name: value + 1 for name, value in single.items()}, folder / "tuned.pth")
     torch.save({name: value for name, value in ddp.items() if "fc2" not in name}, folder / "few.pth")
+    (folder / "copied").mkdir()
+    torch.save({name: torch.ones(2) for name in ("shared.weight", "lm_head.weight")}, folder / "copied" / "in.pth")
+    (folder / "copied" / "config.json").write_text('{"tie_word_embeddings": true}')
     wider = {"fc2.weight": torch.zeros(12, 8), "fc2.bias": torch.zeros(12)}
     torch.save({**single, **wider}, folder / "wider.pth")
     torch.save({**single, "features.0.weight": torch.zeros(4, 3, 3, 3)}, folder / "channels.pth")

@@ -94,8 +94,7 @@ class Edits:
         plain = self._dequantised(root, checkpoint, report)
         root = self._merged(root, report, stack, account)
         self.names.apply(root, report)
-        if self.options.fill_from is not None:
-            _fill(root, self.options.fill_from, report, stack, account)
+        self._complete(root, checkpoint, report, stack)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
         root = self._retagged(root, checkpoint, report)
@@ -145,6 +144,13 @@ class Edits:
         from ckpt_tools.edit.selection import select_in
 
         return select_in(checkpoint, self.options.select)
+
+    def _complete(self, root: Node, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> None:
+        """What IN lacks, and what was one."""
+        if self.options.fill_from is not None:
+            _fill(root, self.options.fill_from, report, stack, self.account)
+        if self.options.tie:
+            _tie(root, checkpoint, report, self.account)
 
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
         """Keep and drop tensors by their names."""
@@ -354,6 +360,17 @@ def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: Ex
     account.open(filling.path, Dict([*filling.taken.items()]))
     if alone:
         report.notes.append(Note("only-in-input", said_to_stay(alone, filling.path)))
+
+
+def _tie(root: Node, checkpoint: Checkpoint, report: Converted, account: Account) -> None:
+    """Make one of what config.json says is tied."""
+    from ckpt_tools.fit.retarget import only_state_dict
+    from ckpt_tools.fit.tying import tie
+    from ckpt_tools.fit.values import Config
+
+    gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
+    account.leave_out(node for _, _, node in gone)
+    report.notes += [Note("tied", f"{name!r} is one with {other!r} now: they are equal.") for name, other, _ in gone]
 
 
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:

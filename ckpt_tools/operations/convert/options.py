@@ -127,6 +127,7 @@ class FillOptions(Options):
         metavar="ORIGINAL",
         moves=True,
     )
+    tie: bool = flag("Tie the output head to the embedding, where config.json says so and they are equal.", moves=True)
 
 
 @record
@@ -239,6 +240,8 @@ class ConvertOptions(EditOptions, SaveOptions):
                 "`fill_from` does not go with `like` or `plan`.",
                 fix="Convert twice: first to the names, then fill what is missing.",
             )
+        if self.tie and self.targeted:
+            raise UsageError("`tie` does not go with `like` or `plan`: what is tied there is the target's.")
         if self.slim and self.objects == "keep":
             raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):

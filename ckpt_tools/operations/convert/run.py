@@ -27,8 +27,8 @@ def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
     The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, fold, lora,
-    names (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), fill_from, the target (like, plan), devices,
-    dtype.
+    names (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), fill_from, tie, the target (like, plan),
+    devices, dtype.
 
     Args:
         source: the checkpoint to read, IN. target: the file to write, OUT.
