@@ -32,7 +32,6 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
-from ckpt_tools.render.converted import print_converted, print_several
 
 if TYPE_CHECKING:
     from ckpt_tools.io.ranks import Ranks
@@ -122,7 +121,7 @@ def convert(
     if in_place:
         with show_progress(quiet=quiet) as progress:
             report = _edit_in_place(source, target, asked | {"progress": progress})
-        print_report(report, print_converted, json=json, quiet=quiet)
+        _print(report, json=json, quiet=quiet)
         return
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
@@ -130,11 +129,17 @@ def convert(
     with work_shared(folder=folder) as ranks, show_progress(quiet=quiet) as progress:
         report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
     if ranks is None or not ranks.rank:  # the first process reports for all
-        print_report(report, print_converted, json=json, quiet=quiet)
+        _print(report, json=json, quiet=quiet)
     if ranks is not None and ranks.world > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # now: threads of gloo that still run abort an interpreter that winds down
+
+
+def _print(report: Converted, *, json: bool, quiet: bool) -> None:
+    from ckpt_tools.render.converted import print_converted  # not before: the copying begins sooner
+
+    print_report(report, print_converted, json=json, quiet=quiet)
 
 
 def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
@@ -182,6 +187,7 @@ def convert_many(
 
             print_document(result.to_json())
     if not json and not quiet:
+        from ckpt_tools.render.converted import print_several
         from ckpt_tools.render.text import show
 
         show(partial(print_several, sources, made, results, passed=len(done), every=len(every)))

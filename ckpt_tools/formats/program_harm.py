@@ -36,7 +36,7 @@ _WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
 
 
 def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterator[tuple[str, Call]]:
-    """The records that are code for the machine; then texts of graphs that are no sizes as sympy prints them.
+    """The records that are code for the machine; then texts of graphs that are not sizes as sympy prints them.
 
     torch.export.load asks for the format first; torch before 2.8 wrote zips of one model.
     """

@@ -93,7 +93,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
                 others.append(header.name)
                 continue
             if header.name in members or not is_file(header):
-                raise DamagedFileError(f"The tar has two members {header.name!r}, or one that is no file.", why=TWO_FILES)
+                raise DamagedFileError(f"The tar has two members {header.name!r}, or one that is not a file.", why=TWO_FILES)
             members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
         if members:

@@ -331,30 +331,30 @@ NUMPY = b"\x93NUMPY"
 
 def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
-    entry = CentralEntry._make(CENTRAL.unpack_from(data, at))
-    size, compressed, header, flags, method = entry.size, entry.compressed, entry.header, entry.flags, entry.method
-    name_end = at + CENTRAL.size + entry.name_length
-    extra_end = name_end + entry.extra_length
-    following = extra_end + entry.comment_length
+    (_, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment_length, disk, _, attributes,
+     header) = CENTRAL.unpack_from(data, at)  # fmt: skip
+    name_end = at + CENTRAL.size + name_length
+    extra_end = name_end + extra_length
+    following = extra_end + comment_length
     if following > len(data):
         raise DamagedFileError(f"The zip directory is damaged at offset {start + at}.", why="An entry runs past its end.")
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
-    if entry.extra_length:
+    if extra_length:
         extra = data[name_end:extra_end]
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
         for tag, body in _extra_fields(extra, name):
             if tag == _UNICODE_PATH and body[5:] != raw_name:
                 raise _two_ways(name, f"an extra field calls it {body[5:105]!r}")
-    if entry.disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
+    if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise _one_of_several()
-    if name.endswith("/") or entry.attributes & 0x10:
+    if name.endswith("/") or attributes & 0x10:
         if size or compressed or not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
             raise _two_ways(name, "it is marked as a folder, and has data or no name of one")
         return name, following
     if flags & _ODD_FLAGS or method not in (0, 8) or (not method and size != compressed):
-        _check_kind(entry, name)
-    return Record(name, header, 0, size, compressed, entry.crc, method == 8, flags, data[at:following]), following
+        _check_kind(flags, method, name)
+    return Record(name, header, 0, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
 def is_record_name(name: str) -> bool:
@@ -377,13 +377,13 @@ def _checked_name(raw: bytes) -> str:
     return name
 
 
-def _check_kind(entry: CentralEntry, name: str) -> None:
-    if entry.flags & _ODD_FLAGS or entry.method not in (0, 8):
+def _check_kind(flags: int, method: int, name: str) -> None:
+    if flags & _ODD_FLAGS or method not in (0, 8):
         raise DamagedFileError(
             f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate.",
-            why=f"torch cannot read it (flags {entry.flags:#06x}, method {entry.method}).",
+            why=f"torch cannot read it (flags {flags:#06x}, method {method}).",
         )
-    if entry.method == 0:
+    if method == 0:
         raise _two_ways(name, "it is stored with two sizes")
 
 
@@ -402,13 +402,15 @@ def _check_local(headers: _Headers, record: Record) -> None:
     if is_other or method != 8 * record.deflated or (flags ^ record.flags) & _ENCRYPTED:
         raise _two_ways(name, "its local header has another size or CRC-32, or says that it is packed in another way")
     record.data = record.header + length + int(extra_length)
-    if record.end > headers.end:
+    if record.data + record.compressed > headers.end:
         raise DamagedFileError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
 
 
 def _check_names(records: list[Record]) -> None:
     """Refuse a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
     fold = str if all(record.name.endswith(".npy") for record in records) else str.casefold
+    if len({fold(record.name) for record in records}) == len(records):
+        return
     seen: dict[str, str] = {}
     for record in records:
         name, folded = record.name, fold(record.name)

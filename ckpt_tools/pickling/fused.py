@@ -39,7 +39,7 @@ def tensor(data: bytes, at: int, memo: list[Any], persistent_load: Callable[[Nod
     written = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
     ones, steps = _COUNTING[len(written) // 4]
     shape, strides = _sizes(size), _sizes(stride)
-    if length[0] != len(key) or shape is None or strides is None or memo[ordered[0]] != ORDERED_DICT:
+    if length[0] != len(key) or shape is None or strides is None or memo[ordered[0]] is not ORDERED_DICT:
         return None
     if int.from_bytes(written, "little") != len(memo) * ones + steps:
         return None

@@ -127,7 +127,7 @@ class Machine:
             self.two_names = found
         self.left -= 1 if found in self.globals else _NEW_GLOBAL
         self.globals[found] = None
-        return found
+        return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
 
     def persistent(self, pid: Node) -> Node:
         """What stands for a persistent id."""

@@ -148,7 +148,7 @@ class Dict:
     def get(self, key: str) -> Node:
         """The value under `key`, or None."""
         for name, value in self.items:
-            if type(name) is str and name == key:
+            if name == key and type(name) is str:
                 return value
         return None
 
@@ -158,7 +158,7 @@ class Dict:
         return {name: value for name, value in self.items if type(name) is str}
 
     def __contains__(self, key: str) -> bool:
-        return any(type(name) is str and name == key for name, _ in self.items)
+        return any(name == key and type(name) is str for name, _ in self.items)
 
 
 @final

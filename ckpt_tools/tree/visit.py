@@ -113,6 +113,8 @@ def _left_out(values: frozenset[type], *, entries: bool, bare: bool) -> Callable
     def is_left_out(node: Node) -> bool:
         if type(node) in unwanted:
             return True
+        if type(node) is Entry:
+            return False
         if type(node) is Object:
             return not bare and _is_bare(node)
         if _width(node) <= _NARROW:
