@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -158,3 +159,13 @@ def test_one_blob_many_times(tmp_path: Path) -> None:
     path = write(tmp_path, b"\x80\x03" + body + b".")
     with pytest.raises(LimitError):
         ckpt_tools.inspect(path)
+
+
+def test_several_pickles_in_a_row(tmp_path: Path) -> None:
+    """The first is read, as `pickle.load` reads it, and what is behind it is said."""
+    with open(tmp_path / "in.pkl", "wb") as file:
+        for number in range(3):
+            pickle.dump({"w": np.full(3, number, "f4")}, file)
+    found = ckpt_tools.inspect(tmp_path / "in.pkl")
+    assert len(found.tensors) == 1
+    assert [finding.code for finding in found.findings if finding.code == "trailing-bytes"]
