@@ -324,8 +324,8 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | str:
     for size, step in zip(shape, stride, strict=True):
         numel *= size
         last += (size - 1) * step
-        if numel > MAX_ELEMENTS or step.bit_length() > 63:
-            return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63"
+        if numel > MAX_ELEMENTS or step.bit_length() > 63 or size.bit_length() > 63:
+            return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride or size over 2**63"
     return last + 1 if numel else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import pkgutil
@@ -34,8 +35,10 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int, 
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-        with contextlib.suppress(ImportError):
-            importlib.import_module("h5py")  # reads what Keras writes
+        gc.set_threshold(700, 10, 10)  # the command line makes it rare, for a process of one file
+        for library in ("h5py", "gguf"):  # they read what Keras writes, and GGML's blocks
+            with contextlib.suppress(ImportError):
+                importlib.import_module(library)
         for codec in ("utf-32-le", "utf-32-be", "idna"):  # of text in arrays, of names of hosts; one module each
             codecs.lookup(codec)
         for number in range(-300, 0):  # whatever is imported late is imported now

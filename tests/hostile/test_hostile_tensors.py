@@ -28,6 +28,14 @@ def test_71_empty_views_reach_nowhere(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(path).tensors[0]["shape"] == list(torch.load(path)["a.w"].shape) == [0, 3]
 
 
+def test_a_size_that_torch_has_no_number_for(tmp_path: Path) -> None:
+    """Beside a size of 0 too, where there are no elements."""
+    path = write(tmp_path, one(p.tensor(p.sizes(0, 2**64 - 1), p.sizes(1, 1))))
+    expect_refused(path, TensorError, "size over 2**63")
+    with pytest.raises(TypeError, match="Overflow"):
+        torch.load(path)
+
+
 @pytest.mark.parametrize("shape", [(1, 2**34), (2**34,), (2, 3, 2**32)])
 def test_71_expanded_beyond_memory(shape: tuple[int, ...], tmp_path: Path) -> None:
     """One number, expanded to terabytes: a .pth keeps the view; safetensors, which cannot, says what it would take."""
