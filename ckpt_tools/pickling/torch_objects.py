@@ -198,12 +198,20 @@ def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None)
     _check_gradient(data.dtype, requires_grad)
     extras = extras_of(hooks)
     if state is not None:
+        _check_attributes(state)
         extras = replace(extras or Extras(), state=state)
     if (inner := data.extras) is not None:
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
         extras = replace(extras or Extras(), metadata=inner.metadata)
     return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
+
+
+def _check_attributes(state: Node) -> None:
+    """A tensor's attributes: by name, or those of a dict and those of slots (torch._utils._set_obj_state)."""
+    for part in state if type(state) is tuple and len(state) == 2 else (state,):
+        if part is not None and not (type(part) is Dict and all(type(name) is str for name, _ in part.items)):
+            raise TensorError("The attributes of a tensor are neither a dict nor a pair of dicts with names.")
 
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
@@ -215,6 +223,8 @@ def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> N
     is_known = type(function) is Global and (function.name.startswith("_rebuild") or function not in ALLOWED)
     if not is_known or type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
         raise TensorError("torch._tensor._rebuild_from_type_v2 is called with malformed arguments.")
+    if python_type in (_TENSOR, _PARAMETER):
+        _check_attributes(state)
     if function.module != "torch._utils" or function.name not in _DENSE:
         return None
     entry = MAKERS[function](inner)

@@ -36,6 +36,18 @@ def test_a_size_that_torch_has_no_number_for(tmp_path: Path) -> None:
         torch.load(path)
 
 
+@pytest.mark.parametrize("state", [p.tuple_of(p.dict_of(a=b"K\x01")), b"K\x01", p.tuple_of(b"N", b"K\x01")])
+def test_attributes_that_torch_does_not_set(state: bytes, tmp_path: Path) -> None:
+    """A tensor's state is a dict, or a pair of dicts."""
+    arguments = p.tuple_of(p.storage(), b"K\x00", p.sizes(2, 3), p.sizes(3, 1), p.FALSE, p.ORDERED_DICT)
+    made = p.call("torch._tensor", "_rebuild_from_type_v2",
+                  p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("torch", "Tensor"), arguments, state)  # fmt: skip
+    path = write(tmp_path, one(made))
+    expect_refused(path, TensorError, "attributes of a tensor")
+    with pytest.raises((RuntimeError, AttributeError)):
+        torch.load(path)
+
+
 @pytest.mark.parametrize("shape", [(1, 2**34), (2**34,), (2, 3, 2**32)])
 def test_71_expanded_beyond_memory(shape: tuple[int, ...], tmp_path: Path) -> None:
     """One number, expanded to terabytes: a .pth keeps the view; safetensors, which cannot, says what it would take."""
