@@ -43,17 +43,21 @@ class Filling:
         for name, tensor in there.items():
             if name in all_names and _shape(tensor) != _shape(all_names[name]):
                 raise self._other_shape(name, _shape(all_names[name]), _shape(tensor))
-        node.items.extend((name, self.take(name, all_names, there)) for name in all_names if name not in there)
+        own: dict[object, str] = {}
+        for name, entry in all_names.items():
+            if name in there and type(entry) is Entry and entry.nbytes:
+                own.setdefault(view_of(entry), name)
+        node.items.extend((name, self.take(name, all_names[name], own, there)) for name in all_names if name not in there)
         return [name for name in there if name not in all_names]
 
-    def take(self, name: str, source: Mapping[str, Node], there: Mapping[str, Node]) -> Node:
-        """One tensor. What is tied to one that IN has is tied to that, since it would be another model else."""
-        entry = source[name]
+    def take(self, name: str, entry: Node, own: Mapping[object, str], there: Mapping[str, Node]) -> Node:
+        """One tensor. What is tied to one that IN has (`own`) is tied to that, since it would be another model else."""
         if type(entry) is not Entry:
-            raise ConvertError(f"{self.path}: {name!r} is a sparse, quantised, nested or meta tensor, which fills nothing.")
+            raise ConvertError(
+                f"{self.path}: {name!r} is a sparse, quantised, nested or meta tensor, which cannot be filled in."
+            )
         view: object = view_of(entry) if entry.nbytes else name
-        tied = next((other for other, node in source.items() if other in there and type(node) is Entry
-                     and entry.nbytes and view_of(node) == view), None)  # fmt: skip
+        tied = own.get(view)
         self.filled[name] = self.path if tied is None else f"tied to {tied!r}, as in {self.path}"
         if tied is not None:
             return there[tied]
