@@ -83,8 +83,8 @@ def convert(
     ckpt convert runs/*.pth --to-dir out --part 1/16 --skip-done
 
     Whatever their order on the line, the steps are: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
-    fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, fill-from, like or
-    plan, map-location, dtype.
+    fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, fill-from, tie, like
+    or plan, map-location, dtype.
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
     folder too, other files come along: config.json, the tokenizer's files; never code.

@@ -24,10 +24,7 @@ _HEADS = (
     "lm_head.weight", "language_model.lm_head.weight", "proj_out.weight", "embed_out.weight", "cls.predictions.decoder.weight",
     "lm_head.decoder.weight",
 )  # fmt: skip
-_OF_SHARED = (
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-)  # of `shared.weight`, behind what that has before it
+_OF_SHARED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")  # behind what `shared.weight` has before it
 
 
 def tie(node: Dict, config: Config) -> Sequence[tuple[str, str, Node]]:
@@ -37,7 +34,7 @@ def tie(node: Dict, config: Config) -> Sequence[tuple[str, str, Node]]:
     """
     if not any(config.says(key) for key in _SAYS):
         what = f"{config.label} does not say that this model's head is tied to its embedding."
-        raise ConvertError(what, why="Wanted is `tie_word_embeddings: true` in the config.json beside IN.")
+        raise ConvertError(what, why="It needs `tie_word_embeddings: true` in the config.json beside IN.")
     there = tensors_by_name(node)
     embedding = next((name for name in _EMBEDDINGS if name in there), None)
     before, is_shared, _ = (embedding or "").rpartition("shared.weight")

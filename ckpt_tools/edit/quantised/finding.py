@@ -62,7 +62,7 @@ def find(state_dict: Dict) -> Found:
 def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
     """Add the weight that is not in tensors of its own, but in an object of torchao, or torch itself."""
     if type(node) is Object and node.name == "torch.ScriptObject":
-        why = "Read are linear layers that torch has quantised, and tensors."
+        why = "ckpt reads linear layers that torch has quantised, and tensors."
         raise ConvertError(f"{key!r} has packed weights of torch, which are not read.", why=why)
     if (packed := read_packed(key, node, state_dict)) is not None:
         found.quantised[packed.name] = packed
@@ -120,7 +120,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
         return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_WHOLE)
     if any(role.startswith("ao_") for role in roles) and any("ao_qdata" in groups.get(plain, {}) for plain in roles.values()):
-        why = "Read are codes of int8 and FP8 with their scales, as torchao 0.18 writes them."
+        why = "ckpt reads codes of int8 and FP8 with their scales, as torchao 0.18 writes them."
         fix = "Load it with torchao, save `tensor.dequantize()`."
         return ConvertError(f"{part} is part of a weight that torchao has quantised in another way.", why=why, fix=fix)
     telling = [role for role in roles if role in _TELLING]

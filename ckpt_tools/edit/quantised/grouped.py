@@ -86,7 +86,8 @@ def _check_variant(weight: Part, bits: int, config: Config) -> None:
     """Refuse layouts that have these names too, and other bits than those that the shapes have."""
     if config.variant not in _VARIANTS:
         raise ConvertError(
-            f"{weight.name!r} is in the layout {config.variant!r} by config.json.", why="Read are gptq, gptq_v2 and AWQ's gemm."
+            f"{weight.name!r} is in the layout {config.variant!r} by config.json.",
+            why="ckpt reads gptq, gptq_v2 and AWQ's gemm.",
         )
     if config.bits not in (None, bits):
         raise ConvertError(f"{weight.name!r} has {bits} bits by the shapes, and {config.bits} by config.json.")

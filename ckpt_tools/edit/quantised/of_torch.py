@@ -31,7 +31,8 @@ def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
     path, bias = key.removesuffix(PACKED), node[1]
     found = read_qtensor(key, node[0], f"{path}.weight")
     if found is None or (bias is not None and type(bias) is not Entry):
-        raise ConvertError(f"{key!r} has something else than a weight and a bias.", why="Read are those of torch 1.3 to 2.13.")
+        what = f"{key!r} has something else than a weight and a bias."
+        raise ConvertError(what, why="ckpt reads those of torch 1.3 to 2.13.")
     if taken := [name for name in (f"{path}.weight", f"{path}.bias") if name in state_dict]:
         raise ConvertError(f"{key!r} would become {taken[0]!r}, which is there, too.")
     return found if bias is None else replace(found, bias=(f"{path}.bias", bias))
@@ -49,7 +50,7 @@ def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
     storage, offset, size, stride, scheme, _, hooks = _args(node)
     view: Any = rebuild_tensor_v2((storage, offset, size, stride, False, hooks))
     if view.dtype.name not in _CODES or scheme[0].name == "per_channel_affine_float_qparams":
-        why = f"Read are {', '.join(_CODES)}, per tensor or per channel."
+        why = f"ckpt reads {', '.join(_CODES)}, per tensor or per channel."
         raise ConvertError(f"{key!r} is {view.dtype.name}, {scheme[0].name}, which is not read.", why=why)
     codes = Part(key, replace(view, dtype=DTYPES[_CODES[view.dtype.name]], extras=None))
     shape = view.shape or (1,)

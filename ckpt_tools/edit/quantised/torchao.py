@@ -67,7 +67,7 @@ def read_subclass(name: str, node: Object) -> Quantised | None:
     return Quantised(name, label, parts, found["qdata"].entry.numel, lambda _: _plain(found, block, unusual.dtype))
 
 
-_KNOWN = f"Read are {', '.join(_CODES)}, as torchao 0.18 writes them."
+_KNOWN = f"ckpt reads {', '.join(_CODES)}, as torchao 0.18 writes them."
 
 
 def _check(name: str, kind: str, found: Roles) -> None:

@@ -370,7 +370,7 @@ def _tie(root: Node, checkpoint: Checkpoint, report: Converted, account: Account
 
     gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
     account.leave_out(node for _, _, node in gone)
-    report.notes += [Note("tied", f"{name!r} is one with {other!r} now: they are equal.") for name, other, _ in gone]
+    report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
 
 
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
