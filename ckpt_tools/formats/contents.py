@@ -53,8 +53,7 @@ def _is_subclass(node: Object) -> bool:
 
 _OF_QUANTISED = (
     "_scale", "_scale_inv", ".scale_weight", ".scale", "SCB", ".absmax", ".quant_map", "qweight", "qzeros", "_packed",
-    "_blocks", ".blocks", "_scales", "_qdata", ".scales", "._data",
-    "._packed_params",
+    "_blocks", ".blocks", "_scales", "_qdata", ".scales", "._data", "._packed_params",
 )  # fmt: skip
 
 

@@ -31,13 +31,6 @@ DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip64 field
 
 
-CentralEntry = namedtuple(  # what a directory says of a record before its name
-    "CentralEntry",
-    "signature made_by needs flags method time date crc compressed size name_length extra_length comment_length disk internal "
-    "attributes header",
-)
-
-
 class LocalHeader(
     namedtuple("LocalHeader", "signature needs flags method time date crc compressed size name_length extra_length")
 ):

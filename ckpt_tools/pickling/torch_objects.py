@@ -337,7 +337,7 @@ _FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
     ("__builtin__.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts)),
     ("builtins.bytearray", 0, 2, _are_bytes),
     ("builtins.bytes", 0, 3, lambda *given: bool(given) or b""),  # how protocol 2 carries empty bytes
-    *((str(name), 0, -1, _are_bytes) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),  # dtypes and the like are no functions
+    *((str(name), 0, 0, lambda: False) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),  # dtypes and the like take no call
 )  # fmt: skip
 MAKERS: dict[Global, Maker] = {
     Global(*name.rsplit(".", 1)): _maker(name, low, high, make) for name, low, high, make in _FUNCTIONS

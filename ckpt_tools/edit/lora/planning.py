@@ -182,12 +182,13 @@ class Planning:
     def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
         """The changes of the parameters of one module."""
         for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
+            down, up = _matrix(change.down, change), _matrix(change.up, change)
             for name, first in parameter.pieces:
                 self.check_plain(name.removesuffix(".weight"))
                 self.base.entry(name)
                 delta = Delta(
-                    _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight, turned=turned,
-                    narrow=True, experts=change.experts if len(parameter.shape) == 3 else 0, first=first, read=self.read,
+                    down, up, change.scale * self.weight, turned=turned, narrow=True,
+                    experts=change.experts if len(parameter.shape) == 3 else 0, first=first, read=self.read,
                 )  # fmt: skip
                 self.plans.change(name, self.given, delta)
             self.count(change)
@@ -343,12 +344,11 @@ def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found)
             f"{given}: its modules have several partners in {base}, below {places}.",
             fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
         )
-    component = changes[0].component
+    component, count = changes[0].component, len(_by_module(changes))
     fix = "ckpt inspect shows the names of both."
-    if component and len(found.missing) == len(_by_module(changes)):
+    if component and len(found.missing) == count:
         prefix = f"{component}_*" if changes[0].flat else f"{component}.*"
         fix = f"If {component} is another file, make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
-    count = len(_by_module(changes))
     return ConvertError(
         f"{given} changes {count} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
         why="Left out, they would be lost.", fix=fix,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.fp4 import check_one
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, mismatch
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
@@ -31,7 +32,7 @@ def marked(tensor: Quantised, mark: Part | None) -> Quantised:
             turned = ", rotated" if said.get("convrot") else ""
             raise ConvertError(
                 f"{tensor.name!r} is in ComfyUI's layout {said.get('format')!r}{turned}, which is not read.",
-                why=f"Read are {', '.join(_AS_OTHERS)} and nvfp4, not rotated.",
+                why=f"ckpt reads {', '.join(_AS_OTHERS)} and nvfp4, not rotated.",
             )
         return tensor.settle(config)
 
@@ -44,8 +45,7 @@ def _tiled(codes: Part, scale: Part, whole: Part) -> Plain:
     cells = columns // 16
     if not rows or columns % 16 or scale.entry.numel != -(-rows // 128) * 128 * (-(-cells // 4) * 4):
         raise mismatch(codes, scale, "A scale for 16 columns, in tiles of 128 x 4, is wanted.")
-    if whole.entry.numel != 1 or whole.dtype != "float32":
-        raise mismatch(scale, whole, "One number for all scales is wanted.")
+    check_one(scale, whole)
 
     def make() -> Kernel:
         scales = Multiplied(Tiled(scale.numbers(), cells), whole.numbers(), divided=False)

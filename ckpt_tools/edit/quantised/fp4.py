@@ -32,8 +32,8 @@ def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: b
     shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else (0,)
     if scale.shape != (*shape[:-1], shape[-1] // block) or shape[-1] % block:
         raise mismatch(codes, scale, f"{block} columns have one scale.")
-    if whole is not None and (whole.entry.numel != 1 or whole.dtype != "float32"):
-        raise mismatch(scale, whole, "One number for all scales is wanted.")
+    if whole is not None:
+        check_one(scale, whole)
 
     def make() -> Kernel:
         scales = scale.numbers(exponents=whole is None)
@@ -41,6 +41,12 @@ def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: b
         return Nibbles(row_major(codes.entry), E2M1, found, block, shape[-1], low_first=True)
 
     return Plain(shape, make)
+
+
+def check_one(scale: Part, whole: Part) -> None:
+    """Raise ConvertError where all scales do not have one number."""
+    if whole.entry.numel != 1 or whole.dtype != "float32":
+        raise mismatch(scale, whole, "One number for all scales is wanted.")
 
 
 def match_mxfp4(name: str, roles: Roles) -> Quantised | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -28,7 +28,6 @@ from ckpt_tools.formats.zip_directory import (
     SIGNATURE_CENTRAL,
     SIGNATURE_DESCRIPTOR,
     SIGNATURE_LOCAL,
-    CentralEntry,
     LocalHeader,
     signatures,
     zip64_fields,
@@ -37,6 +36,11 @@ from ckpt_tools.io.content import Content, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
 
+CentralEntry = namedtuple(  # what a directory says of a record before its name
+    "CentralEntry",
+    "signature made_by needs flags method time date crc compressed size name_length extra_length comment_length disk internal "
+    "attributes header",
+)
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
 _LONGEST_NAME = 4096
 Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
