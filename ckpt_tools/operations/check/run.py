@@ -323,7 +323,10 @@ def _verdict(report: Checked) -> Verdict:
 
 def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
     heads = _heads(checkpoint) if wanted.values else frozenset()
-    told = _tell(checkpoint, wanted)
+    safety = of_checkpoint(checkpoint)
+    found = list(disorder(checkpoint))
+    wheres = [state_dict.where for state_dict in checkpoint.state_dicts]
+    told = _Told(safety, found, list(_loading(checkpoint, safety, wanted)), wheres)
     if checkpoint.container not in PART_CONTAINERS:  # of which the ranks are compared when all was read
         checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
@@ -354,13 +357,6 @@ class _Told:
     state_dicts: list[Where]
 
 
-def _tell(checkpoint: Checkpoint, wanted: Wanted) -> _Told:
-    safety = of_checkpoint(checkpoint)
-    found = list(disorder(checkpoint))
-    wheres = [state_dict.where for state_dict in checkpoint.state_dicts]
-    return _Told(safety, found, list(_loading(checkpoint, safety, wanted)), wheres)
-
-
 def _unpacked_first(finding: Finding) -> Finding:
     """A finding about what is packed: ckpt repair takes only what is not."""
     is_repair = finding.fix.startswith("ckpt repair ")
@@ -387,7 +383,12 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, 
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
-    yield from _disagreeing(checkpoint)
+    # What several ranks hold, and do not hold alike
+    if checkpoint.container in PART_CONTAINERS:
+        try:
+            checkpoint.locate()
+        except PartError as error:
+            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
     yield from told.loading
 
 
@@ -428,15 +429,6 @@ def _differences(compared: digests.Compared) -> Iterator[Finding]:
     for code, wheres, what in rows:
         if wheres:
             yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_paths(wheres)}")
-
-
-def _disagreeing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What several ranks hold, and do not hold alike."""
-    if checkpoint.container in PART_CONTAINERS:
-        try:
-            checkpoint.locate()
-        except PartError as error:
-            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
 
 
 def _paths(wheres: Sequence[Where]) -> str:

@@ -252,13 +252,6 @@ def without_carriage_returns(source: Source) -> Iterator[bytes]:
     yield last
 
 
-def undo_text_mode(source: Source, target: Path) -> None:
-    """Write the file without its carriage returns."""
-    with target.open("wb") as file:
-        for block in without_carriage_returns(source):
-            file.write(block)
-
-
 def find_safetensors(source: Source) -> int | None:
     """Where in the first megabyte a safetensors file begins, that is eight bytes before a header of that length."""
     data = source.read(0, min(_SEARCHED, source.size))
@@ -495,7 +488,10 @@ def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Sourc
     """A copy of the file without the carriage returns, removed when the stack closes."""
     try:
         path = stack.enter_context(temporaries.scratch(scratch))
-        undo_text_mode(source, path)
+        # Write the file without its carriage returns
+        with path.open("wb") as file:
+            for block in without_carriage_returns(source):
+                file.write(block)
     except CkptError:  # some of ours are an OSError too
         raise
     except OSError as problem:
@@ -551,21 +547,17 @@ def may_be_saved(source: Source, error: DamagedFileError) -> bool:
         return is_mended(source)
     kind, start = _begins(source)
     if kind == "safetensors":
-        return _has_tensors(source, start)
+        # Whether a safetensors header can be read; a long one is not read twice
+        if header_end(source, start) is None:
+            return False
+        try:
+            with limits.of_file(source.size):
+                return int.from_bytes(source.read(start, 8), "little") > _LONG or bool(salvage_safetensors(source, start))
+        except CkptError:
+            return False
     if kind == "torch-legacy" or isinstance(error, PickleError):
         return kind == "torch-legacy" and start > 0
     return _has_zip(source) and is_mended(source)
-
-
-def _has_tensors(source: Source, start: int) -> bool:
-    """Whether a safetensors header can be read; a long one is not read twice."""
-    if header_end(source, start) is None:
-        return False
-    try:
-        with limits.of_file(source.size):
-            return int.from_bytes(source.read(start, 8), "little") > _LONG or bool(salvage_safetensors(source, start))
-    except CkptError:
-        return False
 
 
 def _has_zip(source: Source) -> bool:
