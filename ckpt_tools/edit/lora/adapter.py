@@ -58,6 +58,17 @@ class Change:
         return self.down.shape[0] // self.experts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """What is added as it is to the weight or the bias of a module."""
+
+    module: str
+    component: str
+    flat: bool
+    ending: str
+    entry: Entry
+
+
 @dataclass(slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, sorted."""
@@ -67,6 +78,7 @@ class Adapter:
     version: tuple[int, int] = (0, 0)
     tensors: Mapping[str, Entry] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     saved: dict[str, Entry] = field(default_factory=dict)
 
 
@@ -122,6 +134,9 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
             adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
             continue
+        adapter.differences += _differences(flats[key], roles, path)
+        if roles.keys() <= {"alpha"}:
+            continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     _check_chains(adapter.changes, path)
     if not adapter.changes:
@@ -130,6 +145,23 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             why=f"It has {some(list(tensors))}." if tensors else "",
         )
     return adapter
+
+
+def _differences(part: Part, roles: dict[Role, tuple[str, Entry]], path: str) -> Iterator[Difference]:
+    """What is added as it is to a module, taken out of its parts."""
+    if "difference" in roles and "down" in roles:
+        raise ConvertError(f"{path} has factors of {part.module!r}, and a difference of its weight beside them.")
+    endings: tuple[tuple[Role, str], ...] = (("difference", "weight"), ("bias_difference", "bias"))
+    for role, ending in endings:
+        if role in roles:
+            name, entry = roles.pop(role)
+            _check_float(name, entry, path)
+            yield Difference(part.module, part.component, part.flat, ending, entry)
+
+
+def _check_float(name: str, entry: Entry, path: str) -> None:
+    if entry.dtype.name not in _DTYPES:
+        raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
 
 
 def _by_module(
@@ -224,8 +256,8 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
     for name, entry in roles.values():
-        if entry.dtype.name not in _DTYPES and not name.endswith((".alpha", ".base_layer.weight")):
-            raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
+        if not name.endswith((".alpha", ".base_layer.weight")):
+            _check_float(name, entry, path)
     rank = _rank(down, up, roles.get("mid"), path)
     parameters = config.parameters_of(part.module)
     if config.rank is not None and not config.rank_pattern and not parameters and config.rank != rank:

@@ -106,6 +106,8 @@ class Merging:
             content = _as_dtype(name, own, entry.dtype)
             entry = _alone(entry, "", content, entry.dtype, own.shape)
         matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
+        if key in self.deltas and key in self.addends:
+            raise ConvertError(f"{name!r} is changed by factors and by a difference: merge one adapter after the other.")
         content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
         extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
         return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
