@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from ckpt_tools.values.numeric import row_major
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_GROUPED = ("lora_gate_and_up_A", "lora_gate_and_up_B", "lora_down_A", "lora_down_B")
 _SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
 
 
@@ -134,6 +133,10 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
             adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
             continue
+        if "grouped_down" in roles or "grouped_up" in roles:
+            config = _config_of(flats[key], configs, roles, path)
+            adapter.changes.append(_grouped(flats[key], roles, config, parts.values(), path))
+            continue
         adapter.differences += _differences(flats[key], roles, path)
         if roles.keys() <= {"alpha"}:
             continue
@@ -197,11 +200,6 @@ def _entry(node: Node, name: str, path: str) -> Entry:
 
 def _check_plain(name: str, path: str) -> None:
     """Raise ConvertError for a tensor of another kind of adapter."""
-    if name.endswith(_GROUPED):
-        raise ConvertError(
-            f"{path}: {name!r} is a factor of grouped experts, as NeMo Automodel has them; they are not merged here.",
-            fix="Merge the adapter where it was trained.",
-        )
     if is_factor(name):
         raise ConvertError(
             f"{path}: {name!r} is not a part of a LoRA.",
@@ -239,7 +237,7 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, o
     config = configs.get("") or configs.get(part.component)
     if config is not None and config.alpha is not None:
         return config
-    if part.peft and "alpha" not in roles:
+    if (part.peft and "alpha" not in roles) or "grouped_down" in roles:
         raise ConvertError(
             f"{path} has no {CONFIG} beside it, so the scale of its changes is not known.",
             why="PEFT keeps lora_alpha there, not with the tensors.",
@@ -273,6 +271,37 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         part.module, part.component, part.flat, down[1], up[1], scale, embedding, part.wrapped > 0, extra.get("magnitude"),
         extra.get("bias"), extra.get("mid"), extra.get("base"), config, parameters,
     )  # fmt: skip
+
+
+def _grouped(
+    part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, parts: Iterable[Part], path: str
+) -> Change:  # fmt: skip
+    """NeMo's factors [experts, in, rank] and [experts, rank, out], laid out as PEFT has those of a parameter."""
+    module, _, last = part.module.rpartition(".")
+    (down, a), (up, b) = (roles.get(role, ("", None)) for role in ("grouped_down", "grouped_up"))
+    if a is None or b is None or len(a.shape) != 3 or (a.shape[0], a.shape[2]) != b.shape[:2] or len(b.shape) != 3:
+        shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
+        raise ConvertError(
+            f"{path}: the factors of {part.module!r} do not multiply: {shapes}.",
+            why="One is [experts, in, rank], the other [experts, rank, out].",
+        )
+    _check_float(down, a, path)
+    _check_float(up, b, path)
+    _check_whole(part, roles, config, path)
+    experts, into, rank = a.shape
+    beside = {one.module for one in parts if one.role == "grouped_down"}
+    return Change(
+        module, part.component, part.flat, _laid_out(a, (0, 2, 1), (experts * rank, into)),
+        _laid_out(b, (2, 1, 0), (b.shape[2], rank * experts)), _scale(part, roles, config, rank), config=config,
+        parameters=[one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in beside], experts=experts,
+    )  # fmt: skip
+
+
+def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Entry:
+    """A tensor with its dimensions in another order, as a matrix."""
+    view = replace(entry, shape=tuple(entry.shape[at] for at in order), stride=tuple(entry.stride[at] for at in order))
+    storage = replace(entry.storage, nbytes=entry.nbytes, content=row_major(view))
+    return replace(entry, storage=storage, shape=shape, stride=(shape[1], 1), offset=0)
 
 
 def _check_chains(changes: Sequence[Change], path: str) -> None:

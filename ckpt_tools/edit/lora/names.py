@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Role: TypeAlias = Literal[
-    "base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha", "difference", "bias_difference"
+    "base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha", "difference",
+    "bias_difference", "grouped_down", "grouped_up",
 ]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
@@ -31,6 +32,8 @@ _RULES: tuple[tuple[Role, str], ...] = (
     ("alpha", r"\.alpha"),
     ("difference", r"\.diff"),  # ComfyUI's: what is added as it is
     ("bias_difference", r"\.diff_b"),
+    ("grouped_down", r"\.lora_(?:gate_and_up|down)_A"),  # NeMo Automodel's, of all experts of a layer
+    ("grouped_up", r"\.lora_(?:gate_and_up|down)_B"),
     ("base", r"\.base_layer\.weight"),  # PEFT saves what an embedding was before its change beside the factors
 )
 _ROLES = tuple((role, re.compile(rule)) for role, rule in _RULES)
@@ -60,6 +63,8 @@ def read_name(name: str) -> Part:
     """What the name of a tensor in an adapter says."""
     for role, rule in _ROLES:
         if found := _at_end(rule, name):
+            if role in ("grouped_down", "grouped_up"):
+                return _module(f"{name[: found.start()]}.{'gate_up' if '_up_' in found.group() else 'down'}_proj", role)
             old = found.group().startswith("_lora")
             return _module(_processor(name[: found.start()]) if old else name[: found.start()], role)
     return _module(name, None)
