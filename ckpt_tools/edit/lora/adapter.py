@@ -277,7 +277,7 @@ def _grouped(
     part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, parts: Iterable[Part], path: str
 ) -> Change:  # fmt: skip
     """NeMo's factors [experts, in, rank] and [experts, rank, out], laid out as PEFT has those of a parameter."""
-    module, _, last = part.module.rpartition(".")
+    module = part.module.rpartition(".")[0]
     (down, a), (up, b) = (roles.get(role, ("", None)) for role in ("grouped_down", "grouped_up"))
     if a is None or b is None or len(a.shape) != 3 or (a.shape[0], a.shape[2]) != b.shape[:2] or len(b.shape) != 3:
         shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
