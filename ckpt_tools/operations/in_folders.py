@@ -192,8 +192,7 @@ def _is_torch_zip(path: Path) -> bool:
     except CkptError:
         return True
     suffixes = tuple(_ALWAYS)
-    old_program = any("/tensors/" in name for name in names) and any(name.endswith("/model.json") for name in names)
-    return old_program or any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)
+    return any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)
 
 
 # --- one file of several, named alone
