@@ -31,8 +31,6 @@ _NOWHERE = Literal(b"")
 
 @dataclass(slots=True)
 class Stream:
-    """What a stream holds."""
-
     root: Node
     machine: Machine
     storage_bytes: int
@@ -55,7 +53,6 @@ class Blobs:
 
     @property
     def makers(self) -> Mapping[Global, Maker]:
-        """Every maker, this one included."""
         return {**MAKERS, LOAD_FROM_BYTES: self.load}
 
     def watch(self, machine: Machine, anchor: int = 0) -> Machine:
@@ -240,7 +237,6 @@ def set_content(storage: Storage, content: Content) -> None:
 
 
 def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
-    """The keys of the storages, in the order of their bytes."""
     try:
         node = frame.load()
     except PickleError as error:

@@ -68,7 +68,6 @@ class Header:
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a .npy."""
     return head.startswith(_MAGIC)
 
 
@@ -148,7 +147,6 @@ def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
-    """The code of a NumPy dtype, and its byte order."""
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
@@ -232,7 +230,6 @@ class Arrays:
             )  # fmt: skip
 
     def _text(self, header: Header, content: Content, what: str) -> Node:
-        """Text, or nested lists of it."""
         width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
         count = _elements(header.shape)
         if header.fortran or not width:
@@ -281,7 +278,6 @@ class Arrays:
         return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
 
     def decoded(self, container: str, root: Node, source: Source) -> Decoded:
-        """The result."""
         made = Decoded(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])
         made.warnings, made.storage_bytes = validate_tree(root), self.storage_bytes
         return made
@@ -331,7 +327,6 @@ _TOO_MANY = "The arrays make more lists, or texts, than a file of its size can h
 
 
 def _lists(shape: tuple[int, ...]) -> int:
-    """How many lists the cells of an array are nested in."""
     return sum(itertools.accumulate(shape[:-1], operator.mul, initial=1)) if shape else 0
 
 

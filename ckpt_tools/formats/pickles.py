@@ -149,7 +149,6 @@ class _Walk:
             self.guarded(where, lambda: self.texts(text, where, depth))
 
     def texts(self, source: Source, where: str, depth: int) -> None:
-        """The texts in a part that is text, where they stand for pickles."""
         for at, data in texts.bytes_in(source):
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
@@ -166,13 +165,11 @@ class _Walk:
             self.skip(where, f"it cannot be read: {error}")
 
     def count(self, cost: int = 1) -> None:
-        """Count a member, or a pickle in it."""
         self.parts += cost
         if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
             raise _FullError
 
     def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
-        """Tell that a limit was reached, and which."""
         self.skip(where, f"{what} The limit {limit.name} is {limit.value} {limit.counts}.")
 
     def skip(self, where: str, why: str) -> None:
@@ -181,7 +178,6 @@ class _Walk:
     # --- pickles
 
     def arrays(self, source: Source, where: str, depth: int) -> None:
-        """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
         at = 0
         while at < source.size:
             self.count()
@@ -280,7 +276,6 @@ class _Walk:
                 self.examine(member, _inside(where, name), depth + 1)
 
     def member(self, source: Source, record: Record, where: str, depth: int) -> None:
-        """One record of a zip."""
         name = _inside(where, record.name)
 
         def look() -> None:
@@ -300,7 +295,6 @@ class _Walk:
         return Spooled(source, chunks(record_content(source, record)))
 
     def spend(self, count: int) -> None:
-        """Count bytes that are inflated."""
         self.left -= count
         if self.left < 0:
             raise limits.MEMORY.error("The file inflates to more than any real one.")

@@ -47,7 +47,6 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the pickle."""
     pickles = Pickles(FilePart(source, 0, source.size))
     machine, root, blobs = load_with_blobs(pickles, _refuse, kind=ArrayMachine)
     left = pickles.left
@@ -106,7 +105,6 @@ def _goes_on(pickles: Pickles) -> bool:
 
 
 def _anything(pid: Node) -> Node:
-    """A storage or class."""
     return None
 
 

@@ -33,7 +33,6 @@ _SYS_INFO = Dict([("protocol_version", PROTOCOL_VERSION), ("little_endian", True
 
 
 def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
-    """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes."""
     stream = read_stream(FilePart(source, 0, source.size), available_bytes=available_bytes)
     machine = stream.machine
     warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]

@@ -42,7 +42,6 @@ _SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a tar archive."""
     return is_tar(head) or head[257:262] == b"ustar"
 
 
@@ -54,7 +53,6 @@ def is_torchs(source: Source) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the members' headers, the pickles, and the numbers before each storage; no tensor bytes."""
     members, unread = _members(source)
     objects = _Objects()
     small = [SmallPickles(Pickles(members["storages"], _SMALL_WINDOW), _SMALL)]
@@ -113,8 +111,6 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
 
 @dataclass(slots=True)
 class _Objects:
-    """Storages and tensors by their keys."""
-
     storages: dict[int, tuple[Storage, Storage, int]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
     roots: list[Storage] = field(default_factory=list)
@@ -127,7 +123,6 @@ class _Objects:
         return self.tensors[key] if key in self.tensors else self.storage(key)[0]
 
     def storage(self, key: int) -> tuple[Storage, Storage, int]:
-        """A storage by its key."""
         if key not in self.storages:
             raise PickleError("The tar refers to a storage or tensor that is not in it.")
         return self.storages[key]
@@ -169,7 +164,6 @@ def _key(node: Node) -> int:
 
 
 def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
-    """The next pickle, a tuple of this length."""
     node = small.load()
     if type(node) is List:
         node = tuple(node.items)
@@ -186,7 +180,6 @@ def _count(small: SmallPickles) -> int:
 
 
 def _read_storages(small: SmallPickles, objects: _Objects) -> None:
-    """The storages, and the views on them."""
     pickles = small.pickles
     for _ in range(_count(small)):
         named, location, kind = _record(small, 3)

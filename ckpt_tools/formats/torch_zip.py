@@ -36,7 +36,6 @@ def decode(
     source: Source, directory: Directory, folder: str, member: str = "",
     storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
 ) -> Decoded:  # fmt: skip
-    """Read the pickle of a torch-zip; no tensor bytes."""
     records = by_name(directory, member)
     small = _small_records(source, records, folder)
     warnings = [*behind(source, directory), *_odd_records(small)]
@@ -98,12 +97,10 @@ def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: S
 
 
 def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
-    """The records by the names that they have in their own archive."""
     return {record.name.removeprefix(member): record for record in directory.records}
 
 
 def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str, nbytes: int) -> Content | None:
-    """Where a storage's bytes are; None when there is no such record."""
     record = records.get(f"{folder}/{key}")
     if record is None:
         return None
@@ -116,7 +113,6 @@ def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str
 
 
 def record_content(source: Source, record: Record) -> Content:
-    """The bytes of a record."""
     if record.deflated:
         return Deflated(source, record.data, record.compressed, record.size, record.crc)
     return RecordRange(source, record.data, record.size, record)

@@ -45,8 +45,6 @@ _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Class:
-    """What the code says of a class."""
-
     kind: str
     types: Mapping[str, str]
     parameters: frozenset[str]
@@ -79,7 +77,6 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
 
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
-    """What the code says of each class in it."""
     found: dict[str, _Class] = {}
     budget = limits.budget(source.size)
     for name, record in records.items():

@@ -215,7 +215,6 @@ def of_name(name: Global) -> Rating:
 
 
 def is_standard(name: Global) -> bool:
-    """Whether a global is of Python's standard library."""
     package = name.module.partition(".")[0]
     return package in _STANDARD or (_PRIVATE.match(package) is not None and package not in _EVERYWHERE)
 
@@ -226,12 +225,10 @@ def may_be_called(name: Global) -> bool:
 
 
 def is_everywhere(name: Global) -> bool:
-    """Whether a global is of the standard library, or of a package that is installed nearly everywhere torch is."""
     return is_standard(name) or name.module.partition(".")[0] in _EVERYWHERE
 
 
 def is_class(name: Global) -> bool:
-    """Whether a name is one of a class, by its first letter."""
     return _is_class_name(name.name.rpartition(".")[2])
 
 

@@ -102,7 +102,6 @@ class Lister(ArrayMachine):
     # --- what opcodes do
 
     def name(self, module: Node, name: Node) -> Node:
-        """A global; of a computed name an object that stands for it."""
         if type(name) is str and type(module) is str:
             return super().name(module, name)
         if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
@@ -117,7 +116,6 @@ class Lister(ArrayMachine):
         return super().persistent(pid)
 
     def call(self, function: Node, args: Node) -> Node:
-        """Rate a call, then stand in for its result."""
         given = _unpacked(args)
         self._check_callable(function)
         if type(function) is not Global or function not in QUIET:
@@ -132,7 +130,6 @@ class Lister(ArrayMachine):
             return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
-        """Rate an instance."""
         given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
         self._check_callable(cls)
         if type(cls) is Global:
@@ -148,7 +145,6 @@ class Lister(ArrayMachine):
         return self.call(cls, args)
 
     def build(self, target: Node, state: Node) -> Node:
-        """Rate a state that is set."""
         self.left -= 1
         self._change(target, state)
         if type(target) is Dict:
@@ -160,7 +156,6 @@ class Lister(ArrayMachine):
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
-        """Rate items that are appended."""
         self._change(target)
         if type(target) is Object:
             target.append(items)
@@ -168,7 +163,6 @@ class Lister(ArrayMachine):
     add = append
 
     def set(self, target: Node, items: list[Node]) -> None:
-        """Rate items that are set."""
         self._change(target)
         if type(target) is Object:
             target.set(pairs_of(items))
@@ -208,7 +202,6 @@ class Lister(ArrayMachine):
         self.makes = True
 
     def _change(self, target: Node, state: Node = None) -> None:
-        """A state or items are set."""
         if type(target) in (Object, Global):
             self.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 

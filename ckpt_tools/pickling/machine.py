@@ -68,7 +68,6 @@ class Machine:
         self.two_names: Global | None = None
 
     def load(self) -> Node:
-        """Run to STOP and return the object."""
         if self.budget.room(limits.MEMORY) < 0:
             raise limits.MEMORY.error(
                 "The file's pickles come to far more bytes than the file has, or are read again and again."
@@ -130,7 +129,6 @@ class Machine:
         return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
 
     def persistent(self, pid: Node) -> Node:
-        """What stands for a persistent id."""
         self.left -= 1
         return self.persistent_load(pid)
 
@@ -197,7 +195,6 @@ class Machine:
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
-        """Append items to an object."""
         if type(target) is not Object:
             raise Malformed("appends to something that is not a list")
         self.left -= 1
@@ -205,7 +202,6 @@ class Machine:
         target.append(items)
 
     def set(self, target: Node, items: list[Node]) -> None:
-        """Set keys and values of an object."""
         if type(target) is not Object:
             raise Malformed("sets items of something that is not a dict")
         self.left -= 1
@@ -214,7 +210,6 @@ class Machine:
         target.set(pairs_of(items))
 
     def add(self, target: Node, items: list[Node]) -> None:
-        """Add elements to a set."""
         if type(target) is not Object or target.function is not _SET or type(target.args) is not tuple:
             raise Malformed("adds items to something that is not a new set")
         (elements,) = target.args
@@ -562,7 +557,6 @@ def python3_name(module: str, name: str) -> tuple[str, str]:
 
 
 def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
-    """Keys and values in turn, as pairs."""
     if len(items) % 2:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)

@@ -28,11 +28,9 @@ class FilePart:
     end: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes at a position."""
         return self.source.read(offset, length)
 
     def content(self, offset: int, length: int) -> Content:
-        """The same as something to be copied."""
         return Range(self.source, offset, length)
 
 
@@ -48,15 +46,12 @@ class BytesPart:
 
     @property
     def end(self) -> int:
-        """Where they end."""
         return len(self.data)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes at a position."""
         return self.data[offset : offset + length]
 
     def content(self, offset: int, length: int) -> Content:
-        """The same as something to be copied."""
         if self.source is not None:
             return Range(self.source, self.at + offset, length)
         return Literal(self.data[offset : offset + length])
@@ -76,7 +71,6 @@ class Pickles:
 
     @property
     def left(self) -> int:
-        """Bytes up to the end."""
         return self.part.end - self.position
 
     def load(self, make: Callable[[bytes, int], Machine]) -> tuple[Machine, Node]:
@@ -105,7 +99,6 @@ class Pickles:
                 return machine, root
 
     def take(self, length: int) -> bytes:
-        """The next bytes."""
         if length > self.left:
             raise PickleError(f"{length} bytes are missing at offset {self.position}.")
         inside = self.position - self.anchor
@@ -116,7 +109,6 @@ class Pickles:
         return data
 
     def skip(self, length: int) -> None:
-        """Pass over bytes without reading them."""
         self.position += length
 
     @property
@@ -141,7 +133,6 @@ class SmallPickles:
     unusual: dict[str, None] = field(default_factory=dict)
 
     def load(self) -> Node:
-        """The next one."""
         machines = []
 
         def make(data: bytes, offset: int) -> Machine:

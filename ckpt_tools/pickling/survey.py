@@ -15,8 +15,6 @@ _SHORT = frozenset((type(None), bool, float))
 
 
 class Survey:
-    """What has to be known of a tree before it is written."""
-
     def __init__(self, root: Node) -> None:
         self.seen: set[int] = set()
         self.shared: set[int] = set()

@@ -112,7 +112,6 @@ def _brief(node: Node) -> str:
 
 
 def storage_of(node: Node) -> Storage:
-    """The node, if it is a storage."""
     if type(node) is not Storage:
         raise TensorError(f"A tensor is built on a {_brief(node)} where a storage is expected.")
     return node

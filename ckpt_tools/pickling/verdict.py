@@ -201,7 +201,6 @@ def call_text(function: Node, args: Node) -> str:
 
 
 def function_text(function: Node) -> str:
-    """What is called, as text."""
     if type(function) is Global:
         return _cut(printable(str(function)), _MOST_TEXT)
     if type(function) is Object:

@@ -70,8 +70,6 @@ _Todo: TypeAlias = Node | _Done | _Values
 
 
 class _Writer:
-    """One writing."""
-
     def __init__(self, shared: set[int], protocol: int, rounds: int = 1, *, keys: Mapping[int, str] | None = None) -> None:
         self.keys = keys
         self.fixed_key: str | None = None  # of every storage, while a template is written
@@ -379,7 +377,6 @@ class _Writer:
 
 
 def _put(index: int) -> bytes:
-    """The opcode that memoizes."""
     return b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
 
 

@@ -59,7 +59,6 @@ _LONGEST = 70  # bits in ten bytes of seven
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be an ONNX model."""
     return _START.match(head) is not None
 
 
@@ -88,7 +87,6 @@ def _cursor(place: Range) -> Cursor:
 
 
 def _varint(cursor: Cursor) -> int:
-    """A number of seven bits a byte."""
     value = 0
     for shift in range(0, _LONGEST, 7):
         byte = cursor.take(1)[0]
@@ -115,12 +113,10 @@ class _Tensor:
 
     @property
     def called(self) -> str:
-        """What errors call it."""
         return f"The initializer {self.name!r}"
 
 
 def decode(source: Source, files: Files | None = None) -> Decoded:
-    """Read what the model says of its initializers; no elements."""
     reader = _Reader(source, files)
     reader.model()
     if not reader.graphs:
@@ -132,8 +128,6 @@ def decode(source: Source, files: Files | None = None) -> Decoded:
 
 
 class _Reader:
-    """The initializers of a model, and its texts."""
-
     def __init__(self, source: Source, files: Files | None) -> None:
         self.source, self.files = source, files
         self.budget = limits.budget(source.size)
@@ -144,7 +138,6 @@ class _Reader:
         self.elsewhere = False
 
     def model(self) -> None:
-        """Everything."""
         opsets: dict[str, int] = {}
         for number, value, place in _fields(Range(self.source, 0, self.source.size), _MODEL, self.budget):
             if number == 1:
