@@ -23,7 +23,7 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckp
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
 from ckpt_tools.formats.compressed import Kind, inflate, kind_of
-from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
+from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.text import listed, printable

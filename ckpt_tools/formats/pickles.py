@@ -22,7 +22,7 @@ from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
-from ckpt_tools.formats.tars import Headers
+from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip_directory import (
     LOCAL,
@@ -38,9 +38,8 @@ from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
-from ckpt_tools.pickling.raw_between import LegacyStorages, TarStorages, TarTensors
-from ckpt_tools.pickling.stream import BytesPart, FilePart
+from ckpt_tools.pickling.calls import Call, LegacyStorages, Pickle, TarStorages, TarTensors, list_pickles
+from ckpt_tools.pickling.stream import Part
 from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
@@ -191,7 +190,7 @@ class _Walk:
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: LegacyStorages | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
         last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
-        for pickle in list_pickles(FilePart(source, min(start, last), last), between):
+        for pickle in list_pickles(Part(source, min(start, last), last), between):
             certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
                 self.count()
@@ -218,7 +217,7 @@ class _Walk:
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: LegacyStorages | None) -> None:
         """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
         told = {call.text for pickle in self.found.pickles for call in pickle.calls}
-        part = FilePart(source, start, source.size)
+        part = Part(source, start, source.size)
         for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
             pickle.where, pickle.calls = where, [call for call in pickle.calls if call.text not in told and not _is_dtype(call)]
             if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
@@ -405,7 +404,7 @@ def _is_meant(data: bytes) -> bool:
         return False
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith(NUMPY) or _inflates(data):
         return True
-    for pickle in list_pickles(BytesPart(data)):
+    for pickle in list_pickles(Part.of_bytes(data)):
         head, is_named = data[pickle.start : pickle.start + 2], any(map(_can_be_imported, pickle.names))
         if _is_pickle(pickle, head) and (is_named or pickle.two_ways or not pickle.calls):
             return True

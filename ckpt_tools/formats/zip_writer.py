@@ -29,8 +29,7 @@ from ckpt_tools.formats.zip_directory import (
 )
 from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.survey import Survey
-from ckpt_tools.pickling.writer import write_pickle
+from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.tree.nodes import Node, Storage
 
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes

@@ -168,7 +168,7 @@ def is_checkpoint_head(path: Path, head: bytes) -> bool:
 
 def _sniffs() -> Iterator[_Sniff]:
     from ckpt_tools.formats import numpy_files, plain_pickle
-    from ckpt_tools.formats.legacy_stream import is_stream
+    from ckpt_tools.formats.torch_legacy import is_stream
 
     yield from (is_stream, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
 

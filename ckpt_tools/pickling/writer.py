@@ -9,14 +9,29 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.survey import ENCODERS, TUPLES, U32, Survey, are_short, integer, integers, text_of
-from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
+from ckpt_tools.pickling.machine import python3_name
+from ckpt_tools.tree.nodes import (
+    CONTAINERS,
+    PLAIN,
+    Append,
+    ByteString,
+    Dict,
+    Entry,
+    Extras,
+    Global,
+    List,
+    Node,
+    Object,
+    SetItems,
+    Storage,
+)
+from ckpt_tools.tree.visit import parts
 
 _ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
@@ -30,6 +45,8 @@ _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state")
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _NO_EXTRAS = Extras()
+_LONG = 64  # bytes, or characters, of a value that goes through the memo
+_SHORT = frozenset((type(None), bool, float))
 _KEY = "the key of a storage"  # which stands nowhere else in a template
 
 
@@ -397,3 +414,102 @@ def _likeness(entry: Entry) -> tuple[Any, ...]:
 def _untyped(entry: Entry) -> bool:
     """Whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class."""
     return entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
+
+
+# --- what has to be known of a tree before it is written
+
+
+class Survey:
+    def __init__(self, root: Node) -> None:
+        self.seen: set[int] = set()
+        self.shared: set[int] = set()
+        self.protocol = 2
+        found: dict[int, Storage] = {}
+        seen, shared, todo = self.seen, self.shared, [root]
+        while todo:
+            node = todo.pop()
+            if type(node) is Global:
+                self._note_global(node)
+            elif type(node) is Storage:
+                found[id(node)] = node
+            elif type(node) in CONTAINERS or type(node) is Entry or is_long(node):
+                if id(node) in seen:
+                    shared.add(id(node))
+                    continue
+                seen.add(id(node))
+                if type(node) is Entry and node.extras is None:  # the many
+                    found[id(node.storage)] = node.storage
+                else:
+                    below = parts(node)
+                    if not are_short(below):
+                        todo += [part for part in below if type(part) not in PLAIN or is_long(part)]
+        self.storages = list(found.values())
+
+    def _note_global(self, node: Global) -> None:
+        if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
+            self.protocol = 4
+
+
+def are_short(items: Sequence[Node]) -> bool:
+    """Whether these are plain values that are written as they are, each time, found without a loop in Python."""
+    kinds = set(map(type, items)) - _SHORT
+    if not kinds <= {int, str}:
+        return False
+    if not kinds:
+        return True
+    numbers = [item for item in items if type(item) is int] if int in kinds else [0]
+    texts = [item for item in items if type(item) is str] if str in kinds else [""]
+    return max(map(len, texts)) <= _LONG and max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
+
+
+def is_long(node: Node) -> bool:
+    """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
+    if type(node) is str or type(node) is bytes:
+        return len(node) > _LONG
+    return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
+
+
+def _pair(node: Global) -> tuple[str, str]:
+    return node.module, node.name
+
+
+# --- values without parts
+
+TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+U32 = struct.Struct("<I").pack
+
+
+def integer(value: int) -> bytes:
+    """A whole number, in the shortest opcode for it."""
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def integers(values: Sequence[int]) -> bytes:
+    """Several whole numbers, one after another; most are of one byte."""
+    if not values or min(values) < 0 or max(values) > 255:
+        return b"".join(map(integer, values))
+    written = bytearray(b"K") * (2 * len(values))
+    written[1::2] = bytes(values)
+    return bytes(written)
+
+
+def text_of(text: str) -> bytes:
+    """Text, lone surrogates too."""
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X%b%b" % (U32(len(data)), data)
+
+
+ENCODERS: dict[type, Callable[[Any], bytes]] = {
+    str: text_of,
+    int: integer,
+    float: lambda number: b"G" + struct.pack(">d", number),
+    bool: lambda value: b"\x88" if value else b"\x89",
+    type(None): lambda _: b"N",
+}
