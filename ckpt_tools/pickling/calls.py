@@ -247,7 +247,7 @@ class Lister(ArrayMachine):
             owner, _, last = name.name.rpartition(".")
             if Global(name.module, owner) in self.classes and not last.startswith("__"):
                 continue  # a method of a class of which the pickle makes an instance
-            rating = verdict.of_reference(name)
+            rating = callables.of_name(name)
             if rating != "harmless" and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
@@ -284,19 +284,14 @@ def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: b
             return
         first = False
         if found.error is None:
-            found.unread = _pass_over(between, pickles, value, pids)
+            try:
+                found.unread = between.pass_over(pickles, value, pids) or ""
+            except CkptError as error:
+                pickles.position = part.end  # it was cut off, or no loader comes so far
+                found.unread = "" if isinstance(error, PickleError) else error.what
         yield found
         if found.error is not None or found.unread:
             return
-
-
-def _pass_over(between: LegacyStorages, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
-    """Go on to the next pickle; why not, where there may be one."""
-    try:
-        return between.pass_over(pickles, value, pids) or ""
-    except CkptError as error:
-        pickles.position = pickles.part.end  # it was cut off, or no loader comes so far
-        return "" if isinstance(error, PickleError) else error.what
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:

@@ -200,15 +200,18 @@ class _Writer:
                 return count
             if entry.extras is not None or not entry.dtype.in_torch:
                 return count
-            self.text(name)
+            self.out += text_of(name)
             self.plain_entry(entry)
         return len(pairs)
 
     def object(self, node: Object) -> list[_Todo]:
         self.begin(node)
         todo: list[_Todo] = [node.function]
-        if node.call == "reduce" and node.function in _SETS and (elements := _one_list(node.args)):
-            todo += [_Done(b"]"), *self.elements(elements.items), _Done(b"\x85R", node)]
+        given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
+        if (
+            node.call == "reduce" and node.function in _SETS and type(given) is List
+        ):  # which the set copies, and nothing else sees
+            todo += [_Done(b"]"), *self.elements(given.items), _Done(b"\x85R", node)]
         elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
         elif node.call == "new_ex":
@@ -218,7 +221,7 @@ class _Writer:
             todo += [node.args, _Done(b"R", node)]
         for step in node.steps:
             if type(step) is SetItems:
-                todo += self.pairs(step.pairs)
+                todo += [_Done(b"("), *self.in_rows([part for pair in step.pairs for part in pair]), _Done(b"u")]
             elif type(step) is Append:
                 todo += self.elements(step.items)
             else:
@@ -240,10 +243,14 @@ class _Writer:
 
     def plain_entry(self, entry: Entry) -> None:
         """A tensor or parameter without extras, emitted at once: checkpoints hold thousands, which differ in their keys."""
-        like = _likeness(entry)
+        storage = entry.storage
+        like = (
+            entry.dtype.name, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
+            storage.dtype and storage.dtype.name, storage.device, storage.nbytes,
+        )  # fmt: skip
         known = self.templates.get(like)
         if known is not None:
-            key = self.key_of(entry.storage).encode("utf-8", "surrogatepass")
+            key = self.key_of(storage).encode("utf-8", "surrogatepass")
             self.out += b"%bX%b%b%b" % (known[0], U32(len(key)), key, known[1])
             return
         self.write_all(self.calls(entry, _NO_EXTRAS)[::-1])
@@ -256,7 +263,9 @@ class _Writer:
 
     def calls(self, entry: Entry, extras: Extras) -> list[_Todo]:
         """The calls that torch writes for a tensor, and for hooks, conj bits, subclasses and Python attributes."""
-        parameter, untyped = entry.kind == "parameter", _untyped(entry)
+        parameter = entry.kind == "parameter"
+        # whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class
+        untyped = entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
         hooks = Dict(ordered=True) if extras.hooks is None else extras.hooks
         grad = entry.requires_grad and not parameter
         own_hooks = Dict(ordered=True) if parameter else hooks
@@ -277,9 +286,6 @@ class _Writer:
 
     def elements(self, items: list[Node]) -> list[_Todo]:
         return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
-
-    def pairs(self, pairs: list[tuple[Node, Node]]) -> list[_Todo]:
-        return [_Done(b"("), *self.in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
         """The same, with plain values that follow one another put together where there are many."""
@@ -306,20 +312,12 @@ class _Writer:
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
             if are_short(row):
-                self.out += self.short(row)
+                self.out += b"".join(
+                    [self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row]
+                )
             else:
                 for item in row:
                     self.leaf(item)
-
-    def short(self, row: Sequence[Any]) -> bytes:
-        """Short values; those of one type, which are the many, without looking at each."""
-        kinds = set(map(type, row))
-        if len(kinds) != 1 or str in kinds:
-            return b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])
-        (kind,) = kinds
-        if kind is type(None):
-            return b"N" * len(row)
-        return integers(row) if kind is int else b"".join(map(ENCODERS[kind], row))
 
     def value(self, node: Node) -> None:
         if type(node) is str:
@@ -337,9 +335,6 @@ class _Writer:
         else:
             raise PickleError(f"A value of type {type(node).__name__} cannot be written.")
 
-    def text(self, text: str) -> None:
-        self.out += text_of(text)
-
     def short_text(self, text: str) -> bytes:
         """A text as it is, from the third time on from the memo: what refers to one text a million times stays small."""
         if text in self.memo:
@@ -356,23 +351,21 @@ class _Writer:
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
         if not self.recall(text):
-            self.text(text)
+            self.out += text_of(text)
             self.remember(text)
 
     def global_(self, node: Global) -> None:
         if self.recall(node):
             return
         if "." in node.name or self.protocol > 2:
-            self.text(node.module)
-            self.text(node.name)
-            self.out += b"\x93"
+            self.out += text_of(node.module) + text_of(node.name) + b"\x93"
         else:
             self.out += b"c" + f"{node.module}\n{node.name}\n".encode("utf-8", "surrogatepass")
         self.remember(node)
 
     def bytes(self, data: bytes) -> None:
         self.global_(_ENCODE)
-        self.text(data.decode("latin1"))
+        self.out += text_of(data.decode("latin1"))
         self.constant("latin1")
         self.out += b"\x86R"
 
@@ -384,7 +377,7 @@ class _Writer:
         # torch saves an UntypedStorage in torch-legacy, and cannot load it; a ByteStorage holds the same bytes
         untyped = _UNTYPED_STORAGE if self.keys is None else _BYTE_STORAGE
         self.global_(Global("torch", f"{dtype.storage}") if dtype else untyped)
-        self.text(self.key_of(storage) if self.fixed_key is None else self.fixed_key)
+        self.out += text_of(self.key_of(storage) if self.fixed_key is None else self.fixed_key)
         self.constant(storage.device or "cpu")
         self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + self.persid
 
@@ -395,25 +388,6 @@ class _Writer:
 
 def _put(index: int) -> bytes:
     return b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
-
-
-def _one_list(args: Node) -> List | None:
-    """The one argument of a set: a list, which the set copies and nothing else sees."""
-    return args[0] if type(args) is tuple and len(args) == 1 and type(args[0]) is List else None
-
-
-def _likeness(entry: Entry) -> tuple[Any, ...]:
-    """What makes two plain entries the same opcodes, but for the storage's key."""
-    storage = entry.storage
-    return (
-        entry.dtype.name, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
-        storage.dtype and storage.dtype.name, storage.device, storage.nbytes,
-    )  # fmt: skip
-
-
-def _untyped(entry: Entry) -> bool:
-    """Whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class."""
-    return entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
 
 
 # --- what has to be known of a tree before it is written
@@ -429,7 +403,9 @@ class Survey:
         while todo:
             node = todo.pop()
             if type(node) is Global:
-                self._note_global(node)
+                name = node.module, node.name
+                if "." in node.name or "\n" in node.module + node.name or python3_name(*name) != name:
+                    self.protocol = 4
             elif type(node) is Storage:
                 found[id(node)] = node
             elif type(node) in CONTAINERS or type(node) is Entry or is_long(node):
@@ -444,10 +420,6 @@ class Survey:
                     if not are_short(below):
                         todo += [part for part in below if type(part) not in PLAIN or is_long(part)]
         self.storages = list(found.values())
-
-    def _note_global(self, node: Global) -> None:
-        if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
-            self.protocol = 4
 
 
 def are_short(items: Sequence[Node]) -> bool:
@@ -469,10 +441,6 @@ def is_long(node: Node) -> bool:
     return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
 
 
-def _pair(node: Global) -> tuple[str, str]:
-    return node.module, node.name
-
-
 # --- values without parts
 
 TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -489,15 +457,6 @@ def integer(value: int) -> bytes:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
-
-
-def integers(values: Sequence[int]) -> bytes:
-    """Several whole numbers, one after another; most are of one byte."""
-    if not values or min(values) < 0 or max(values) > 255:
-        return b"".join(map(integer, values))
-    written = bytearray(b"K") * (2 * len(values))
-    written[1::2] = bytes(values)
-    return bytes(written)
 
 
 def text_of(text: str) -> bytes:
