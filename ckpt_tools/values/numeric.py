@@ -280,7 +280,7 @@ def view_of(entry: Entry) -> tuple[int, str]:
 
 _HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def has_numbers(dtype: DType) -> bool:
@@ -333,7 +333,7 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
         return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
     if dtype.packed == 2:
         raw = torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)
-        return torch.tensor(_E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
+        return torch.tensor(E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 

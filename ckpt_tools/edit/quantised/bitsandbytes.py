@@ -13,10 +13,7 @@ from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, misma
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import Kernel, Nested, Nibbles, Scaled, Scales
-from ckpt_tools.values.quantised_plain import as_matrix
-from ckpt_tools.values.quantised_rows import Matrix, Repeated
+from ckpt_tools.values.quantised import Rows, Scales, as_matrix, nested, nibbles, repeated, scaled
 
 # bitsandbytes multiplies by this in place of dividing by 127 (backends/default/ops.py, `int8_vectorwise_dequant`)
 _PER_127 = 7.874015718698502e-3
@@ -91,8 +88,8 @@ def _bitsandbytes_settle(parts: dict[str, Part], kind: str) -> Plain:
     table = struct.unpack("<16f", _sized(parts["quant_map"], 16, "float32").small())
     scales_of = _scales(parts, state, -(-count // block))
 
-    def make() -> Kernel:
-        return Nibbles(row_major(codes.entry), table, scales_of(), block, as_matrix(shape)[1], low_first=False)
+    def make() -> Rows:
+        return nibbles(codes.numbers("uint8"), scales_of(), block, as_matrix(shape)[1], low_first=False, table=table)
 
     return Plain(shape, make)
 
@@ -102,7 +99,7 @@ def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], S
     absmax = parts["absmax"]
     if not any(role in parts for role in _NESTED):
         found = _sized(absmax, count, "float32")
-        return lambda: found.numbers()
+        return lambda: found.numbers().floats
     if not all(role in parts for role in _NESTED):
         raise ConvertError(f"{absmax.name!r} is nested, and {' or '.join(_NESTED)} is missing beside it.")
     codes, block, offset = _sized(absmax, count, "uint8"), state.whole("nested_blocksize"), state.number("nested_offset")
@@ -110,7 +107,7 @@ def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], S
         _sized(parts["nested_absmax"], -(-count // block), "float32"),
         _sized(parts["nested_quant_map"], 256, "float32"),
     )
-    return lambda: Nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
+    return lambda: nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
 
 
 def _sized(part: Part, count: int, dtype: str) -> Part:
@@ -127,25 +124,19 @@ def match_bnb_int8(name: str, roles: Roles) -> Quantised | None:
         return None
 
     def settle(_: Config) -> Plain:
-        rows, columns = as_matrix(weight.shape)
+        columns = as_matrix(weight.shape)[1]
         if len(weight.shape) < 2 or scale.shape != weight.shape[:1] or scale.dtype != "float32":
             raise mismatch(weight, scale, "SCB is float32, and has one element for each row.")
         if layout is not None and any(layout.small()):
             fix = "bitsandbytes below 0.45 turns it back on the GPU that it was made for."
             raise ConvertError(f"{weight.name!r} is in a tiled layout ({layout.name}), not in rows.", fix=fix)
 
-        def make() -> Kernel:
-            return Scaled(
-                Matrix(weight.numbers(), columns), _rows_of(scale, weight.shape, (rows,)), columns, columns, factor=_PER_127
-            )
+        def make() -> Rows:
+            outer = weight.shape[:-1]
+            scales = repeated(scale.numbers().rows(1), outer, outer[:1] + (1,) * (len(outer) - 1), (1, *outer[1:]))
+            return scaled(weight.numbers().rows(columns), scales, columns, columns, factor=_PER_127)
 
         return Plain(weight.shape, make)
 
     parts = (weight, scale, *([layout] if layout else []))
     return Quantised(name, "bnb int8", parts, weight.entry.numel, settle)
-
-
-def _rows_of(scale: Part, shape: tuple[int, ...], rows: tuple[int, ...]) -> Repeated | Matrix:
-    """A scale for each index of the first dimension."""
-    matrix = Matrix(scale.numbers(), 1)
-    return matrix if len(shape) == 2 else Repeated(matrix, shape[:-1], shape[:1] + (1,) * (len(shape) - 2), (1, *shape[1:-1]))

@@ -15,7 +15,7 @@ from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.quantised_plain import plain_content
+from ckpt_tools.values.quantised import plain_content
 
 
 @dataclass(slots=True)
