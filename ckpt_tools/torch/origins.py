@@ -29,8 +29,7 @@ from ckpt_tools.torch.copying import memory_of
 from ckpt_tools.torch.proving.relations import permuted
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.gather import by_position
-from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype
 
 _RUNS, _LENGTH = 8, 16
 _DCP = (".distcp", os.sep + ".metadata")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Computed, Content, read_into
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.gather import by_position
-from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, narrow, one_thread, part, torch_dtype
+from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, narrow, one_thread, part, torch_dtype
 
 if TYPE_CHECKING:
     import torch
