@@ -48,11 +48,13 @@ def assemble(name: str, shape: Sizes, itemsize: int, boxes: Iterable[tuple[Sizes
         return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
     _check_apart(name, parts)
     dims = [dim for dim, size in enumerate(shape) if size > 1]
-    parts = [
-        Box(tuple(chunk.offsets[dim] for dim in dims), tuple(chunk.sizes[dim] for dim in dims), chunk.content)
-        for chunk in parts
-    ]
-    return _in_boxes(tuple(shape[dim] for dim in dims), itemsize, parts, 0, prod(shape) * itemsize)
+
+    def larger(sizes: Sizes) -> Sizes:
+        """Without the dimensions that have one index."""
+        return tuple(sizes[dim] for dim in dims)
+
+    parts = [Box(larger(chunk.offsets), larger(chunk.sizes), chunk.content) for chunk in parts]
+    return _in_boxes(larger(shape), itemsize, parts, 0, prod(shape) * itemsize)
 
 
 def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, length: int) -> Content:
