@@ -61,7 +61,6 @@ def sample(tensor: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
 
 
 def as_bytes(values: torch.Tensor) -> bytes:
-    """The bytes of a sample."""
     return bytes(memory_of(values)) if values.numel() else b""
 
 
@@ -102,7 +101,6 @@ class Stored:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
         return torch_dtype(self.entry.dtype)
 
     @property

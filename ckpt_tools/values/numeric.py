@@ -131,7 +131,6 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for a dtype."""
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -170,7 +169,6 @@ def swapped(content: Content, width: int) -> Content:
 
 
 def part(content: Content, start: int, length: int) -> Content:
-    """A range of a content."""
     if start == 0 and length == content.length:
         return content
     if type(content) is Range:
@@ -248,7 +246,6 @@ class View:
         return 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
 
     def narrowed(self, dim: int, first: int, size: int) -> View:
-        """Fewer indexes along one dimension."""
         sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
         return View(self.offset + first * self.steps[dim], sizes, self.steps)
 
@@ -323,7 +320,6 @@ def _same_width(itemsize: int) -> torch.dtype:
 
 
 def live_content(tensor: torch.Tensor) -> Computed:
-    """The bytes of a live tensor on any device, row-major."""
     values = tensor.detach()
     return Computed(values.nbytes, lambda: _row_major_bytes(values))
 
@@ -448,7 +444,6 @@ def weighted_mean(
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
-    """Numbers as the bytes of a dtype."""
     import torch
 
     if dtype.family == "complex":

@@ -40,11 +40,9 @@ class Numbers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return self.content.length // self.dtype.itemsize
 
     def raw(self, first: int, count: int) -> torch.Tensor:
-        """So many of them as they are."""
         import torch
 
         if not count:
@@ -54,23 +52,19 @@ class Numbers:
         return torch.frombuffer(data, dtype=torch_dtype(self.dtype))
 
     def floats(self, first: int, count: int) -> torch.Tensor:
-        """So many of them as float32."""
         import torch
 
         found = self.raw(first, count)
         return powers(found) if self.exponents else found.to(torch.float32)
 
     def whole(self, columns: int) -> torch.Tensor:
-        """All of them as they are, as a matrix."""
         return self.raw(0, self.count).view(-1, columns)
 
     def rows(self, columns: int) -> Rows:
-        """They as a matrix."""
         return lambda first, count: self.floats(first * columns, count * columns).view(count, columns)
 
 
 def held(matrix: torch.Tensor) -> Rows:
-    """A matrix that is in memory."""
     return lambda first, count: matrix[first : first + count].float()
 
 
@@ -165,7 +159,6 @@ def scaled(
     order = None if groups is None else _checked(groups.raw(0, columns).long(), cells, run)
 
     def spread(found: torch.Tensor) -> torch.Tensor:
-        """What is there for each run, for each of its columns."""
         if order is not None:
             return found[:, order]
         if found.shape[1] == 1 or run == 1:

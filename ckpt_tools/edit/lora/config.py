@@ -120,7 +120,6 @@ def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, am
 
 
 def parse(said: Mapping[str, Any], path: str) -> Config:
-    """The values of a configuration."""
     rank = said.get("r")
     if rank is not None and not _is_number(rank, whole=True):
         raise ConvertError(f"{path}: r in {CONFIG} is not a whole number above 0.")

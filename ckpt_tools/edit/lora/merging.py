@@ -41,11 +41,9 @@ class Merging:
         return replaced + self.equal_bases
 
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
-        """Note down what an adapter changes."""
         return Planning(self.base, self, adapter, given, weight).run()
 
     def change(self, name: str, given: str, delta: Delta) -> None:
-        """A weight gets a delta."""
         self.changed[name] = given
         self.deltas.setdefault(self._key(name), []).append(delta)
 
@@ -66,7 +64,6 @@ class Merging:
             self.notes.append(("adapters-base", text))
 
     def add(self, name: str, given: str, addend: Addend) -> None:
-        """A bias gets an addend."""
         self.changed[name] = given
         self.addends.setdefault(self._key(name), []).append(addend)
 

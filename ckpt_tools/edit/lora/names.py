@@ -52,7 +52,6 @@ class Part:
 
 
 def read_name(name: str) -> Part:
-    """What the name of a tensor in an adapter says."""
     for role, rule in _ROLES:
         if found := _at_end(rule, name):
             old = found.group().startswith("_lora")

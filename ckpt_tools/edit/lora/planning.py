@@ -66,7 +66,6 @@ class Base:
         self.experts = Experts(tensors)
 
     def weight(self, module: str) -> Node:
-        """The weight of a module."""
         return self.tensors[self.names[module]]
 
     def tied_to(self, change: Change) -> str | None:
@@ -85,7 +84,6 @@ class Base:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def entry(self, name: str) -> Entry:
-        """A tensor that can be added to."""
         node = self.tensors[name]
         if type(node) is Entry and node.dtype.name in _DTYPES:
             return node
@@ -194,13 +192,11 @@ class Planning:
             self.count(change)
 
     def count(self, change: Change) -> None:
-        """Report a change."""
         self.report.modules += 1
         self.report.ranks[change.rank] = self.report.ranks.get(change.rank, 0) + 1
         self.scales.add(change.scale)
 
     def check_plain(self, module: str) -> None:
-        """Raise ConvertError for a quantised weight."""
         if module in self.base.quantised:
             raise ConvertError(
                 f"{self.base.path} is quantised: it has {self.base.quantised[module]!r}.",
@@ -209,7 +205,6 @@ class Planning:
             )
 
     def add(self, change: Change, module: str) -> None:
-        """The change of one module."""
         name = self.base.names[module]
         entry, report = change.base or self.base.entry(name), self.report
         if fits(change, entry) is None:
@@ -237,7 +232,6 @@ class Planning:
             self.add_bias(change, change.bias, module)
 
     def delta(self, change: Change, entry: Entry, *, narrow: bool) -> Delta:
-        """What is added to a weight."""
         return Delta(
             _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight,
             turned=self.turned.is_turned(change, entry), narrow=narrow, by_down=change.embedding or len(entry.shape) > 2,
@@ -246,7 +240,6 @@ class Planning:
         )  # fmt: skip
 
     def add_bias(self, change: Change, bias: Entry, module: str) -> None:
-        """What is added to the bias of a module."""
         name = f"{module}.bias"
         if name not in self.base.tensors:
             raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")

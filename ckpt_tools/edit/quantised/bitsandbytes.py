@@ -21,7 +21,6 @@ _NESTED = ("nested_absmax", "nested_quant_map")
 
 
 def match_4bit(name: str, roles: Roles) -> Quantised | None:
-    """A weight of 4 bits."""
     kinds = [kind for kind in ("nf4", "fp4") if kind in roles]
     needed = ("weight", "absmax", "quant_map")
     if len(kinds) != 1 or not all(role in roles for role in needed):
@@ -51,14 +50,12 @@ class _State:
         self.content: dict[str, Any] = content
 
     def whole(self, key: str) -> int:
-        """A number above 0."""
         value = self.content.get(key)
         if type(value) is not int or not 0 < value < MAX_ELEMENTS:
             raise self.error(key, "a whole number above 0")
         return value
 
     def shape(self) -> tuple[int, ...]:
-        """The plain weight's."""
         value = self.content.get("shape")
         sizes = value if isinstance(value, list) and value else [-1]
         if not all(type(size) is int and 0 <= size < MAX_ELEMENTS for size in sizes) or len(sizes) > 64:
@@ -66,7 +63,6 @@ class _State:
         return tuple(sizes)
 
     def number(self, key: str) -> float:
-        """Any number."""
         value = self.content.get(key)
         if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
             raise self.error(key, "a number")
@@ -95,7 +91,6 @@ def _bitsandbytes_settle(parts: dict[str, Part], kind: str) -> Plain:
 
 
 def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], Scales]:
-    """What gives the scales of so many blocks."""
     absmax = parts["absmax"]
     if not any(role in parts for role in _NESTED):
         found = _sized(absmax, count, "float32")
@@ -118,7 +113,6 @@ def _sized(part: Part, count: int, dtype: str) -> Part:
 
 
 def match_bnb_int8(name: str, roles: Roles) -> Quantised | None:
-    """A weight of bitsandbytes' LLM.int8()."""
     weight, scale, layout = roles.get("weight"), roles.get("SCB"), roles.get("format")
     if weight is None or scale is None or weight.dtype != "int8":
         return None

@@ -54,7 +54,6 @@ def _tiled(codes: Part, scale: Part, whole: Part) -> Plain:
 
 
 def _of_layer(name: str, config: Config) -> dict[str, Any] | None:
-    """What the metadata of the file says of the layer."""
     text = config.metadata.get(_METADATA)
     if text is None:
         return None

@@ -96,7 +96,6 @@ class _Maker:
         self.counts: dict[int, CastCount] = {}
 
     def entry(self, tensor: Quantised) -> Entry:
-        """The plain tensor."""
         key = tuple(view_of(part.entry) for part in tensor.parts)
         if key not in self.known:
             plain, count = tensor.settle(self.config), CastCount()

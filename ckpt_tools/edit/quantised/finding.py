@@ -47,7 +47,6 @@ class Found:
 
 
 def find(state_dict: Dict) -> Found:
-    """The quantised tensors of a state dict."""
     found = Found()
     entries = {name: node for name, node in tensors_by_name(state_dict).items() if type(node) is Entry}
     groups = by_plain_name(entries)
@@ -146,6 +145,5 @@ _WHOLE = "Get the whole checkpoint."
 
 
 def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
-    """What is beside a weight that no scheme took."""
     others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
     return f"Beside it: {'; '.join(others[:4])}." if others else ""

@@ -49,7 +49,6 @@ def check_one(scale: Part, whole: Part) -> None:
 
 
 def match_mxfp4(name: str, roles: Roles) -> Quantised | None:
-    """A weight of MXFP4."""
     blocks, scales = roles.get("blocks"), roles.get("block_scales")
     if blocks is None or scales is None or (blocks.dtype, scales.dtype) != ("uint8", "uint8"):
         return None

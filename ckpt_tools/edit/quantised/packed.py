@@ -16,7 +16,6 @@ _WORD_BITS = 32
 
 
 def match_packed(name: str, roles: Roles) -> Quantised | None:
-    """A weight of whole numbers in 32-bit words."""
     packed, scale = roles.get("packed"), roles.get("scale")
     if packed is None or scale is None or packed.dtype != "int32" or "global_scale" in roles:
         return None
@@ -56,7 +55,6 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
 
 
 def _shape(packed: Part, shape: Part | None) -> tuple[int, ...]:
-    """What the tensor of the shape says."""
     if shape is None:
         raise ConvertError(f"{packed.name!r} is packed, and its shape (weight_shape) is missing beside it.")
     kind = {"int64": "q", "int32": "i"}.get(shape.dtype)

@@ -27,12 +27,10 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return self.entry.shape
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
         return self.entry.dtype.name
 
     def numbers(self, dtype: str = "", *, exponents: bool = False) -> Numbers:
@@ -75,7 +73,6 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.entry.nbytes for part in self.parts)
 
 

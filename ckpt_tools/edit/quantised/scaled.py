@@ -16,7 +16,6 @@ SHORT = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8 e5m2", "float8_e4m3fnuz": "
 
 
 def match_scaled(name: str, roles: Roles) -> Quantised | None:
-    """A weight of FP8 or int8 and its scale."""
     weight, scale = roles.get("weight"), roles.get("scale")
     if weight is None or scale is None or weight.dtype not in (*FP8, "int8"):
         return None
