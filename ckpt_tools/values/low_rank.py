@@ -60,7 +60,6 @@ class Delta:
 
     @property
     def height(self) -> int:
-        """The rows of one expert."""
         return self.down.columns if self.turned else self.up.rows
 
 
@@ -110,7 +109,6 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
 
 
 def recast(matrix: Matrix, target: DType) -> Content:
-    """A tensor in another float dtype."""
     if matrix.dtype is target:
         return matrix.content
 
@@ -214,7 +212,6 @@ class _Rows:
         self.whole: torch.Tensor | None = None
 
     def get(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many rows, or columns, from `start` on."""
         matrix = self.matrix
         if not isinstance(matrix.content, Range):  # what must be worked out or inflated is worked out once
             if self.whole is None:
@@ -247,7 +244,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _load(matrix: Matrix, dtype: torch.dtype, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
-    """A whole matrix of an adapter."""
     return _tensor(bytearray(reading(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
 
 

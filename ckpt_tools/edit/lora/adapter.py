@@ -116,7 +116,6 @@ def _no_adapter(path: str | os.PathLike[str]) -> NotACheckpointError:
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
-    """Sort the tensors of an open adapter."""
     path = str(checkpoint.path)
     tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}

@@ -60,7 +60,6 @@ class Part:
 
 
 def read_name(name: str) -> Part:
-    """What the name of a tensor in an adapter says."""
     for role, rule in _ROLES:
         if found := _at_end(rule, name):
             if role in ("grouped_down", "grouped_up"):

@@ -109,13 +109,11 @@ def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str |
 
 
 def _whose(parts: Iterable[Part]) -> str:
-    """Whose names they are."""
     found = Counter("PEFT" if part.peft else "kohya" if part.flat else "diffusers" for part in parts if part.role is not None)
     return found.most_common(1)[0][0] if found else "PEFT"
 
 
 def _targets(parts: Iterable[Part]) -> dict[str, int]:
-    """How many modules of each last name are changed."""
     last = ("up", "embedding_up", "grouped_up")
     modules = dict.fromkeys((part.component, part.module, part.flat) for part in parts if part.role in last)
     names = (_NUMBERED.sub("", module) if flat else module.rpartition(".")[2] for _, module, flat in modules)
