@@ -28,7 +28,6 @@ Node: TypeAlias = Hashable
 Network: TypeAlias = dict[Node, frozenset[tuple[frozenset[str], Node]]]  # layer -> what it is fed by: words, and layers
 Numbers: TypeAlias = tuple[int, int]  # of two partners
 Sides: TypeAlias = tuple[dict[int, Unit], dict[int, Unit]]
-_Place: TypeAlias = tuple[int, Node]  # a layer of one of the two sides
 
 
 # --- colours
@@ -42,37 +41,42 @@ class Colouring:
     """
 
     def __init__(self, networks: Sequence[Network], starts: Sequence[Mapping[Node, Hashable]]) -> None:
-        self.beside: dict[_Place, list[tuple[Hashable, _Place]]] = defaultdict(list)
-        self.members: dict[int, set[_Place]] = defaultdict(set)
-        self.colours: dict[_Place, int] = {}
+        self.places = [(side, node) for side, network in enumerate(networks) for node in _nodes(network)]
+        numbers = {place: number for number, place in enumerate(self.places)}
+        self.beside: list[list[tuple[int, int]]] = [[] for _ in self.places]  # of each layer: how, and which other
         table: dict[Hashable, int] = {}
-        for side, (network, start) in enumerate(zip(networks, starts, strict=True)):
-            for node in _nodes(network):
-                self.colours[side, node] = colour = table.setdefault(start[node], len(table))
-                self.members[colour].add((side, node))
-                for words, feeding in network.get(node, ()):
-                    self.beside[side, node].append(((words, "fed"), (side, feeding)))
-                    self.beside[side, feeding].append(((words, "feeds"), (side, node)))
+        self.colours = [table.setdefault(starts[side][node], len(table)) for side, node in self.places]
+        self.members: dict[int, set[int]] = defaultdict(set)
+        for number, colour in enumerate(self.colours):
+            self.members[colour].add(number)
+        ways: dict[Hashable, int] = {}
+        for side, network in enumerate(networks):
+            for node, feeding in network.items():
+                fed = numbers[side, node]
+                for words, other in feeding:
+                    way = ways.setdefault(words, len(ways) + 1)
+                    self.beside[fed].append((way, numbers[side, other]))
+                    self.beside[numbers[side, other]].append((-way, fed))
 
     def rounds(self) -> Iterator[list[tuple[Node, Node]]]:
         """Look one, two, three ... edges far until that says no more. Each time: what is now the only one of a colour."""
-        todo, touched, steps = set(self.colours), set(self.members), 0
+        todo, touched, steps = set(range(len(self.places))), set(self.members), 0
         while todo and steps <= _MOST_STEPS:
             steps += sum(len(self.beside[place]) for place in todo)
             changed = self._divide(todo)
-            touched.update(changed.values(), map(self.colours.__getitem__, changed))
-            only = [dict(members) for colour in touched if len(members := self.members[colour]) == 2]
+            touched.update(changed.values(), (self.colours[place] for place in changed))
+            only = [dict(map(self.places.__getitem__, m)) for colour in touched if len(m := self.members[colour]) == 2]
             yield [(sides[0], sides[1]) for sides in only if len(sides) == 2]
             touched = set()
             todo = {other for place in changed for _, other in self.beside[place]}
 
-    def _divide(self, places: Iterable[_Place]) -> dict[_Place, int]:
+    def _divide(self, places: Iterable[int]) -> dict[int, int]:
         """Give layers that are no longer alike colours of their own; the old ones of those that have another now."""
-        parts: dict[int, dict[Hashable, set[_Place]]] = defaultdict(lambda: defaultdict(set))
+        parts: dict[int, dict[Hashable, set[int]]] = defaultdict(lambda: defaultdict(set))
         for place in places:
-            seen = Counter((said, self.colours[other]) for said, other in self.beside[place])
+            seen = Counter([(way, self.colours[other]) for way, other in self.beside[place]])
             parts[self.colours[place]][frozenset(seen.items())].add(place)
-        changed: dict[_Place, int] = {}
+        changed: dict[int, int] = {}
         for colour, by_sight in parts.items():
             divided = [*by_sight.values()]
             if rest := self.members[colour].difference(*divided):
@@ -85,15 +89,16 @@ class Colouring:
                     self._recolour(colour, part)
         return changed
 
-    def _recolour(self, colour: int, part: set[_Place]) -> None:
+    def _recolour(self, colour: int, part: set[int]) -> None:
         new = len(self.members)
         self.members[colour] -= part
         self.members[new] = part
-        self.colours.update(dict.fromkeys(part, new))
+        for place in part:
+            self.colours[place] = new
 
     def alike(self) -> bool:
         """Whether both networks have every colour as often: as far as colours can tell they are one."""
-        return all(2 * sum(side for side, _ in members) == len(members) for members in self.members.values())
+        return all(2 * sum(self.places[each][0] for each in each_of) == len(each_of) for each_of in self.members.values())
 
 
 def _nodes(network: Network) -> set[Node]:
@@ -236,7 +241,7 @@ class Evidence:
                     pass
             colouring = self._alone[level]
             if colouring.alike():
-                colours = colouring.colours
+                colours = dict(zip(colouring.places, colouring.colours, strict=True))
                 found |= {pair for pair in known if colours.get((0, pair[0])) != colours.get((1, pair[1]))}
             elif level == LEVELS[0]:
                 found |= self._crossed(sorted(known))
