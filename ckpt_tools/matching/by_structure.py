@@ -22,10 +22,8 @@ def match_structure(pairing: Pairing) -> None:
     olds, news = in_order_of_names(pairing.sources_left(), known), in_order_of_names(pairing.targets_left(), str)
     olds, news = untied(olds, news)
     left, right = units_of(olds, known), units_of(news, str)
-    for units, side in zip((left, right), pairing.oriented, strict=True):
-        for unit in units:
-            if unit.roles.get("weight") in side.transposed:  # compared as what it is
-                unit.shapes["weight"] = unit.shapes["weight"][::-1]
+    _turn(left, pairing.oriented[0].transposed)
+    _turn(right, pairing.oriented[1].transposed)
     alignment = _aligned(pairing, left, right)
     fused: dict[int, list[UnitPair]] = defaultdict(list)
     for pair in alignment.pairs:
@@ -45,6 +43,13 @@ def match_structure(pairing: Pairing) -> None:
         for unit in undecided:
             _doubt(pairing, unit, candidates, why)
     _pair_heads(pairing, left, right)
+
+
+def _turn(units: list[Unit], transposed: frozenset[str]) -> None:
+    """Compare matrices that are kept as [in, out] as what they are."""
+    for unit in units:
+        if unit.roles.get("weight") in transposed:
+            unit.shapes["weight"] = unit.shapes["weight"][::-1]
 
 
 def _aligned(pairing: Pairing, left: list[Unit], right: list[Unit]) -> Alignment:
