@@ -10,19 +10,42 @@ from ckpt_tools.io.parsers import brief
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
-
-def check_known(row: dict[str, Any], keys: Sequence[str], label: str) -> None:
-    """Raise MatchError for a field that is not one of these."""
-    if unknown := [key for key in row if key not in keys]:
-        raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(keys)}.")
+_NEEDED: Any = object()
 
 
-def tables(document: dict[str, Any], key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The tables of a name, numbered from 1."""
-    rows = document.get(key, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MatchError(f"{key!r} must be tables: [[{key}]].")
-    yield from enumerate(rows, 1)
+class Fields:
+    """One table. A field that is not there is an error, or its default; `label` begins the errors."""
+
+    def __init__(self, row: Any, label: str, known: Sequence[str]) -> None:
+        if not isinstance(row, dict):
+            raise MatchError(f"{label} must be a table.", why=f"Its fields are {', '.join(known)}.")
+        if unknown := [key for key in row if key not in known]:
+            raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(known)}.")
+        self.row, self.label = row, label
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.row
+
+    def read(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> Any:
+        """A field as `read` has it."""
+        if key not in self.row and default is not _NEEDED:
+            return default
+        return read(self.row.get(key), f"{self.label}: {key}")
+
+    def several(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> tuple[Any, ...]:
+        """One, or a list of several where a step has several."""
+        value = self.row.get(key)
+        if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
+            return tuple(read(item, f"{self.label}: {key}") for item in value)
+        found = self.read(key, read, default)
+        return found if key not in self.row and default is not _NEEDED else (found,)
+
+    def tables(self, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The tables of a name, with a label for each."""
+        rows = self.row.get(key, [])
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise MatchError(f"{key!r} must be tables: [[{key}]].")
+        yield from ((f"{key} {number}", row) for number, row in enumerate(rows, 1))
 
 
 def read_name(value: Any, label: str) -> str:
@@ -30,6 +53,11 @@ def read_name(value: Any, label: str) -> str:
     if not isinstance(value, str) or not value:
         raise MatchError(f"{label} must be text, not {brief(value)}.")
     return value
+
+
+def read_text(value: Any, label: str) -> str:
+    """Any text."""
+    return value if value == "" else read_name(value, label)
 
 
 def read_names(value: Any, label: str) -> tuple[str, ...]:
@@ -42,6 +70,20 @@ def read_names(value: Any, label: str) -> tuple[str, ...]:
     return names
 
 
+def read_flag(value: Any, label: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
+    return value
+
+
+def read_number(value: Any, label: str) -> float:
+    """A number of a size that is said somewhere."""
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise MatchError(f"{label} must be a number, not {brief(value)}.")
+    return float(value)
+
+
 def read_shape(value: Any, label: str) -> Shape:
     """A list of sizes."""
     good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
@@ -50,24 +92,9 @@ def read_shape(value: Any, label: str) -> Shape:
     return tuple(value)
 
 
-def read_several(value: Any, read: Callable[[Any, str], Any], label: str) -> tuple[Any, ...]:
-    """One, or a list of several where a step has several."""
-    nested = isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name)
-    return tuple(read(item, label) for item in value) if nested else (read(value, label),)
-
-
-def read_flag(value: Any, label: str) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
-    return value
-
-
 def read_size(value: Any, label: str) -> str:
     """A whole number, or a size by name, as text."""
-    if type(value) is int and -1 <= value <= MAX_ELEMENTS:
-        return str(value)
-    return read_name(value, label)
+    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else read_name(value, label)
 
 
 def read_sizes(value: Any, label: str) -> tuple[str, ...]:

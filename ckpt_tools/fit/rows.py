@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.axes import names_in, read_arrow, read_side, size_of
 from ckpt_tools.fit.fields import (
-    check_known,
+    Fields,
     read_dim,
     read_flag,
     read_name,
     read_names,
-    read_several,
+    read_number,
     read_size,
     read_sizes,
-    tables,
-)
+    read_text,
+)  # fmt: skip
 from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form
 from ckpt_tools.fit.names import NamePattern, with_words, written_out
 from ckpt_tools.io.parsers import brief
@@ -90,17 +90,17 @@ class PatternPlan:
     def reversed(self) -> PatternPlan:
         """The plan from the other side to this one."""
         values = tuple(replace(row, old=row.new, new=row.old) for row in self.values)
-        steps = tuple(_reversed(step) for step in self.steps if not step.one_way)
+        steps = tuple(
+            replace(
+                step, step=_INVERSE.get(step.step, step.step), old=step.new, new=step.old, form=_inverse_form(step),
+                tied=None if step.tied is None else replace(step.tied, old=step.tied.new, new=step.tied.old),
+            )
+            for step in self.steps if not step.one_way
+        )  # fmt: skip
         return replace(self, steps=steps, values=values, prefix_old=self.prefix_new, prefix_new=self.prefix_old)
 
 
 _INVERSE = {"split": "concat", "concat": "split", "stack": "unstack", "unstack": "stack", "pad": "crop", "crop": "pad"}
-
-
-def _reversed(step: PatternStep) -> PatternStep:
-    tied = None if step.tied is None else replace(step.tied, old=step.tied.new, new=step.tied.old)
-    inverse = _INVERSE.get(step.step, step.step)
-    return replace(step, step=inverse, old=step.new, new=step.old, form=_inverse_form(step), tied=tied)
 
 
 def _inverse_form(step: PatternStep) -> Form:
@@ -124,35 +124,30 @@ def _inverse_form(step: PatternStep) -> Form:
 
 def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
     """What a document with `patterns = true` says."""
-    document = dict(document)
-    check_known(document, ("format", "patterns", "about", "prefix_old", "prefix_new", "numbered", "values", "drop", "tensor"),
-                "the plan")  # fmt: skip
-    dropped = [{"old": name, "step": "drop"} for name in read_names(document.get("drop", []), "drop")]
-    rows = [*((f"tensor {number}", row) for number, row in tables(document, "tensor")), *(("drop", row) for row in dropped)]
+    fields = Fields(
+        document, "the plan",
+        ("format", "patterns", "about", "prefix_old", "prefix_new", "numbered", "values", "drop", "tensor"),
+    )  # fmt: skip
+    dropped = [("drop", {"old": name, "step": "drop"}) for name in fields.read("drop", read_names, ())]
     steps: list[PatternStep] = []
-    for where, row in rows:
+    for where, row in (*fields.tables("tensor"), *dropped):
         steps += _steps(row, where)
         if len(steps) > _MOST_WRITTEN_OUT:
             raise MatchError(f"The plan has more than {_MOST_WRITTEN_OUT} steps, words written out.")
-    values = document.get("values", {})
-    if not isinstance(values, dict):
-        raise MatchError("'values' must be a table: [values].")
-    texts = {key: document.get(key, "") for key in ("about", "prefix_old", "prefix_new")}
-    for key, text in texts.items():
-        if not isinstance(text, str):
-            raise MatchError(f"{key} must be text, not {brief(text)}.")
-    return PatternPlan(label, texts["about"], tuple(steps), tuple(_value(name, row) for name, row in values.items()),
-                       texts["prefix_old"], texts["prefix_new"], _numbered(document.get("numbered", {}), steps))  # fmt: skip
-
-
-def _numbered(table: Any, steps: Iterable[PatternStep]) -> dict[str, tuple[str, ...]]:
-    """Placeholders whose numbers are complete, with the keys that say how many there are."""
-    if not isinstance(table, dict):
-        raise MatchError("'numbered' must be a table: [numbered].")
+    about, prefix_old, prefix_new = (fields.read(key, read_text, "") for key in ("about", "prefix_old", "prefix_new"))
+    values, numbered = fields.read("values", _read_table, {}), fields.read("numbered", _read_table, {})
     known = {name for step in steps for pattern in (*step.old, *step.new) for name in pattern.names}
-    if unknown := next((name for name in table if name not in known), None):
+    if unknown := next((name for name in numbered if name not in known), None):
         raise MatchError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
-    return {name: tuple(read_names(keys, f"numbered.{name[:40]}")) for name, keys in table.items()}
+    counted = {name: read_names(keys, f"numbered.{name[:40]}") for name, keys in numbered.items()}
+    rows = tuple(_value(name, row) for name, row in values.items())
+    return PatternPlan(label, about, tuple(steps), rows, prefix_old, prefix_new, counted)
+
+
+def _read_table(value: Any, label: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MatchError(f"{label} must be a table.")
+    return value
 
 
 def _value(name: str, row: Any) -> ValueRow:
@@ -161,12 +156,13 @@ def _value(name: str, row: Any) -> ValueRow:
         raise MatchError(f"{label} is not a name: letters, digits and _.")
     if not isinstance(row, dict):
         return ValueRow(name, check_value(row, label), (), None, None, None)
-    check_known(row, ("config", "old", "new", "axes"), label)
-    config = read_several(row["config"], read_name, f"{label}: config") if "config" in row else ()
-    old, new = (NamePattern.read(read_name(row[key], f"{label}: {key}")) if key in row else None for key in ("old", "new"))
-    if "axes" not in row:
+    fields = Fields(row, label, ("config", "old", "new", "axes"))
+    config, axes = fields.several("config", read_name, ()), fields.read("axes", read_name, None)
+    old, new = (
+        None if (text := fields.read(key, read_name, None)) is None else NamePattern.read(text) for key in ("old", "new")
+    )
+    if axes is None:
         return ValueRow(name, None, config, None, None, None)
-    axes = read_name(row["axes"], f"{label}: axes")
     if name not in {one for axis in read_side(axes).axes for one in names_in(axis)}:
         raise MatchError(f"{label}: it is not among the axes {axes!r}.")
     return ValueRow(name, None, config, old, new, axes)
@@ -184,66 +180,49 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
     step = row.get("step", "copy")
     if not isinstance(step, str) or step not in FIELDS:
         raise MatchError(f"{where}: step = {brief(step)} is not one of {', '.join(FIELDS)}.")
-    check_known(row, ("old", "new", "step", "reason", "optional", "one_way", "tied", *FIELDS[step]), where)
-    old, new = (read_several(row[key], read_name, f"{where}: {key}") if key in row else () for key in ("old", "new"))
-    label = f"{where}, {step} of {', '.join(old) or ', '.join(new)}"
-    form, tied = read_form(row, step, label), _tie(row.get("tied"), f"{label}: tied")
-    reason, optional = read_name(row.get("reason", "plan"), f"{label}: reason"), row.get("optional", False)
-    words = read_names(optional, f"{label}: optional") if isinstance(optional, list) else ()
-    one_way = read_flag(row.get("one_way", False), f"{label}: one_way")
-    if not isinstance(optional, list):
-        read_flag(optional, f"{label}: optional")
+    fields = Fields(row, where, ("old", "new", "step", "reason", "optional", "one_way", "tied", *FIELDS[step]))
+    old, new = fields.several("old", read_name, ()), fields.several("new", read_name, ())
+    fields.label = label = f"{where}, {step} of {', '.join(old) or ', '.join(new)}"
+    form, reason = read_form(fields, step), fields.read("reason", read_name, "plan")
+    tied = None
+    if "tied" in fields:
+        said = Fields(row["tied"], f"{label}: tied", ("old", "new", "config"))
+        tied = Tie(said.read("old", read_name), said.read("new", read_name), said.read("config", read_name, None))
+    one_way, words = fields.read("one_way", read_flag, False), row.get("optional", False)  # true, or the words that are
+    optional = fields.read("optional", read_names if isinstance(words, list) else read_flag, False)
     for chosen in written_out((*old, *new), label):
         olds, news = (tuple(NamePattern.read(with_words(text, chosen)) for text in texts) for texts in (old, new))
-        may_miss = optional is True or not set(words).isdisjoint(chosen.values())
+        may_miss = optional if isinstance(optional, bool) else not set(optional).isdisjoint(chosen.values())
         made = PatternStep(step, olds, news, form, may_miss, tied, reason, label, one_way)
         _check_step(made)
         yield made
 
 
-def _tie(value: Any, label: str) -> Tie | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise MatchError(f"{label} must be a table: {{old = ..., new = ...}}.")
-    check_known(value, ("old", "new", "config"), label)
-    config = read_name(value["config"], f"{label}: config") if "config" in value else None
-    return Tie(read_name(value.get("old"), f"{label}: old"), read_name(value.get("new"), f"{label}: new"), config)
-
-
-def read_form(row: Mapping[str, Any], step: str, label: str) -> Form:
+def read_form(fields: Fields, step: str) -> Form:
     """The fields that say how a step is done."""
-    form = Form(axes=_axes(row.get("axes"), step, f"{label}: axes"))
-    if "axis" in row:
-        axis = row["axis"]
-        form = replace(form, axis=axis if isinstance(axis, str) and axis else read_dim(axis, f"{label}: axis"))
-    sizes, to = (read_sizes(row[key], f"{label}: {key}") if key in row else None for key in ("sizes", "to"))
-    size, was = (read_size(row[key], f"{label}: {key}") if key in row else None for key in ("size", "was"))
-    form = replace(form, sizes=sizes, to=to, size=size, was=was)
-    for text in (*(form.sizes or ()), *(text for text in form.to or () if text != "-1"), form.size or "1", form.was or "1"):
+    given = {key for key in FIELDS[step] if key in fields}
+    sizes, to = (fields.read(key, read_sizes) if key in given else None for key in ("sizes", "to"))
+    size, was = (fields.read(key, read_size) if key in given else None for key in ("size", "was"))
+    for text in (*(sizes or ()), *(text for text in to or () if text != "-1"), size or "1", was or "1"):
         size_of(text, {})
-    if "dims" in row:
-        dims = row["dims"]
-        if not isinstance(dims, list) or len(dims) != 2:
-            raise MatchError(f"{label}: dims must be the first and the last dimension, not {brief(dims)}.")
-        form = replace(form, dims=(read_dim(dims[0], f"{label}: dims"), read_dim(dims[1], f"{label}: dims")))
-    fill = row.get("fill", 0)
-    if type(fill) not in (int, float) or not abs(fill) < 1e300:
-        raise MatchError(f"{label}: fill must be a number, not {brief(fill)}.")
-    return replace(form, fill=float(fill))
+    axes: str | tuple[int, ...] | None = None
+    if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
+        axes = tuple(read_dim(dim, f"{fields.label}: axes") for dim in fields.row["axes"])
+    elif "axes" in given:
+        axes = fields.read("axes", read_name)
+        (read_arrow if step == "permute" else read_side)(axes)
+    axis = fields.row["axis"] if "axis" in given else 0
+    if not isinstance(axis, str) or not axis:
+        axis = read_dim(axis, f"{fields.label}: axis")
+    dims = fields.read("dims", _read_dims) if "dims" in given else None
+    fill = fields.read("fill", read_number) if "fill" in given else 0.0
+    return Form(axes, axis, sizes, to, dims, size, was, fill)
 
 
-def _axes(value: Any, step: str, label: str) -> str | tuple[int, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, list) and step == "permute":
-        return tuple(read_dim(dim, label) for dim in value)
-    text = read_name(value, label)
-    if step == "permute":
-        read_arrow(text)
-    else:
-        read_side(text)
-    return text
+def _read_dims(value: Any, label: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise MatchError(f"{label} must be the first and the last dimension, not {brief(value)}.")
+    return read_dim(value[0], label), read_dim(value[1], label)
 
 
 def _check_step(step: PatternStep) -> None:
