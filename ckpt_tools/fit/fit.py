@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
+from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError, UsageError
 from ckpt_tools.fit import plans
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.initialisers import Blank, Scheme, content, draw, resolve
+from ckpt_tools.fit.initialisers import Blank, Rules, Scheme, content, draw, resolve
+from ckpt_tools.fit.options import OnMismatch
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.contents import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Literal, Range, read
-from ckpt_tools.matching.extras import Extra, extras
+from ckpt_tools.matching.advice import Extra, extras
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import listed, shape_text
@@ -30,7 +30,6 @@ from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
-
 
 # --- tensors of another shape than the target wants
 
@@ -455,3 +454,30 @@ class _Problems:
 def _without(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     known = frozenset(taken)
     return [name for name in names if name not in known]
+
+
+# --- what a user chose for tensors without a partner, or of another shape; checked before anything is read
+
+
+_CHOICES = ("error", "reinit", "overlap", "skip")
+
+
+@dataclass(slots=True)
+class Choices:
+    """What is to happen to tensors without a partner, checked."""
+
+    reinit: Rules
+    on_mismatch: OnMismatch = "error"
+    adapt: bool = False
+    seed: int = 0
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    in_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in _CHOICES:
+            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is not one of {', '.join(_CHOICES)}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
+        if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
+            raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate
 from math import prod
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.axes import MissingSizesError, Side, Solved, names_in, read_arrow, read_side, size_of
-from ckpt_tools.fit.layout import Layout
+from ckpt_tools.io.content import CHUNK, Computed, Content, Literal, chunks
 from ckpt_tools.matching.records import Shape
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Entry, Storage, contiguous_stride
+from ckpt_tools.values.boxes import assemble
+from ckpt_tools.values.gather import View, by_position, gathered, is_by_position
+from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.pytorch import need_torch
 
 Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The geometry of one step, all sizes known."""
+
+    view: Shape
+    order: tuple[int, ...] = ()
+    axis: int = 0
+    sizes: tuple[int, ...] = ()
+    fill: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,3 +292,294 @@ def _place(side: Side, solved: Solved, axis: str) -> int:
     """The number of an axis among the dimensions of the view."""
     before = side.axes[: side.axes.index(axis)]
     return sum(len(solved.of(one)) for one in before)
+
+
+# --- the dimensions of a tensor by name: `(heads half 2) ... -> (heads 2 half) ...`, as einops writes them
+
+
+REST = "..."
+_WORD = re.compile(r"\.\.\.|[()]|[A-Za-z0-9_*/-]+|\S")
+_FACTOR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]{0,17}")
+_MOST_AXES = 64  # in a text
+
+
+def size_of(text: str, sizes: Mapping[str, int]) -> int | None:
+    """What `heads`, `12`, `head_size/2` or `groups*4` is; None where a name in it has no size."""
+    parts = re.split(r"([*/])", text)
+    if not all(_FACTOR.fullmatch(part) for part in parts[::2]):
+        raise MatchError(f"{text!r} is not a size.", why="A size is a name, a whole number, or such with * and / between.")
+    factors = [int(part) if part.isdigit() else sizes.get(part) for part in parts[::2]]
+    result = factors[0]
+    for sign, factor in zip(parts[1::2], factors[1:], strict=True):
+        if result is None or factor is None:
+            return None
+        if sign == "/" and (factor == 0 or result % factor):
+            raise MatchError(f"{text} leaves a rest: {result} / {factor}.")
+        result = result * factor if sign == "*" else result // factor
+    if result is not None and result > MAX_ELEMENTS:
+        raise MatchError(f"{text} is larger than any tensor.")
+    return result
+
+
+def names_in(text: str) -> set[str]:
+    """The names in a size."""
+    return {part for part in re.split(r"[*/]", text) if not part.isdigit()}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The dimensions of a tensor, each one or several axes; `("...",)` for the rest of them."""
+
+    dims: tuple[tuple[str, ...], ...]
+
+    @property
+    def axes(self) -> list[str]:
+        """All axes in order."""
+        return [axis for dim in self.dims for axis in dim]
+
+    def solve(self, shape: Shape, sizes: Mapping[str, int], label: str) -> Solved:
+        """The size of every axis for a tensor of this shape."""
+        rest = len(shape) - len(self.dims) + 1 if (REST,) in self.dims else None
+        if (rest is None and len(shape) != len(self.dims)) or (rest is not None and rest < 0):
+            count = f"{len(self.dims) - (rest is not None)}{' or more' if rest is not None else ''}"
+            raise MatchError(f"{label}: {list(shape)} has {len(shape)} dimensions; {self} has {count}.")
+        found, at = dict(sizes), 0
+        left: Shape = ()
+        for dim in self.dims:
+            if dim == (REST,):
+                left = shape[at : at + (rest or 0)]
+                at += rest or 0
+            else:
+                _settle(dim, shape[at], found, f"{label}: {list(shape)} as {self}")
+                at += 1
+        return Solved(found, left)
+
+    def __str__(self) -> str:
+        return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """Sizes by axis, and the shape of the rest."""
+
+    sizes: Mapping[str, int]
+    rest: Shape
+
+    def expand(self, axes: Sequence[str]) -> Shape:
+        """The sizes of axes in their order, the rest where it stands."""
+        return tuple(size for axis in axes for size in self.of(axis))
+
+    def of(self, axis: str) -> Shape:
+        """The sizes that an axis stands for."""
+        if axis == REST:
+            return self.rest
+        size = size_of(axis, self.sizes)
+        assert size is not None
+        return (size,)
+
+    def shape(self, side: Side) -> Shape:
+        """The shape of a tensor that has the dimensions of a side."""
+        return tuple(size for dim in side.dims for size in (self.rest if dim == (REST,) else (prod(self.expand(dim)),)))
+
+
+def _settle(dim: Sequence[str], whole: int, found: dict[str, int], label: str) -> None:
+    """Find the one size of a dimension that is not known yet."""
+    known = {axis: size_of(axis, found) for axis in dim}
+    open_axes = [axis for axis, size in known.items() if size is None]
+    product = prod(size for size in known.values() if size is not None)
+    if len(open_axes) > 1 or (open_axes and not _is_name(open_axes[0])):
+        raise MissingSizesError(f"{label}: {whole} cannot be cut without knowing {' or '.join(sorted(_names(open_axes)))}.",
+                                _names(open_axes))  # fmt: skip
+    if not open_axes:
+        if product != whole:
+            shown = " x ".join(f"{axis} {size}" if axis != str(size) else axis for axis, size in known.items())
+            raise MatchError(f"{label}: {whole} is not {shown}.")
+        return
+    if product == 0 or whole % product:
+        raise MatchError(f"{label}: {whole} cannot be divided by {product}.")
+    found[open_axes[0]] = whole // product
+
+
+class MissingSizesError(MatchError):
+    """A size that neither the plan nor the shape says."""
+
+    def __init__(self, what: str, names: set[str]) -> None:
+        super().__init__(what)
+        self.names = names
+
+
+def _names(axes: Sequence[str]) -> set[str]:
+    return {name for axis in axes for name in names_in(axis)}
+
+
+def _is_name(axis: str) -> bool:
+    return len(names_in(axis)) == 1 and axis in names_in(axis)
+
+
+# --- reading
+
+
+@cache
+def read_side(text: str) -> Side:
+    """The dimensions that a text lists."""
+    side = Side(tuple(_dims(text)))
+    axes = side.axes
+    if not axes or len(axes) > _MOST_AXES:
+        raise MatchError(f"{text[:80]!r} lists {len(axes)} axes; there may be 1 to {_MOST_AXES}.")
+    if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
+        raise MatchError(f"{text!r} has the axis {twice!r} twice.", fix="Give each a name of its own.")
+    for axis in axes:
+        if axis != REST:
+            size_of(axis, {})
+    return side
+
+
+def _dims(text: str) -> Iterator[tuple[str, ...]]:
+    group: list[str] | None = None
+    for word in _WORD.findall(text[:2000]):
+        if word == "(" and group is None:
+            group = []
+        elif word == ")" and group:
+            yield tuple(group)
+            group = None
+        elif word in "()" or (word == REST and group is not None):
+            raise MatchError(f"{text[:80]!r}: {word!r} stands where it cannot.")
+        elif group is None:
+            yield (word,)
+        else:
+            group.append(word)
+    if group is not None or len(text) > 2000:
+        raise MatchError(f"{text[:80]!r}: a parenthesis is not closed.")
+
+
+@cache
+def read_arrow(text: str) -> tuple[Side, Side]:
+    """Two sides with an arrow between them, of the same axes."""
+    before, arrow, after = text.partition("->")
+    if not arrow:
+        raise MatchError(f"{text[:80]!r} has no arrow: `axes` of a permute is 'a b -> b a'.")
+    left, right = read_side(before.strip()), read_side(after.strip())
+    if lone := set(left.axes) ^ set(right.axes):
+        raise MatchError(f"{text!r} has {min(lone)!r} on one side only.")
+    return left, right
+
+
+# --- what a step of a plan does to tensors, as geometry: dimensions cut up, exchanged, cut along one, put together along one
+
+
+def rearranged(entry: Entry, layout: Layout, shape: Shape) -> Entry:
+    """The same elements with their dimensions in another order."""
+    content, view = _viewed(entry, layout.view)
+    sizes, steps = (tuple(field[dim] for dim in layout.order) for field in (view.sizes, view.steps))
+    return own(entry, gathered(content, entry.dtype.itemsize, View(view.offset, sizes, steps)), shape)
+
+
+def reshaped(entry: Entry, shape: Shape) -> Entry:
+    """The same elements in the same row-major order under another shape. A contiguous entry stays a view on its storage."""
+    if not entry.is_contiguous:
+        entry = own(entry, row_major(entry), entry.shape)
+    return replace(entry, shape=shape, stride=contiguous_stride(shape))
+
+
+def cut(entry: Entry, layout: Layout, shapes: Sequence[Shape]) -> Iterator[Entry]:
+    """The parts of a tensor along one of its dimensions, from its start; each with a storage of its own."""
+    content, view = _viewed(entry, layout.view)
+    for start, size, shape in zip(_starts(layout.sizes), layout.sizes, shapes, strict=False):
+        narrow = view.narrowed(layout.axis, start, size)
+        yield own(entry, gathered(content, entry.dtype.itemsize, narrow), shape)
+
+
+def joined(entries: Sequence[Entry], layout: Layout, shape: Shape) -> Entry:
+    """Tensors of one dtype put together along one dimension, with padding behind them."""
+    first = entries[0]
+    for entry in entries:
+        _check_whole_bytes(entry)
+    if other := next((entry for entry in entries if entry.dtype is not first.dtype), None):
+        text = f"{first.dtype.name} and {other.dtype.name} cannot be put together."
+        raise MatchError(text, fix="Cast one first: `dtype`.")
+    contents = [row_major(entry) for entry in entries]
+    if len(layout.sizes) > len(entries):
+        contents.append(_padding(layout, len(entries), first.dtype))
+    boxes = [
+        (_at(layout, start), (*layout.view[: layout.axis], size, *layout.view[layout.axis + 1 :]))
+        for start, size in zip(_starts(layout.sizes), layout.sizes, strict=True)
+    ]
+
+    def put(contents: Sequence[Content]) -> Content:
+        parts = [(offsets, sizes, content) for (offsets, sizes), content in zip(boxes, contents, strict=True)]
+        return assemble("a part", layout.view, first.dtype.itemsize, parts)
+
+    def work() -> Iterator[bytes | memoryview]:
+        yield from chunks(put([by_position(content) for content in contents]))
+
+    of = tuple(entry.storage.content for entry in entries)
+    plain = put(contents)
+    cut_anywhere = None if isinstance(plain, Computed) or not is_by_position(plain) else partial(part, plain)
+    return own(first, Computed(plain.length, work, of, cut_anywhere), shape)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1]
+
+
+def _at(layout: Layout, start: int) -> Shape:
+    """Where a part begins."""
+    return tuple(start if dim == layout.axis else 0 for dim in range(len(layout.view)))
+
+
+def _padding(layout: Layout, number: int, dtype: DType) -> Content:
+    """The elements behind the parts."""
+    count = layout.sizes[number]
+    for dim, size in enumerate(layout.view):
+        count *= size if dim != layout.axis else 1
+    return _filled(_element(layout.fill, dtype), count * dtype.itemsize)
+
+
+def _filled(element: bytes, length: int) -> Content:
+    """The same element again and again; a part that begins with an element is such, too."""
+
+    def work() -> Iterator[bytes]:
+        block = element * (CHUNK // len(element))
+        for start in range(0, length, len(block)):
+            yield block[: length - start]
+
+    if length <= CHUNK:
+        return Literal(element * (length // len(element)))
+    return Computed(length, work, part=lambda _, size: _filled(element, size))
+
+
+def _element(value: float, dtype: DType) -> bytes:
+    if not value:
+        return bytes(dtype.itemsize)
+    need_torch("Padding with a number is made with it.")
+    import torch
+
+    made = torch.tensor([value], dtype=torch.float64).to(torch_dtype(dtype))
+    if made.to(torch.float64).item() != value:
+        raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")
+    return bytes(made.view(torch.uint8).tolist())
+
+
+def _viewed(entry: Entry, view: Shape) -> tuple[Content, View]:
+    """An entry with its dimensions cut up, on its bytes."""
+    _check_whole_bytes(entry)
+    return row_major(entry), View(0, view, contiguous_stride(view))
+
+
+def _check_whole_bytes(entry: Entry) -> None:
+    if entry.dtype.packed > 1:
+        raise MatchError(f"A tensor of {entry.dtype.name} has several numbers in a byte: it can only be copied or reshaped.")
+
+
+def own(entry: Entry, content: Content, shape: Shape) -> Entry:
+    """A row-major entry with a storage of its own for these bytes, worked out of the old entry's."""
+
+    def work() -> Iterator[bytes | memoryview]:
+        yield from chunks(content)
+
+    derived = isinstance(content, Computed) and content.of is not None
+    cut_anywhere = partial(part, content) if is_by_position(content) else None
+    made = content if derived else Computed(content.length, work, entry.storage.content, cut_anywhere)
+    storage = Storage(entry.storage.key, entry.dtype, made.length, entry.storage.device, made)
+    extras = None if entry.extras is None or entry.lazy_bits else entry.extras
+    return replace(entry, storage=storage, shape=shape, stride=contiguous_stride(shape), offset=0, extras=extras)

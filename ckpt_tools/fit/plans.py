@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
+from ckpt_tools.fit.forms import Layout, cut, joined, rearranged, reshaped
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.matching import Match, Matching
 from ckpt_tools.matching.records import Shape

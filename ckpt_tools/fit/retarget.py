@@ -13,17 +13,14 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
-from ckpt_tools.fit.axes import MissingSizesError
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.fit import Fitted, Initialised, Wanted, fit, left_out
-from ckpt_tools.fit.forms import Task, solve
+from ckpt_tools.fit.fit import Choices, Fitted, Initialised, Wanted, fit, left_out
+from ckpt_tools.fit.forms import MissingSizesError, Task, solve
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_for, check_finite
-from ckpt_tools.fit.names import Binding, Index, NamePattern
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, StepName, plan_of
-from ckpt_tools.fit.rows import BETWEEN, PatternPlan, PatternStep, Tie
+from ckpt_tools.fit.rows import BETWEEN, Binding, Index, NamePattern, PatternPlan, PatternStep, Tie
 from ckpt_tools.fit.targets import Target, choose_state_dict, read_target
 from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.checkpoint import Checkpoint

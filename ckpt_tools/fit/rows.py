@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.axes import names_in, read_arrow, read_side, size_of
-from ckpt_tools.fit.fields import (
-    Fields,
-    read_dim,
-    read_flag,
-    read_name,
-    read_names,
-    read_number,
-    read_size,
-    read_sizes,
-    read_text,
-)  # fmt: skip
-from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form
-from ckpt_tools.fit.names import NamePattern, with_words, written_out
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form, names_in, read_arrow, read_side, size_of
 from ckpt_tools.io.parsers import brief
+from ckpt_tools.matching.records import Shape
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 BETWEEN = "@"  # begins the name of what one step makes for another, and nothing else gets
 _VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -245,3 +235,250 @@ def _check_step(step: PatternStep) -> None:
         lone = min(gathered or spread)
         why = "A stack or a concat of one name gathers the numbers of one placeholder, an unstack spreads them."
         raise MatchError(f"{step.label}: the placeholder {{{lone}}} is on one side only.", why=why)
+
+
+# --- names: in `layers.{i}.attn.wq.weight` a placeholder is a whole number; `{part:weight|bias}` is one of these words
+
+
+Binding: TypeAlias = tuple[tuple[str, str], ...]  # (placeholder, its digits), by placeholder
+_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_DIGITS = re.compile(r"[0-9]+")
+_PLACEHOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORDS = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):([^{}]*)\}")
+_MOST_WORDS = 64  # ways to write out the words of one step
+_MOST_DIGITS = 18
+_MOST_WAYS = 16  # in which patterns of one text write down some numbers and leave others open: a name is looked up in each
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A name with placeholders for whole numbers."""
+
+    text: str
+    pieces: tuple[str, ...]
+    placeholders: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> NamePattern:
+        """Read a pattern."""
+        pieces, placeholders, at = [""], [], 0
+        for part in _PART.finditer(text):
+            pieces[-1] += text[at : part.start()]
+            at = part.end()
+            if part[0] in ("{{", "}}"):
+                pieces[-1] += part[0][0]
+            elif part[1] is None or not _PLACEHOLDER.fullmatch(part[1]):
+                why = "One is {i}, a whole number, or {part:weight|bias}; a brace itself is written twice."
+                raise MatchError(f"{text!r}: {part[0]!r} is not a placeholder.", why=why)
+            else:
+                placeholders.append(part[1])
+                pieces.append("")
+        pieces[-1] += text[at:]
+        _check_apart(text, pieces)
+        return cls(text, tuple(pieces), tuple(placeholders))
+
+    @property
+    def key(self) -> str:
+        """The name with `#` for every number, written or not."""
+        return _DIGITS.sub("#", "0".join(self.pieces))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The placeholders, each once."""
+        return frozenset(self.placeholders)
+
+    def numbers(self) -> list[str]:
+        """What stands at each `#` of the key: digits, or a placeholder in braces."""
+        found: list[str] = []
+        for piece, placeholder in zip(self.pieces, (*self.placeholders, None), strict=True):
+            found += _DIGITS.findall(piece)
+            found += [f"{{{placeholder}}}"] if placeholder is not None else []
+        return found
+
+    def fill(self, binding: Mapping[str, str]) -> str:
+        """The name that has these numbers."""
+        filled = [self.pieces[0]]
+        for placeholder, piece in zip(self.placeholders, self.pieces[1:], strict=True):
+            filled += (binding[placeholder], piece)
+        return "".join(filled)
+
+
+def _check_apart(text: str, pieces: list[str]) -> None:
+    """What is a number must be told from the text: two that touch could be cut in several ways."""
+    inner = (*((piece, "") for piece in pieces[1:-1]), (pieces[-1], " "))
+    for number, (piece, end) in enumerate(inner if len(pieces) > 1 else ()):
+        before = pieces[number]
+        if (not piece and not end) or piece[:1].isdigit() or before[-1:].isdigit():
+            raise MatchError(f"{text!r}: a placeholder touches a digit or another placeholder.")
+
+
+def written_out(texts: Iterable[str], label: str) -> Iterator[dict[str, str]]:
+    """For all words that placeholders in the texts may be: placeholder -> word, every combination."""
+    words: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        for found in _WORDS.finditer(text):
+            listed = tuple(found[2].split("|"))
+            if words.setdefault(found[1], listed) != listed or len(set(listed)) < len(listed) or not all(listed):
+                raise MatchError(f"{label}: {found[0]!r} must list each word once, and the same words everywhere.")
+    count = 1
+    for listed in words.values():
+        count *= len(listed)
+        if count > _MOST_WORDS:
+            raise MatchError(f"{label}: its words can be written out in more than {_MOST_WORDS} ways.")
+    for chosen in product(*words.values()):
+        yield dict(zip(words, chosen, strict=True))
+
+
+def with_words(text: str, chosen: Mapping[str, str]) -> str:
+    """A text with words in the place of their placeholders."""
+
+    def word(found: re.Match[str]) -> str:
+        name = (found[1] or "").partition(":")[0]
+        return chosen.get(name, found[0])
+
+    return _PART.sub(word, text)
+
+
+class Index:
+    """Patterns by what a name looks like, each with what it stands for."""
+
+    def __init__(self) -> None:
+        # the key of a name -> the places of its numbers that a pattern writes down -> these numbers -> all numbers as the
+        # pattern has them, and what it stands for
+        self._by_key: dict[str, dict[tuple[int, ...], dict[tuple[str, ...], list[tuple[list[str], object]]]]] = {}
+
+    def add(self, pattern: NamePattern, what: object) -> None:
+        """Take in a pattern."""
+        numbers = pattern.numbers()
+        places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
+        written = tuple(numbers[place] for place in places)
+        by_places = self._by_key.setdefault(pattern.key, {})
+        by_places.setdefault(places, {}).setdefault(written, []).append((numbers, what))
+        if len(by_places) > _MOST_WAYS:
+            raise MatchError(f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down.")
+
+    def find(self, name: str) -> list[tuple[object, Binding]]:
+        """What stands for a name, with the numbers in the place of its placeholders."""
+        by_places = self._by_key.get(_DIGITS.sub("#", name))
+        if by_places is None:
+            return []
+        numbers = _DIGITS.findall(name)
+        found = []
+        for places, by_numbers in by_places.items():
+            for wanted, what in by_numbers.get(tuple(numbers[place] for place in places), ()):
+                if (binding := _bound(wanted, numbers)) is not None:
+                    found.append((what, binding))
+        return found
+
+
+def _bound(wanted: list[str], numbers: list[str]) -> Binding | None:
+    """The numbers of a name by placeholder; None where one placeholder would be two numbers, or a number is too long."""
+    bound: dict[str, str] = {}
+    for number, place in zip(numbers, wanted, strict=True):
+        if place.startswith("{") and (len(number) > _MOST_DIGITS or bound.setdefault(place[1:-1], number) != number):
+            return None
+    return tuple(sorted(bound.items()))
+
+
+# --- the fields of a plan's tables, read one by one: what they may be, and the error that says which is not
+
+
+_NEEDED: Any = object()
+
+
+class Fields:
+    """One table. A field that is not there is an error, or its default; `label` begins the errors."""
+
+    def __init__(self, row: Any, label: str, known: Sequence[str]) -> None:
+        if not isinstance(row, dict):
+            raise MatchError(f"{label} must be a table.", why=f"Its fields are {', '.join(known)}.")
+        if unknown := [key for key in row if key not in known]:
+            raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(known)}.")
+        self.row, self.label = row, label
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.row
+
+    def read(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> Any:
+        """A field as `read` has it."""
+        if key not in self.row and default is not _NEEDED:
+            return default
+        return read(self.row.get(key), f"{self.label}: {key}")
+
+    def several(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> tuple[Any, ...]:
+        """One, or a list of several where a step has several."""
+        value = self.row.get(key)
+        if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
+            return tuple(read(item, f"{self.label}: {key}") for item in value)
+        found = self.read(key, read, default)
+        return found if key not in self.row and default is not _NEEDED else (found,)
+
+    def tables(self, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The tables of a name, with a label for each."""
+        rows = self.row.get(key, [])
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise MatchError(f"{key!r} must be tables: [[{key}]].")
+        yield from ((f"{key} {number}", row) for number, row in enumerate(rows, 1))
+
+
+def read_name(value: Any, label: str) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise MatchError(f"{label} must be text, not {brief(value)}.")
+    return value
+
+
+def read_text(value: Any, label: str) -> str:
+    """Any text."""
+    return value if value == "" else read_name(value, label)
+
+
+def read_names(value: Any, label: str) -> tuple[str, ...]:
+    """A list of names, each once."""
+    if not isinstance(value, list):
+        raise MatchError(f"{label} must be a list of names.")
+    names = tuple(read_name(name, label) for name in value)
+    if len(set(names)) < len(names):
+        raise MatchError(f"{label} has a name twice.")
+    return names
+
+
+def read_flag(value: Any, label: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
+    return value
+
+
+def read_number(value: Any, label: str) -> float:
+    """A number of a size that is said somewhere."""
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise MatchError(f"{label} must be a number, not {brief(value)}.")
+    return float(value)
+
+
+def read_shape(value: Any, label: str) -> Shape:
+    """A list of sizes."""
+    good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
+    if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
+    return tuple(value)
+
+
+def read_size(value: Any, label: str) -> str:
+    """A whole number, or a size by name, as text."""
+    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else read_name(value, label)
+
+
+def read_sizes(value: Any, label: str) -> tuple[str, ...]:
+    """A list of such."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_DIMENSIONS:
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
+    return tuple(read_size(size, label) for size in value)
+
+
+def read_dim(value: Any, label: str) -> int:
+    """The number of a dimension."""
+    if type(value) is not int or not -MAX_DIMENSIONS <= value < MAX_DIMENSIONS:
+        raise MatchError(f"{label} must be the number of a dimension, not {brief(value)}.")
+    return value

@@ -359,8 +359,7 @@ def match(
     apply_rules(pairing, rename)
     if framework is None:
         return _staged(pairing, stages, pairs).result()
-    from ckpt_tools.matching.frameworks import as_in_torch
-    from ckpt_tools.matching.frameworks_back import as_in_file
+    from ckpt_tools.matching.frameworks import as_in_file, as_in_torch
 
     reading = as_in_torch(source, pairing.known, framework)
     turned = Pairing(reading.params, target, allow_reshape=allow_reshape)

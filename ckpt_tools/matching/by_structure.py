@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ckpt_tools.matching.align import Alignment, Unit, UnitPair, align, meaning, units_of, untied
-from ckpt_tools.matching.fused import Cuts, split_fused
+from ckpt_tools.matching.align import Alignment, Cuts, Unit, UnitPair, align, meaning, split_fused, units_of, untied
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Offer, Reason

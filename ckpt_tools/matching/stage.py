@@ -12,9 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.matching.align import Alignment, Unit, UnitPair, conflicts, meaning, units_of, untied
+from ckpt_tools.matching.align import Alignment, Cuts, Unit, UnitPair, conflicts, meaning, split_fused, units_of, untied
 from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
-from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 

@@ -14,8 +14,7 @@ from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.edit.devices import is_device
 from ckpt_tools.errors import CkptError, RepairError, UsageError
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.fit import Wanted, fit
+from ckpt_tools.fit.fit import Choices, Wanted, fit
 from ckpt_tools.fit.initialisers import Rules, blank_for
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import params_of, read_target
