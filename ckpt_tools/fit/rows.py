@@ -357,7 +357,7 @@ class Index:
         if len(by_places) > _MOST_WAYS:
             raise MatchError(f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down.")
 
-    def find(self, name: str) -> list[tuple[object, Binding]]:
+    def find(self, name: str) -> list[tuple[Any, Binding]]:
         """What stands for a name, with the numbers in the place of its placeholders."""
         by_places = self._by_key.get(_DIGITS.sub("#", name))
         if by_places is None:
