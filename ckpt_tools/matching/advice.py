@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from itertools import islice, product
@@ -112,30 +113,20 @@ def fewest_questions(found: Matching, answered: Answered) -> list[Question]:
     while len(chosen) + 1 < len(asked) and found.ambiguous:
         rows = [(question, old) for question in every_question(found.ambiguous) for old in question.candidates]
         tries -= len(rows)
-        best = _best(rows, given, answered) if tries >= 0 else None
+        best: tuple[Question, str, Matching] | None = None
+        for question, old in rows if tries >= 0 else ():
+            with suppress(CkptError):  # it says what another answer says
+                left = answered([*given, question.answer(old)])
+                if best is None or len(left.ambiguous) < len(best[2].ambiguous):
+                    best = question, old, left
+                if not left.ambiguous:
+                    break
         if best is None:
             return asked
-        question, given, found = best
+        question, old, found = best
+        given.append(question.answer(old))
         chosen.append(question)
     return chosen if not found.ambiguous and len(chosen) < len(asked) else asked
-
-
-def _best(
-    rows: Sequence[tuple[Question, str]], given: list[str], answered: Answered
-) -> tuple[Question, list[str], Matching] | None:  # fmt: skip
-    """The answer that leaves least open, with what is said then; None where none can be tried."""
-    best: tuple[Question, list[str], Matching] | None = None
-    for question, old in rows:
-        pairs = [*given, question.answer(old)]
-        try:
-            found = answered(pairs)
-        except CkptError:  # it says what another answer says
-            continue
-        if best is None or len(found.ambiguous) < len(best[2].ambiguous):
-            best = (question, pairs, found)
-        if not found.ambiguous:
-            break
-    return best
 
 
 # --- whole parts of a checkpoint that the target lacks: an auxiliary head, tables of positions; each as one glob
@@ -170,24 +161,18 @@ def extras(unexpected: Sequence[str], source: Mapping[str, Shape], wanted: Mappi
     for name in unexpected:
         path = next((path for path in _paths(name) if counts[path] == free[path] < len(names)), None)
         tail = name.rpartition(".")[2]
-        if path is not None:
-            pattern = f"{escape(path)}.*"
-        else:
-            everywhere = free_tails[tail] == tails[tail] > 1 and tail != name
-            pattern = f"*.{escape(tail)}" if everywhere else escape(name)
+        everywhere = free_tails[tail] == tails[tail] > 1 and tail != name
+        pattern = f"{escape(path)}.*" if path is not None else f"*.{escape(tail)}" if everywhere else escape(name)
         found.setdefault(pattern, []).append(name)
-    near = {path for name in wanted or () for path in _paths(name)}  # what is missing may be there in another form
+    # what is missing may be there in another form: beside these, under these last names, in these shapes
+    near = {path for name in wanted or () for path in _paths(name)}
     shapes, lasts = set((wanted or {}).values()), {f"*.{name.rpartition('.')[2]}" for name in wanted or ()}
-    return [
-        Extra(glob, tuple(rows))
-        for glob, rows in found.items()
-        if glob not in lasts and _above(glob) not in near and not any(is_part(name) or source[name] in shapes for name in rows)
-    ]
-
-
-def _above(glob: str) -> str:
-    """The module that the highest module of a glob is in; nothing where that is the whole, or the glob a last name."""
-    return "" if glob.startswith("*") else glob.removesuffix(".*").rpartition(".")[0]
+    made = []
+    for glob, rows in found.items():
+        above = "" if glob.startswith("*") else glob.removesuffix(".*").rpartition(".")[0]
+        if glob not in lasts and above not in near and not any(is_part(name) or source[name] in shapes for name in rows):
+            made.append(Extra(glob, tuple(rows)))
+    return made
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -230,7 +215,10 @@ def questions(ambiguous: Sequence[Ambiguous]) -> list[Question]:
     groups: dict[tuple[str, ...], list[Question]] = defaultdict(list)
     for question in every_question(ambiguous):
         groups[question.candidates].append(question)
-    return [each for candidates, group in groups.items() for each in _without_last(group, candidates)]
+    found: list[Question] = []
+    for candidates, group in groups.items():  # of two modules and two candidates one answer says both
+        found += group[:-1] if len(group) == len(candidates) > 1 else group
+    return found
 
 
 def every_question(ambiguous: Sequence[Ambiguous]) -> list[Question]:
@@ -245,11 +233,6 @@ def _counting(row: Ambiguous) -> list[tuple[str, int]]:
     """By text, and by numbers as they count."""
     *parts, text = _NUMBER.split(row.new)
     return [*zip(parts, (int(digits[:18]) for digits in _NUMBER.findall(row.new)), strict=True), (text, 0)]
-
-
-def _without_last(group: list[Question], candidates: tuple[str, ...]) -> list[Question]:
-    """Of two modules and two candidates one answer says both."""
-    return group[:-1] if len(group) == len(candidates) > 1 else group
 
 
 def _modules(ambiguous: Sequence[Ambiguous]) -> _Modules:
