@@ -325,24 +325,15 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
             fix="Write a local file, and copy it.",
         )  # fmt: skip
     with output_errors(Path(path)):
-        return _checked_target(path, overwrite=overwrite)
-
-
-def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
-    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
-        raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
-    if target.exists() and not overwrite:
-        from ckpt_tools.io import temporaries
-
-        temporaries.remove_orphans(
-            target.parent, temporaries.prefix_of(target.name)
-        )  # no other process gets as far as `replacing`
-        raise exists_error(target)
-    check_writable(path, target.parent)
-    return target
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
+            raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
+        if target.exists() and not overwrite:
+            raise exists_error(target)
+        check_writable(path, target.parent)
+        return target
 
 
 def check_writable(path: str | os.PathLike[str], folder: Path) -> None:

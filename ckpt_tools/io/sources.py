@@ -256,21 +256,3 @@ class HandedSource(Source):
             raise self._unreadable(error) from None
         except ValueError as error:  # closed meanwhile
             raise NotACheckpointError(f"{self.path} cannot be read.", why=f"{error}.") from None
-
-
-def source_of(path: Handed) -> Source:
-    """The source of an open file: the file on disk that it is, where it is one and stands at its start."""
-    named = _on_disk(path)
-    return HandedSource(path) if named is None else Source(named)
-
-
-def _on_disk(path: Handed) -> str | None:
-    """The path of the regular file that an open one is, where all of it is meant."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        file = path.file
-        if path.called and isinstance(file.read(0), bytes) and file.tell() == 0:
-            if file.writable():
-                file.flush()
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path.called)):
-                return path.called
-    return None

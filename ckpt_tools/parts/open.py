@@ -18,7 +18,7 @@ from ckpt_tools.formats.registry import begins_as_checkpoint, containers
 from ckpt_tools.formats.single import HEAD, collector_paused, decode_content, decode_file, may_be_packed, naming
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.io.sources import Files, source_of
+from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
 from ckpt_tools.parts.names import group_of, is_index, model_group
@@ -77,7 +77,7 @@ def _newest(run: str | os.PathLike[str], steps: Sequence[Path]) -> Checkpoint:
 def open_source(path: str | os.PathLike[str]) -> Source:
     """The source for a path: a file, the files of a folder, or something remote."""
     if isinstance(path, Handed):
-        return source_of(path)
+        return HandedSource(path)
     if is_address(path):
         from ckpt_tools.io.remote import open_remote
 

@@ -14,10 +14,9 @@ from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
-from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.io.writer import Clone, Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
