@@ -453,7 +453,7 @@ def merge(
             "A pickled model gives its state dict with `objects='plain'`.",
         )  # fmt: skip
     from ckpt_tools.edit.lora.adapter import opened
-    from ckpt_tools.edit.lora.merging import Merging
+    from ckpt_tools.edit.lora.planning import Merging
 
     merging = Merging(root, found[0].node, report.source)
     for path, weight in adapters:

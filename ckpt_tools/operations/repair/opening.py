@@ -25,9 +25,9 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.legacy_stream import is_stream
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.formats.single import HEAD, collector_paused, may_be_packed, naming
+from ckpt_tools.formats.torch_legacy import is_stream
 from ckpt_tools.formats.zip_directory import PROGRAM, RecordRange, is_mended
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import CHUNK, Content, Deflated, Range
