@@ -58,7 +58,6 @@ _MOST_RANKS = 1 << 16  # of which some may be missing
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
     """Read the structure of every file and put the weights together; of tensor bytes only step counters."""
     found = zero_files(names)
-    assert found is not None, "they were found by their names"
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     reading = _Reading(found, files, partial=partial)
