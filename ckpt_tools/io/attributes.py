@@ -29,7 +29,10 @@ def narrow(fd: int, inputs: Inputs) -> None:
 
 
 def _modes(inputs: Inputs) -> Iterator[int]:
-    for path in map(_with_shards, inputs):
+    for given in inputs:
+        path, _ = archive_and_member(given)
+        if os.fspath(path).endswith(".index.json"):  # which stands for the folder with the shards that it names
+            path = os.path.dirname(path) or "."
         with contextlib.suppress(OSError, ValueError):  # an address, a callable's name; whoever reads it says what is wrong
             mode = os.stat(path).st_mode
             if not stat.S_ISDIR(mode):
@@ -38,12 +41,6 @@ def _modes(inputs: Inputs) -> Iterator[int]:
             yield stat.S_IMODE(mode) | 0o222
             with os.scandir(path) as rows:
                 yield from (stat.S_IMODE(row.stat().st_mode) for row in rows if row.is_file())
-
-
-def _with_shards(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """An index stands for the folder with the shards that it names, a member for its archive."""
-    path, _ = archive_and_member(path)
-    return os.path.dirname(path) or "." if os.fspath(path).endswith(".index.json") else path
 
 
 def keep(old: Path, fd: int) -> None:
@@ -57,15 +54,8 @@ def keep(old: Path, fd: int) -> None:
                 os.fchown(fd, owner, group)
     with contextlib.suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(status.st_mode))
-    if hasattr(os, "listxattr"):
-        _keep_extended(old, fd)
-
-
-def _keep_extended(old: Path, fd: int) -> None:
-    try:
-        names = [name for name in os.listxattr(old) if name.startswith(_KEPT)]
-    except OSError:
-        return
-    for name in names:
-        with contextlib.suppress(OSError):
-            os.setxattr(fd, name, os.getxattr(old, name))
+    with contextlib.suppress(OSError, AttributeError):  # not every system has them
+        for name in os.listxattr(old):
+            if name.startswith(_KEPT):
+                with contextlib.suppress(OSError):
+                    os.setxattr(fd, name, os.getxattr(old, name))

@@ -82,7 +82,6 @@ class Source:
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
         if not hasattr(os, "preadv") or self.fd < 0:
             buffer[:] = self.read(offset, len(buffer))
             return
@@ -105,7 +104,6 @@ class Source:
             raise self.changed()
 
     def status(self) -> os.stat_result:
-        """What the system says of the open file now."""
         fd = self.fd
         try:
             return os.fstat(fd)
@@ -117,7 +115,6 @@ class Source:
         return self._identity == other._identity
 
     def close(self) -> None:
-        """Close the file; further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written by it, so nothing can be lost
@@ -235,7 +232,11 @@ def replacing(
         place = Path(os.path.realpath(path))
         temporaries.remove_orphans(place.parent, temporaries.prefix_of(place.name))
     target = output_target(path, overwrite=overwrite)
-    before = _identity_of_input(target, inputs)
+    before = None  # what tells an output that is one of its own inputs from a newer file under its name
+    for given in inputs:
+        with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
+            if os.path.samefile(given, target):
+                before = identity_of(os.stat(target))
     temporary = target.parent / temporaries.new_name(temporaries.prefix_of(target.name))
     fd = lock = -1
     try:
@@ -261,15 +262,6 @@ def replacing(
                 temporaries.sync_folder(target.parent)
     finally:
         temporaries.discard(temporary, fd, lock)
-
-
-def _identity_of_input(target: Path, inputs: Inputs) -> object:
-    """What tells an output that is one of its own inputs from a newer file under its name; None for any other output."""
-    for path in inputs:
-        with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
-            if os.path.samefile(path, target):
-                return identity_of(os.stat(target))
-    return None
 
 
 @contextlib.contextmanager
@@ -346,12 +338,10 @@ def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
 
 
 def exists_error(target: object) -> OutputExistsError:
-    """The error for an output that is already there."""
     return OutputExistsError(f"{target} already exists.", fix="Give `overwrite=True` to replace it.")
 
 
 def not_empty(folder: object) -> OutputExistsError:
-    """The error for an output folder in which there is something."""
     fix = "Give `overwrite=True` to replace the checkpoint in it; its other files stay."
     return OutputExistsError(f"{folder} already exists and is not empty.", fix=fix)
 
@@ -377,7 +367,6 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
 
 
 def no_space(target: Path, needed: int) -> OutputError:
-    """The error for a full disk."""
     free = free_bytes(target.parent)
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."

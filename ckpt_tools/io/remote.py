@@ -88,15 +88,12 @@ class RemoteSource(Source):
             self._keep(0, self._checked(0, first))
 
     def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`."""
         raise NotImplementedError
 
     def version(self) -> tuple[Any, ...]:
-        """The size, and what tells one version from another, as the server says now."""
         raise NotImplementedError
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`."""
         if not length:  # beyond the end there are that many too
             return b""
         if offset + length > self.size:
@@ -129,7 +126,6 @@ class RemoteSource(Source):
                 self._keep(start, data)
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the object is another than when it was opened."""
         if self.version() != self._identity:
             raise self.changed()
         with ThreadPoolExecutor(_AT_ONCE // 4) as pool:  # what nothing tells the version of is read twice
@@ -297,7 +293,6 @@ class _FsspecSource(RemoteSource):
         return bytes(_bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
 
     def version(self) -> tuple[Any, ...]:
-        """Size and what the file system calls a version."""
         self.fs.invalidate_cache()
         info = _bounded(self.url, lambda: self.fs.info(self.name))
         return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
@@ -497,7 +492,6 @@ class RemoteStaging:
         """Nothing: `sizes` will tell the first process what it sees."""
 
     def sizes(self) -> dict[str, int]:
-        """The files written so far, and their bytes."""
         found = _listed(f"{self.target}/{self.inner}".rstrip("/"))
         return {self.last if name == self.hidden else name: size for name, size in found.items()}
 

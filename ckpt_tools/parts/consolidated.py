@@ -39,7 +39,6 @@ _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     ranks, missing = _ranks(names, partial=partial)
     keys = Keys()
     parts = renewed((decode_file(files.open(name)) for name in ranks), keys)

@@ -64,7 +64,6 @@ class _Place:
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read `.metadata` and the values; no tensor bytes. A `common.pt` beside it is Megatron-core's."""
     record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
@@ -92,7 +91,11 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
     decoded.has_checksums = False  # a chunk's record is not one to be copied with its header
-    decoded.globals = [*_unexpected(machine), *decoded.globals]
+    unexpected = [  # what torch's own metadata does not name
+        name for name in machine.globals
+        if not (name.module.startswith(_MODULE) or str(name) in _EXPECTED or (name.module == "torch" and name.name in DTYPES))
+    ]  # fmt: skip
+    decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
     decoded.locate, decoded.misplaced = reader.locate, reader.misplaced
     if missing:
@@ -111,24 +114,15 @@ def length_of(source: Source, name: str) -> int:
 
 def _record(source: Source) -> tuple[Node, Machine]:
     """What `.metadata` says, and what read it."""
+
+    def no_storages(pid: Node) -> Node:
+        raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
+
     with limits.of_file(source.size):
-        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        machine = Machine(source.read(0, source.size), MAKERS, no_storages)
         record = machine.load()
     validate(record)
     return record, machine
-
-
-def _no_storages(pid: Node) -> Node:
-    raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
-
-
-def _unexpected(machine: Machine) -> list[Global]:
-    """The globals that torch's own metadata does not name."""
-    return [
-        name
-        for name in machine.globals
-        if not (name.module.startswith(_MODULE) or str(name) in _EXPECTED or (name.module == "torch" and name.name in DTYPES))
-    ]
 
 
 def _fields(node: Node, kind: str) -> dict[str, Node]:
@@ -179,12 +173,12 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
         if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
             raise DamagedFileError("The metadata has a path that cannot be read.")
         if ".".join(map(str, steps)) != name:
-            raise DamagedFileError(f"The metadata has {name!r} under the path of another name.", why=_OTHER_PATH)
+            raise DamagedFileError(
+                f"The metadata has {name!r} under the path of another name.",
+                why="torch makes the name of the path, and would read what is saved under that name.",
+            )
         found[name] = tuple(steps)
     return found
-
-
-_OTHER_PATH = "torch makes the name of the path, and would read what is saved under that name."
 
 
 def _is_step(node: Node) -> TypeGuard[str | int]:
@@ -391,7 +385,6 @@ def _properties(node: Node) -> tuple[DType, bool]:
 
 
 def decode_safetensors(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the headers of the files that HuggingFaceStorageWriter wrote, one or more a rank."""
     parts = []
     found: dict[str, list[tuple[Sizes, Entry]]] = {}
     for file in names:

@@ -19,7 +19,7 @@ from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
 from ckpt_tools.parts import evidence
 from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState
-from ckpt_tools.parts.merge import Merger, Piece, Row
+from ckpt_tools.parts.merge import Merger, Piece, Row, check_same
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
@@ -85,15 +85,10 @@ class Group:
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    first = next(iter(optimizers.values()))
-    for rank, state in optimizers.items():
-        if len(state.flat) != len(first.flat) or state.is_stage_3 != first.is_stage_3:
-            raise PartError(
-                f"{state.file} has {len(state.flat)} groups of weights on rank {rank}, {first.file} {len(first.flat)}."
-            )
-        if state.counts != first.counts:
-            raise PartError(f"{state.file} says that its groups are cut among other numbers of ranks than {first.file}.")
-    return _groups_one_by_one(model, optimizers, world) if first.is_stage_3 else _groups_in_rows(model, optimizers, world)
+    groups = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
+    check_same("groups of weights, cut among as many ranks", groups)
+    is_stage_3 = next(iter(optimizers.values())).is_stage_3
+    return _groups_one_by_one(model, optimizers, world) if is_stage_3 else _groups_in_rows(model, optimizers, world)
 
 
 def _groups_one_by_one(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -194,12 +189,10 @@ class Slice:
 
     @property
     def lost(self) -> dict[str, str]:
-        """The weights that are not whole, and why."""
         return self.merger.lost
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose part of the optimizer is not there."""
         return [rank for rank in range(self.world) if rank not in self.optimizers] if self.optimizers else []
 
     @cached_property

@@ -37,7 +37,6 @@ class Piece:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the box."""
         return self.entry.shape
 
 
@@ -98,7 +97,6 @@ class Merger:
             return DROP
 
     def shown(self, *ranks: int) -> str:
-        """Ranks as a message shows them."""
         return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
@@ -133,6 +131,16 @@ class Merger:
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
             rest=True,
         )
+
+
+def check_same(what: str, said: Mapping[str, object]) -> None:
+    """Every file says the same of something."""
+    for file, value in said.items():
+        if value != said[first := next(iter(said))]:
+            raise PartError(
+                f"{first} and {file} do not have the same {what}.",
+                why="They were saved at different steps, or by several jobs.",
+            )
 
 
 _NAMED = 100  # missing ranks, of which more are only counted: a file may say any number

@@ -124,7 +124,6 @@ _DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
 
 
 def indexes(names: Sequence[str]) -> tuple[str, ...]:
-    """The indexes of shards among these names."""
     return tuple(name for name in names if name.endswith(INDEX_SUFFIX) and not name.endswith(_OTHER_LIBRARIES))
 
 
@@ -141,7 +140,6 @@ def taken_before(index: str, names: Sequence[str]) -> list[str]:
 
 
 def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
-    """The files that torch's HuggingFaceStorageWriter gives every rank."""
     return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
@@ -160,7 +158,6 @@ class ShardName:
 
     @property
     def index(self) -> str:
-        """The file of the index."""
         return f"{self.stem}{self.suffix}{INDEX_SUFFIX}"
 
 
@@ -209,11 +206,9 @@ class ZeroFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
         return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
 
     def of_slice(self, kind: str, number: int) -> dict[int, str]:
-        """The files of a slice by rank."""
         return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
@@ -37,16 +37,11 @@ _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step"
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
-class Places(Protocol):
-    """What something beside the files says of plain tensors in them."""
-
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
-        """The whole shape and the boxes of what is a part; None for what every rank has whole."""
-        ...
+# What something beside the files says of plain tensors at a place: the whole shape and the boxes; None for what all have whole
+Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read files that differ in the rank alone."""
     group = group_of(names[0], names) or item_group_of(names[0], names)
     assert group is not None, "they were found by their ranks"
     return merge(group, files, partial=partial)
@@ -72,7 +67,7 @@ def merge(
     roots[ranks[0]] = keys.renew(roots[ranks[0]])
     merging = _Merging(group, roots, Merger(keys, partial=partial), places, names, world)
     made = merged(CONTAINER, merging.run(), files, list(parts.values()))
-    gone = merging.globals_of_parts()
+    gone = _globals(tuple(merging.objects)) - _globals(merging.root)  # what parts alone name, which are whole tensors now
     made.globals = [name for name in made.globals if name not in gone]
     made.warnings += merging.warnings
 
@@ -98,14 +93,18 @@ class _Merging:
         self.gone: list[Node] = []
 
     def run(self) -> Node:
-        """The merged tree."""
         tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
         splitting = self._split(tensors)
         uneven = self._check_names(tensors)
         self._check_values()
         new: dict[int, Node | Drop] = {}
         for where, node in tensors[self.ranks[0]].items():
-            new[id(node)] = DROP if where in uneven else self._whole(where, [tensors[rank][where] for rank in self.ranks])
+            if where in uneven:
+                new[id(node)] = DROP
+                continue
+            make = functools.partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
+            # Of a list, which would close up, none may be lost.
+            new[id(node)] = self.merger.unless_lost(dotted(where), make) if _is_named(where) else make()
         new.update((id(node), DROP) for node in self.gone)
         self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
         if splitting is not None:
@@ -156,16 +155,6 @@ class _Merging:
             others = f", and {len(more)} more" if more else ""
             raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {name!r} {why}{others}.")
 
-    def _whole(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
-        """The whole tensor; of a list, which would close up, none may be lost."""
-        make = functools.partial(self._merged, where, nodes)
-        return self.merger.unless_lost(dotted(where), make) if _is_named(where) else make()
-
-    def globals_of_parts(self) -> set[Global]:
-        """The globals that only parts name, which are whole tensors now."""
-        left = {node for node in reachable(self.root) if type(node) is Global}
-        return {node for node in reachable(tuple(self.objects)) if type(node) is Global} - left
-
     def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
         """The tensors that not every rank has, where they may be left out."""
         uneven: dict[Where, list[int]] = {}
@@ -206,7 +195,7 @@ class _Merging:
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
-            placed = self.places.shares(where, entries) if self.places else None
+            placed = self.places(where, entries) if self.places else None
             if placed is not None:
                 return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
             return self.merger.replicated(name, entries)
@@ -254,6 +243,10 @@ def _unnamed(name: str) -> PartError:
         fix="A target tells names and shapes: `like=TARGET`, which is a file of the model, or package.module:callable.",
         rest=True, unnamed=True,
     )  # fmt: skip
+
+
+def _globals(root: Node) -> set[Global]:
+    return {node for node in reachable(root) if type(node) is Global}
 
 
 def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:

@@ -55,7 +55,6 @@ def complete(decoded: Decoded, files: Files) -> Decoded:
 
 
 def _layers(common: Dict) -> int | None:
-    """How many layers the job's arguments say."""
     arguments = common.get("args")
     state = arguments if type(arguments) is Dict else attributes(arguments)
     layers = state.get("num_layers") if state is not None else None
@@ -63,7 +62,6 @@ def _layers(common: Dict) -> int | None:
 
 
 def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
-    """The model's tensors by name."""
     for key, value in root.items if type(root) is Dict else ():
         if type(key) is str and type(value) is Entry and key.partition(".")[0] not in _NO_MODEL and _EXTRA not in key:
             yield key, value
