@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.io.member_paths import Handed
 
 if TYPE_CHECKING:
-    from ckpt_tools.io.attributes import Inputs
+    from ckpt_tools.io.temporaries import Inputs
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
@@ -226,7 +226,7 @@ def replacing(
         with _handing_back(path) as output:
             yield output
         return
-    from ckpt_tools.io import attributes, temporaries
+    from ckpt_tools.io import temporaries
 
     with output_errors(Path(path)):
         place = Path(os.path.realpath(path))
@@ -244,9 +244,9 @@ def replacing(
             replaces = target.exists()
             fd = temporaries.create(temporary)
             if replaces:
-                attributes.keep(target, fd)
+                temporaries.keep(target, fd)
             else:
-                attributes.narrow(fd, inputs)
+                temporaries.narrow(fd, inputs)
         yield Output(fd, target, temporary)
         with output_errors(target):
             if durable or replaces:

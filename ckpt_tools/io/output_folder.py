@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tools.errors import OutputError, UsageError
-from ckpt_tools.io import attributes, temporaries
+from ckpt_tools.io import temporaries
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Output, check_space, check_writable, not_empty, output_errors, replacing
 
@@ -115,7 +115,7 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
         if (target / name).is_file():
             fd = os.open(temporary / name, os.O_RDWR)
             try:
-                attributes.keep(target / name, fd)
+                temporaries.keep(target / name, fd)
             finally:
                 os.close(fd)
     with contextlib.suppress(FileNotFoundError):

@@ -394,24 +394,18 @@ def _is_whole_on_commit(url: str) -> bool:
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
     fs, name = check_upload(url, overwrite=overwrite)
-    if _is_whole_on_commit(url):
-        with _streaming(url, fs, name) as output:
-            yield output
-        return
     folder, slash, last = name.rpartition("/")
-    place = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
-    with _streaming(url, fs, place) as output:
+    hidden = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
+    with _streaming(url, fs, name if _is_whole_on_commit(url) else hidden, name) as output:
         yield output
-    try:
-        _bounded(url, lambda: fs.mv(place, name), _HOUR)
-    except BaseException:
-        _remove(fs, place)
-        raise
 
 
 @contextlib.contextmanager
-def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
-    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails."""
+def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
+    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails.
+
+    They go to `place`, which is renamed when all is there, where `name` is another.
+    """
     direct = _is_whole_on_commit(url)
     file = _bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
     reader, writer = os.pipe()
@@ -441,6 +435,8 @@ def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
         if direct:
             file.close()
             file.commit()
+        elif place != name:
+            _bounded(url, lambda: fs.mv(place, name), _HOUR)
     except BaseException:
         thread.join(_SECONDS)
         _give_up(fs, place, file, direct)
@@ -482,7 +478,8 @@ class RemoteStaging:
     def output(self, name: str) -> Iterator[Output]:
         """A new file of the folder, written as a stream; nothing is left of it when the block fails."""
         url = f"{self.target}/{self.inner}{self.hidden if name == self.last and not self.inner else name}"
-        with _streaming(url, *_file_system(url)) as output:
+        fs, place = _file_system(url)
+        with _streaming(url, fs, place, place) as output:
             yield output
 
     def check_space(self, size: int) -> None:

@@ -17,9 +17,8 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
-from ckpt_tools.parts import evidence
 from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState
-from ckpt_tools.parts.merge import Merger, Piece, Row, check_same
+from ckpt_tools.parts.merge import Merger, Piece, Row, check_casts, check_not_twice, check_same
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
@@ -346,8 +345,8 @@ class Slice:
     def check_evidence(self, module: Mapping[str, Node] | None = None) -> None:
         """What the bytes say against the names of the optimizer's files."""
         for group in self.groups:
-            evidence.check_not_twice(self._flat_of(group), self.merger.shown)
-        evidence.check_casts(self._casts(self.model.module.named if module is None else module))
+            check_not_twice(self._flat_of(group), self.merger.shown)
+        check_casts(self._casts(self.model.module.named if module is None else module))
 
     def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:
         """Each rank's runs of the weights, with the same runs of the 16-bit ones."""

@@ -311,7 +311,7 @@ def layout(folder: Path, names: list[str]) -> Found:
         fix = f"Name a checkpoint in it: {', '.join(models[:4])}."
     raise NotACheckpointError(
         f"{folder} is a directory, and not a checkpoint.",
-        why="It has no shards, no index of them (*.index.json), no .metadata, no files of ranks of one model.",
+        why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
         fix=fix,
     )
 

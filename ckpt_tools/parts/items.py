@@ -98,21 +98,16 @@ def _described(root: Node) -> tuple[dict[str, Row], int]:
             f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.",
             fix="Load it with torch_checkpointing, and save it again.",
         )
-    world, items = content.get("world_size"), content["metadata"]
-    if (
-        type(world) is not int
-        or not 0 < world <= MOST_RANKS
-        or not all(_is_item(key, row, world) for key, row in items.items())
-    ):
+    said, items = content.get("world_size"), content["metadata"]
+    world = said if type(said) is int and 0 < said <= MOST_RANKS else 0
+    good = world > 0
+    for key, row in items.items():
+        layouts = row.get("rank_to_layout_info") if isinstance(row, dict) else None
+        good = good and type(key) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        good = good and isinstance(row.get("nested_path_to_metadata"), dict)
+    if not good:
         raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
     return items, world
-
-
-def _is_item(key: object, row: object, world: int) -> bool:
-    if type(key) is not str or not isinstance(row, dict) or not isinstance(row.get("nested_path_to_metadata"), dict):
-        return False
-    layouts = row.get("rank_to_layout_info")
-    return isinstance(layouts, dict) and len(layouts) == world and all(rank in layouts for rank in range(world))
 
 
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:

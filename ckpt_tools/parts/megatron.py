@@ -25,7 +25,7 @@ from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, check_same, merged
+from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_same, merged
 from ckpt_tools.parts.names import MP_RANK
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
@@ -213,11 +213,7 @@ def _chunks(name: str, root: Dict) -> list[Chunk]:
 
 def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
     """Every rank is there once, and no other."""
-    places: dict[Place, str] = {}
-    for part in parts:
-        if part.place in places:
-            raise PartError(f"{places[part.place]} and {part.folder} are one rank's.", fix="Remove one of the two.")
-        places[part.place] = part.folder
+    places = by_rank((part.place, part.folder) for part in parts)
     if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
         raise PartError(f"{some(beyond)} are beyond the {prod(sizes)} ranks that the args of the job say.")
     world = prod(sizes)

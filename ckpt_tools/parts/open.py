@@ -28,7 +28,7 @@ from ckpt_tools.tree.nodes import Global, Node, Object
 from ckpt_tools.tree.options import natural
 
 if TYPE_CHECKING:
-    from ckpt_tools.parts.flat_rows import Names
+    from ckpt_tools.parts.rank_files import Names
 
 _Source = TypeVar("_Source", bound=Source)
 

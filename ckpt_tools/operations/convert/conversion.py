@@ -29,7 +29,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 if TYPE_CHECKING:
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
-    from ckpt_tools.parts.flat_rows import Names
+    from ckpt_tools.parts.rank_files import Names
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
