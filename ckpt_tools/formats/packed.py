@@ -22,7 +22,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
-from ckpt_tools.formats.compressed import Kind, inflate, kind_of
+from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
@@ -106,20 +106,16 @@ def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decode
         if wanted not in ("", member):
             raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
         whole.path = _inside(source.path, member)
-        return _compressed(source, whole, kind, member, readers)
-
-
-def _compressed(source: Source, whole: Source, kind: Kind, member: str, readers: Readers) -> Decoded:
-    try:
-        decoded = _read(whole, readers)
-    except NotACheckpointError as error:
-        why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
-        raise NotACheckpointError(
-            f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
-            fix=f"Unpack it to see what it is: {kind.shell} FILE.",
-        ) from None  # fmt: skip
-    decoded.packed = Packed(kind.name, member, source, whole, source.path)
-    return decoded
+        try:
+            decoded = _read(whole, readers)
+        except NotACheckpointError as error:
+            why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
+            raise NotACheckpointError(
+                f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
+                fix=f"Unpack it to see what it is: {kind.shell} FILE.",
+            ) from None  # fmt: skip
+        decoded.packed = Packed(kind.name, member, source, whole, source.path)
+        return decoded
 
 
 def _read(place: Source, readers: Readers) -> Decoded:
@@ -132,9 +128,6 @@ def _read(place: Source, readers: Readers) -> Decoded:
         if "ckpt repair" in error.fix or (isinstance(error, DamagedFileError) and error.whole and not error.fix):
             error.fix = "Get it again, or unpack it and give ckpt repair the file that was in it."
         raise
-
-
-# --- tars
 
 
 def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Decoded:
