@@ -62,9 +62,10 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
         try:
             dtype, shape, begin, end = _tensor_info(name, info, warnings)
         except DamagedFileError as error:
-            if unread is None or not _has_place(info):
+            offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
+            if unread is None or not (_are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
                 raise
-            unread[name], (begin, end) = error.what, info["data_offsets"]
+            unread[name], (begin, end) = error.what, offsets
             dtype, shape = UINT8, (end - begin,)
         spans.append((begin, end, name))
         storage = Storage(str(index), dtype, end - begin, None, Range(source, data_start + begin, end - begin))
@@ -75,11 +76,6 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     root = Dict(restore_aliases(items, metadata), ordered=True)
     root.attributes = restore_state_dict_metadata(metadata)
     return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
-
-
-def _has_place(info: Any) -> bool:
-    offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
-    return _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def entries_of(decoded: Decoded) -> dict[str, Entry]:

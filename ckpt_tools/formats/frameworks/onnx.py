@@ -274,10 +274,4 @@ def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Compute
     return Computed(count, work, content)
 
 
-def _with_other_files(source: Source, files: Files) -> Decoded:
-    """A model, with the files beside it that have elements of it."""
-    with limits.of_file(source.size):
-        return decode(source, files)
-
-
-CONTAINER = Container(sniff, decode, _with_other_files)
+CONTAINER = Container(sniff, decode, decode)
