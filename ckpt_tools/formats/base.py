@@ -88,8 +88,6 @@ def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Warned:
-    """Something odd in a file that does not keep it from being read."""
-
     code: str
     found: str
     expected: str = ""
@@ -118,8 +116,6 @@ class Packed:
 
 @dataclass(slots=True, repr=False, eq=False)
 class Decoded:
-    """What a container's `read` makes of a file."""
-
     container: str
     root: Node
     source: Source
@@ -165,7 +161,6 @@ class Decoded:
 
 
 def state_dict(container: str, source: Source, items: Sequence[tuple[str, Node]]) -> Decoded:
-    """What a file of one flat state dict is decoded to."""
     if (twice := repeated(items)) is not None:
         raise DamagedFileError(f"Two tensors of the file would be called {twice!r}.", why="A name in it may have a dot.")
     made = Decoded(container, Dict([*items], ordered=True), source)

@@ -27,8 +27,6 @@ class Tensor:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StateDict:
-    """A mapping name -> entry found in the tree."""
-
     where: Where
     node: Dict
 
@@ -38,7 +36,6 @@ class StateDict:
 
 
 def names_quantised(state_dict: StateDict) -> bool:
-    """Whether a state dict may hold quantised weights: by names of scales and codes, and by classes of torchao."""
     return any(
         type(key) is str
         and (
@@ -60,7 +57,6 @@ def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
 
 
 def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
-    """The tensors that are values of a dict themselves, plain and unusual."""
     return {name: value for name, value in node.items if type(name) is str and (type(value) is Entry or is_tensor(value))}
 
 
@@ -146,8 +142,6 @@ def find_state_dicts(root: Node) -> list[StateDict]:
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer's `state_dict()` gave."""
-
     state: Dict
     groups: List
 
@@ -181,12 +175,10 @@ def is_extra(key: object) -> bool:
 
 
 def is_optimizer(node: Node) -> bool:
-    """Whether a node is what `optimizer.state_dict()` gives."""
     return as_optimizer(node) is not None
 
 
 def as_optimizer(node: Node) -> Optimizer | None:
-    """The parts of what `optimizer.state_dict()` gives, where a node is that."""
     if type(node) is not Dict:
         return None
     groups = node.get("param_groups")

@@ -284,7 +284,6 @@ class Arrays:
 
 
 def _numbers(kind: Node) -> tuple[DType | None, bool]:
-    """The dtype that a pickled numpy.dtype stands for, if it is one of numbers, and whether it is big-endian."""
     if type(kind) is not Object or kind.name != "numpy.dtype" or type(kind.args) is not tuple or not kind.args:
         return None, False
     if len(kind.steps) > 1:

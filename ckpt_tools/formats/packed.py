@@ -168,7 +168,6 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
 
 
 def _members(tar: Source) -> dict[str, Member]:
-    """The files in a tar by their names, in order."""
     found: dict[str, Member] = {}
     try:
         for info in entries(tar, limits.RECORDS.value):

@@ -72,8 +72,6 @@ _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMP
 
 @dataclass(slots=True)
 class Pickles:
-    """Every pickle of a file, and what of it could not be examined."""
-
     pickles: list[Pickle] = field(default_factory=list)
     unexamined: list[tuple[str, str]] = field(default_factory=list)
     program: bool = False
@@ -98,8 +96,6 @@ class _FullError(Exception):
 
 
 class _InMemory(Source):
-    """Bytes that were inflated or lay in a pickle, as a source."""
-
     def __init__(self, data: bytes, source: Source) -> None:
         self.path, self.size, self.data = source.path, len(data), data
         self._fd, self._identity = -1, object()
@@ -121,7 +117,6 @@ class _Walk:
     def examine(
         self, source: Source, where: str, depth: int, between: LegacyStorages | None = None, *, of_text: bool = False
     ) -> None:
-        """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
         self.count()
         if depth > limits.NESTED.value:
             self.skip_beyond(where, limits.NESTED, "It lies too deep.")
@@ -215,7 +210,6 @@ class _Walk:
         return last
 
     def nested(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
-        """Bytes that a pickle loads, or may load."""
         for data in pickle.nested:
             held = _InMemory(data, source)
             if has_end(held) or _is_meant(data):
@@ -377,7 +371,6 @@ def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Recor
 
 
 def _is_pickle(pickle: Pickle, head: bytes) -> bool:
-    """Whether bytes that could be read as a pickle, and begin so, are one."""
     if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
     if _STARTS.match(head):

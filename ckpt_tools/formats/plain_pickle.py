@@ -42,7 +42,6 @@ _DAMAGED_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # of torch-legacy; what stands b
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a pickle that torch.save did not write."""
     return _START.match(head) is not None and _DAMAGED_MAGIC not in head[:32]
 
 

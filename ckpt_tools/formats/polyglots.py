@@ -37,7 +37,6 @@ def refuse_polyglot(source: Source, head: bytes) -> None:
 
 
 def _kinds(head: bytes) -> Iterator[str]:
-    """What a file with these first bytes may be, pickles apart, which no first byte tells."""
     if is_zip(head):
         yield "a zip archive"
     if is_tar(head):

@@ -32,8 +32,6 @@ def graph_in(decoded: Decoded) -> Graph | None:
 
 
 class _Reader:
-    """The values of a graph by name, made when they are first met."""
-
     def __init__(self, sizes: dict[str, Any]) -> None:
         self.sizes = sizes
         self.values: dict[str, Value] = {}
@@ -58,7 +56,6 @@ class _Reader:
         return graph
 
     def value(self, name: str) -> Value:
-        """A value that is there already, or an input."""
         found = self.values.get(name)
         if found is None:
             found = self.values[name] = Value(self.shape(name))

@@ -129,7 +129,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_surrogates(text: str) -> None:
-    """Raise DamagedFileError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise DamagedFileError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
 
@@ -148,7 +147,6 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
 
 
 def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
-    """dtype, torch's shape, and the bytes' begin and end."""
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
@@ -198,7 +196,6 @@ def _depth(value: Any) -> int:
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
-    """The tensors cover the bytes exactly, one after another."""
     at = 0
     for begin, end, name in sorted(spans):
         if begin != at:
@@ -239,7 +236,6 @@ def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -
 
 
 def restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
-    """The `_metadata` attribute of the state dict, where one was kept."""
     paths = _json_map(metadata.get(STATE_DICT_METADATA))
     if not paths:
         return None

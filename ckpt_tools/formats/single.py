@@ -50,7 +50,6 @@ def may_be_packed(head: bytes) -> bool:
 
 @contextlib.contextmanager
 def naming(source: Source) -> Iterator[None]:
-    """Errors inside the block say which file they are about."""
     try:
         with out_of_memory():
             yield
@@ -67,7 +66,6 @@ def naming(source: Source) -> Iterator[None]:
 
 
 def _without_repair(source: Source, fix: str) -> str:
-    """The advice, where repair takes such a file."""
     from ckpt_tools.formats.zip_directory import is_mended
 
     with contextlib.suppress(CkptError):  # the disk failed

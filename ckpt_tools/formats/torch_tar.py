@@ -84,7 +84,6 @@ def decode(source: Source) -> Decoded:
 
 
 def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
-    """The four members by name, and the names of others."""
     members: dict[str, Part] = {}
     others = []
     try:

@@ -51,7 +51,6 @@ def is_npz(source: Source, directory: Directory) -> bool:
 
 
 def _kind(head: bytes) -> Decode | None:
-    """The reader of a member that starts so, zips and pickles apart."""
     return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
 
 
@@ -70,8 +69,6 @@ def decode(source: Source, directory: Directory) -> Decoded:
 
 
 class _Bundle:
-    """The members of one archive, on their way into one tree."""
-
     def __init__(self, source: Source, decoded: Decoded) -> None:
         self.source, self.decoded = source, decoded
         self.inflated = Inflated(source)

@@ -34,8 +34,6 @@ FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip6
 class LocalHeader(
     namedtuple("LocalHeader", "signature needs flags method time date crc compressed size name_length extra_length")
 ):
-    """What stands before a record's name, extra field and bytes."""
-
     __slots__ = ()
 
     @classmethod
@@ -195,7 +193,6 @@ def _read_directory(source: Source) -> Directory:
 
 
 def has_end(source: Source) -> bool:
-    """Whether an end record is where readers look for one: in the last 64 KiB."""
     start = max(0, source.size - _MAX_COMMENT - END.size)
     return b"PK\x05\x06" in source.read(start, source.size - start)
 

@@ -32,8 +32,6 @@ _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
 class ArrayMachine(Machine):
-    """A reading that passes over arrays of joblib's, as joblib does."""
-
     def __init__(self, *args: Any, arrays: bool = True) -> None:
         super().__init__(*args)
         self.arrays, self.has_arrays = arrays, False

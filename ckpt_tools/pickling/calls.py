@@ -220,7 +220,6 @@ class Lister(ArrayMachine):
             self.held.append(given)
 
     def nested(self) -> list[bytes]:
-        """Bytes that torch loads, and those that look like pickles in what instances are given."""
         found, seen, todo = self.loaded, set[int](), self.held[::-1]
         while todo:
             node = todo.pop()
@@ -233,7 +232,6 @@ class Lister(ArrayMachine):
         return list({id(data): data for data in found}.values())
 
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
-        """Keep a call that is dangerous."""
         if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
             text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
@@ -295,7 +293,6 @@ def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: b
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
-    """A pickle, what it holds, the persistent ids in it."""
     start, lister, error = pickles.position, Lister(b""), None
 
     def make(data: bytes, offset: int) -> Machine:
@@ -398,6 +395,5 @@ def _skip(pickles: Pickles, length: int) -> None:
 
 
 def _record(value: Node) -> Pid | None:
-    """A tuple or list of three."""
     parts = tuple(value.items) if type(value) is List else value
     return parts if type(parts) is tuple and len(parts) == 3 else None

@@ -94,7 +94,6 @@ class Machine:
     # --- what opcodes share
 
     def _line(self, at: int) -> tuple[bytes, int]:
-        """The line at a position, and where the next one begins."""
         stop = self.data.find(b"\n", at)
         if stop >= 0:
             return self.data[at:stop], stop + 1
@@ -113,7 +112,6 @@ class Machine:
             return ByteString(data)
 
     def name(self, module: Node, name: Node) -> Node:
-        """The inert record of a global."""
         if type(module) is not str or type(name) is not str:
             raise Malformed("names a global by something that is not text")
         taken = Global(*python3_name(module, name))

@@ -35,7 +35,6 @@ class Cursor:
         return self.at - length
 
     def check(self, length: int) -> None:
-        """Raise DamagedFileError where fewer bytes are left."""
         if length > self.end - self.at:
             raise DamagedFileError(
                 f"The {self.what} is cut off.",

@@ -81,15 +81,11 @@ def _flat(root: Dict, budget: limits.Budget) -> list[tuple[str, Node]]:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that stay in the file."""
-
     at: int
     length: int
 
 
 class _Reader:
-    """msgpack as nodes, arrays as entries on ranges of the file."""
-
     def __init__(self, source: Source) -> None:
         self.source, self.cursor = source, Cursor(source, 0, source.size, "msgpack file", ">")
         self.budget = limits.budget(source.size)
@@ -126,7 +122,6 @@ class _Reader:
         return self._map(size, depth) if kind == "map" else List([self.value(depth + 1) for _ in range(size)])
 
     def _kind(self, code: int) -> tuple[str, int]:
-        """What the byte before a value says that it is, and its size, which may follow."""
         if code < 0xC0:
             return ("map", code & 15) if code < 0x90 else ("list", code & 15) if code < 0xA0 else ("text", code & 31)
         if code in _FIXED_EXTENSIONS:

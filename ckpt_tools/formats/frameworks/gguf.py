@@ -51,8 +51,6 @@ def sniff(head: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Info:
-    """What the header says of a tensor: torch's shape, and where it is in the data."""
-
     name: str
     shape: tuple[int, ...]
     kind: BlockType
@@ -184,7 +182,6 @@ def _info(cursor: Cursor) -> _Info:
 
 
 def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int) -> None:
-    """Every tensor is at a multiple of the alignment, inside the file, and apart from the others."""
     at = 0
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset % alignment:
@@ -201,7 +198,6 @@ def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int)
 
 
 def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Entry:
-    """A tensor of plain numbers as its bytes, one of blocks as the numbers that they mean."""
     raw = Range(source, start + info.offset, info.nbytes)
     content: Content = raw
     dtype = info.kind.dtype
@@ -225,7 +221,6 @@ def types_in(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
-    """What tensors are stored as, where that is another type than they are read as."""
     if not encodings:
         return []
     counts = Counter(encodings.values())
@@ -235,7 +230,6 @@ def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
 
 
 def schemes(decoded: Decoded) -> list[dict[str, Any]]:
-    """The quantised types with the sizes of their tensors, as `inspect` shows them."""
     found: dict[str, dict[str, Any]] = {}
     for name, entry in as_dict(decoded.root).named.items():
         kind = decoded.encodings.get(name)

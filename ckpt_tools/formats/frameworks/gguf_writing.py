@@ -47,7 +47,6 @@ def lay_out(
 
 
 def becomes_q8_0(entry: Entry) -> bool:
-    """Whether a tensor is a matrix of floats with rows of whole blocks."""
     size = Q8_0.elements
     known = entry.dtype.family == "float" and entry.dtype.packed == 1 and entry.dtype.in_torch
     return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % size == 0

@@ -186,7 +186,6 @@ class _Reader:
         self.items.append((name, row_major(str(count), dtype, shape, content, called)))
 
     def _external(self, row: _Message, called: str) -> Content:
-        """The elements in a file beside the model."""
         said = dict(self.pair(place, _PAIR) for place in row.get(13, ()))
         texts = {key: self.text(value) if value else "" for key, value in said.items()}
         location = texts.get("location", "")
@@ -211,7 +210,6 @@ class _Reader:
 
 
 def _inside(row: _Message, kind: int, shape: tuple[int, ...], called: str) -> Content:
-    """The elements in the model itself, as bytes, little-endian."""
     fields = {number: row[number] for number in (_RAW, 6) if number in row}
     fields |= {number: parts for number in _IN_FIELD if (parts := [part for part in row.get(number, ()) if part.length])}
     number, parts = next(iter(fields.items()), (_RAW, []))
@@ -257,7 +255,6 @@ def _numbers(content: Content, width: int, count: int, called: str) -> Iterator[
 
 
 def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Computed:
-    """Numbers of four bits, two in a byte, as one in each."""
     if content.length != -(-count // 2):
         raise TensorError(f"{called} has {content.length} bytes, and its shape needs {-(-count // 2)}.")
     numbers = [half - 16 if kind == _INT4 and half > 7 else half for half in range(16)]
