@@ -18,7 +18,6 @@ import operator
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -134,16 +133,13 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if not _is_shape(shape) or type(fortran) is not bool:
+    sizes = [size for size in shape if type(size) is int and size >= 0] if isinstance(shape, tuple) else [-1]
+    if not isinstance(shape, tuple) or len(sizes) < len(shape) or len(shape) > MAX_DIMENSIONS or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
     code, order = _kind(fields["descr"], what)
     return Header(code, order == ">", fortran, shape, start + length)
-
-
-def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
-    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import chain
 from math import prod
 from typing import Any, NoReturn
 
@@ -92,10 +91,6 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
         raise DamagedFileError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
-    return _parse(raw), 8 + length
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
     try:
         # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
         whole = _no_minus_zero if b"-0" in raw else None
@@ -105,7 +100,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DamagedFileError("The safetensors header is not UTF-8.") from None
     except ValueError as error:
         raise DamagedFileError("The safetensors header is not JSON.", why=f"{error}.") from None
-    return header
+    return header, 8 + length
 
 
 def _no_minus_zero(text: str) -> int:
@@ -150,7 +145,8 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
-        limits.check_depth(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
+        if isinstance(info[extra], dict | list):  # how deep safetensors reads is another matter
+            raise DamagedFileError(f"Tensor {name!r} has the unknown field {extra!r}, which is no plain value.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
@@ -184,15 +180,6 @@ def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
     if shape[-1] % dtype.packed:
         raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
     return (*shape[:-1], shape[-1] // dtype.packed)
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
-        level = [*chain.from_iterable(nested)]
-    return depth
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
