@@ -49,7 +49,6 @@ def _view(entry: Entry) -> tuple[Any, ...]:
 
 
 def _storages(node: Node) -> frozenset[int]:
-    """The storages below a node."""
     found = {id(below.storage) for below in reachable(node) if type(below) is Entry}
     return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
 
