@@ -158,10 +158,6 @@ _FIELD = re.compile(
 )
 
 
-class _Structure(str):
-    """The text of a structured dtype."""
-
-
 def _literal(text: bytes) -> dict[str, object] | None:
     """The fields of a header; None when it is not one."""
     inside = text.decode("latin-1").strip()
@@ -172,17 +168,14 @@ def _literal(text: bytes) -> dict[str, object] | None:
         found = _FIELD.match(inside, at)
         if found is None or found[2] in fields:
             return None
-        fields[found[2]] = _value(found)
+        if found[4] is not None or found[7] is not None:
+            fields[found[2]] = found[4] or found[7] or ""
+        elif found[5] is not None:
+            fields[found[2]] = found[5] == "True"
+        else:
+            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
         at = found.end()
     return fields
-
-
-def _value(found: re.Match[str]) -> object:
-    if found[4] is not None:
-        return found[4]
-    if found[5] is not None:
-        return found[5] == "True"
-    return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
 
 
 class Arrays:

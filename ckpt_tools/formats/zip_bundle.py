@@ -18,8 +18,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.registry import Decode, containers
+from ckpt_tools.formats.single import refuse_polyglot
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
@@ -285,13 +284,7 @@ class _Writer:
         return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
-        if len(items) < _FEW:
-            return list(items)
-        rows: list[_Todo] = []
-        for plain, run in groupby(items, lambda item: type(item) in PLAIN):
-            members = list(run)
-            rows += [_Values(members)] if plain else members
-        return rows
+        return [_Values(items)] if len(items) >= _FEW and PLAIN.issuperset(map(type, items)) else list(items)
 
     # --- nodes without parts
 
