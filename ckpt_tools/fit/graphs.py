@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.targets import Target, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.program_graph import graph_in
+from ckpt_tools.formats.exported_program import graph_in
 from ckpt_tools.matching import match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.records import Param

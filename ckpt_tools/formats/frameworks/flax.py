@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, repeated, row_major, state_dict, trailing
-from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.base import Cursor, Decoded, repeated, row_major, state_dict, trailing
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source

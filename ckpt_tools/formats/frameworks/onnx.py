@@ -17,8 +17,7 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
-from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.base import Cursor, Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
