@@ -32,18 +32,10 @@ _HEAD = 4096
 _TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
 
 
-class Member(Window):
-    """A member of an archive as a file of its own; its path is the archive's with the member's name behind a `!`."""
-
-    def __init__(self, archive: Source, name: str, start: int, size: int) -> None:
-        super().__init__(archive, start, size)
-        self.path = _inside(archive.path, name)
-
-
 class Folder(Files):
     """A folder in an archive, as the files of one checkpoint. `order` is the names of all members, sorted."""
 
-    def __init__(self, archive: Source, name: str, members: Mapping[str, Member], order: Sequence[str]) -> None:
+    def __init__(self, archive: Source, name: str, members: Mapping[str, Window], order: Sequence[str]) -> None:
         self.archive, self.files = archive, members
         if name:
             first, last = (bisect_left(order, f"{name}{end}") for end in ("/", chr(ord("/") + 1)))
@@ -167,8 +159,8 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
     return decoded
 
 
-def _members(tar: Source) -> dict[str, Member]:
-    found: dict[str, Member] = {}
+def _members(tar: Source) -> dict[str, Window]:
+    found: dict[str, Window] = {}
     try:
         for info in entries(tar, limits.RECORDS.value):
             name = info.name.removeprefix("./").rstrip("/")
@@ -179,7 +171,8 @@ def _members(tar: Source) -> dict[str, Member]:
             if name in found:
                 raise OddHeaderError(f"two members {name!r}")
             if is_file(info):
-                found[name] = Member(tar, name, info.offset_data, info.size)
+                found[name] = Window(tar, info.offset_data, info.size)
+                found[name].path = _inside(tar.path, name)
     except OddHeaderError as error:
         raise DamagedFileError(
             f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
@@ -192,7 +185,7 @@ def _members(tar: Source) -> dict[str, Member]:
 _DEEPEST = 100  # folders in one another
 
 
-def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers) -> Iterator[str]:
+def _candidates(archive: Source, members: Mapping[str, Window], readers: Readers) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
     held: dict[str, list[str]] = {}
     for path in members:
@@ -212,5 +205,5 @@ def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers
             yield path
 
 
-def _members_of(members: Mapping[str, Member], folder: str) -> Callable[[str], Source | None]:
+def _members_of(members: Mapping[str, Window], folder: str) -> Callable[[str], Source | None]:
     return lambda name: members.get(f"{folder}/{name}" if folder else name)

@@ -95,16 +95,12 @@ def _goes_on(pickles: Pickles) -> bool:
     """Whether the pickles may be those behind a magic number: protocol version, sys_info, object, keys."""
     try:
         for position in range(4):
-            node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))[1]
+            node = pickles.load(lambda data, offset: Machine(data, {}, lambda _: None, offset))[1]
             if position == 0 and type(node) is not Object:  # what a call gives may be the version
                 return type(node) is int and node == PROTOCOL_VERSION
     except CkptError as error:
         return isinstance(error, LimitError)
     return True
-
-
-def _anything(pid: Node) -> Node:
-    return None
 
 
 CONTAINER = Container(sniff, decode)

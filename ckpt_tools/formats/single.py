@@ -59,18 +59,13 @@ def naming(source: Source) -> Iterator[None]:
         if isinstance(error, DamagedFileError) and error.whole is not None:
             error.fix = error.fix or getting_again(str(source.path), error.whole)
         if "ckpt repair" in error.fix and not isinstance(source, Files):
-            error.fix = _without_repair(source, error.fix)
+            from ckpt_tools.formats.zip_directory import is_mended
+
+            with contextlib.suppress(CkptError):  # the disk failed
+                error.fix = error.fix if is_mended(source) else "Get it again."
         raise
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
-
-
-def _without_repair(source: Source, fix: str) -> str:
-    from ckpt_tools.formats.zip_directory import is_mended
-
-    with contextlib.suppress(CkptError):  # the disk failed
-        return fix if is_mended(source) else "Get it again."
-    return fix
 
 
 @contextlib.contextmanager

@@ -81,11 +81,6 @@ class Pickle:
     makes: bool = False
     has_arrays: bool = False
 
-    @property
-    def may_matter(self) -> bool:
-        """Whether it names something, or can be read, or loaders may come further than this reading did."""
-        return bool(self.names) or self.error is None or self.two_ways or isinstance(self.error, LimitError)
-
 
 class Lister(ArrayMachine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
@@ -278,7 +273,9 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
     first = True
     while pickles.left:
         found, value, pids = list_one(pickles, arrays)
-        if not first and not found.may_matter:
+        # whether it names something, or can be read, or loaders may come further than this reading did
+        matters = found.names or found.error is None or found.two_ways or isinstance(found.error, LimitError)
+        if not first and not matters:
             return
         first = False
         if found.error is None:
