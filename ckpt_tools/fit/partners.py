@@ -21,7 +21,7 @@ from ckpt_tools.fit.options import COMPARING, PartnerOptions
 from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.formats.program_graph import graph_in
+from ckpt_tools.formats.exported_program import graph_in
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of

@@ -65,10 +65,10 @@ def save(
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
     if kind in ("safetensors", "gguf"):
-        from ckpt_tools.formats.frameworks import gguf_writing
+        from ckpt_tools.formats.frameworks import gguf
 
         flat = flatten(_tree_of(data, kind), holder=kind)
-        lay_out = safetensors.lay_out if kind == "safetensors" else gguf_writing.lay_out
+        lay_out = safetensors.lay_out if kind == "safetensors" else gguf.lay_out
         pieces = lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
