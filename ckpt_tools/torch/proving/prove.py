@@ -24,9 +24,8 @@ from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Fault, Proved, Run, Setting, Unproved
 from ckpt_tools.torch import load_into
 from ckpt_tools.torch.proving import inputs
-from ckpt_tools.torch.proving.inputs import Done, Given, RaisedError, run, run_alone, seeded
+from ckpt_tools.torch.proving.inputs import Done, Given, Precision, RaisedError, cast, computing_in, run, run_alone, seeded
 from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, pair_tensors
-from ckpt_tools.torch.proving.precision import Precision, cast, computing_in
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
 from ckpt_tools.tree.arguments import Arguments
