@@ -63,23 +63,45 @@ _HOMES = {
     "average": "operations.average", "check": "operations.check.run", "convert": "operations.convert.run",
     "diff": "operations.compare.differences", "edit_in_place": "operations.convert.in_place",
     "extract_lora": "operations.extract_lora", "explain": "operations.explain", "inspect": "operations.inspect",
-    "LazyFile": "torch.lazy", "latest_good": "operations.check.latest", "load_into": "torch.into",
-    "load_state_dict": "torch.loading", "match": "operations.match", "open": "torch.lazy",
+    "latest_good": "operations.check.latest", "LazyFile": "torch.lazy", "match": "operations.match", "open": "torch.lazy",
     "open_checkpoint": "parts.open", "prove": "torch.proving.prove", "repair": "operations.repair.run",
-    "report": "render.html", "save": "torch.saving", "scan": "operations.scan", "show": "operations.show",
-    "sign": "operations.signing", "stats": "operations.compare.stats", "steps": "torch.steps", "verify": "operations.signing",
+    "report": "render.html", "scan": "operations.scan", "show": "operations.show", "sign": "operations.signing",
+    "stats": "operations.compare.stats", "steps": "torch.steps", "verify": "operations.signing",
 }  # fmt: skip
+
+
+_LOAD_CODE = ("load_into", "load_state_dict", "save")
+
+
+class _LoadCode:
+    # A function of `ckpt_tools.torch`, with its signature and its words; a call imports torch.
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+    @property
+    def __wrapped__(self) -> Any:
+        import ckpt_tools.torch
+
+        return getattr(ckpt_tools.torch, self.__name__)
+
+    __doc__ = property(lambda self: self.__wrapped__.__doc__)
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: `ckpt inspect` does not pay for `convert`."""
+    if name in _LOAD_CODE:
+        return globals().setdefault(name, _LoadCode(name))
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_tools' has no attribute {name!r}")
     from importlib import import_module
 
     from ckpt_tools.values.pytorch import torch_told
 
-    with torch_told():  # some of it is load code
+    with torch_told():  # `prove` is load code
         return getattr(import_module(f"ckpt_tools.{_HOMES[name]}"), name)
 
 

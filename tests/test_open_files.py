@@ -30,11 +30,6 @@ class Unseekable(io.RawIOBase):
         return 0
 
 
-def lazily(file: Any) -> Any:
-    with ckpt_tools.open(file) as lazy:
-        return {name: tensor.tolist() for name, tensor in lazy.items()}
-
-
 READ: dict[str, Callable[[Any], Any]] = {
     "inspect": lambda file: ckpt_tools.inspect(file).to_json(),
     "check": lambda file: ckpt_tools.check(file).to_json(),
@@ -45,8 +40,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "match": lambda file: ckpt_tools.match(file, like=SINGLE).to_json(),
     "load": lambda file: {name: tensor.tolist() for name, tensor in load_code.load(file).items()},
     "load_state_dict": lambda file: {name: tensor.tolist() for name, tensor in load_code.load_state_dict(file).items()},
-    "open": lambda file: lazily(file),
-    "steps": lambda file: {name: tensor.tolist() for name, tensor in ckpt_tools.steps(file).unwrap().state_dict().items()},
+    "open": lambda file: {name: tensor.tolist() for name, tensor in ckpt_tools.steps(file).unwrap().state_dict().items()},
 }
 
 

@@ -163,7 +163,7 @@ def _flow_alike(one: Graph, other: Graph) -> bool:
 
 
 def _flow(graph: Graph) -> list[tuple[object, ...]]:
-    return [(each.feeds.items, each.into, each.rows) for each in flow_of(graph, {name: name for name in graph.weights})]
+    return [(each.feeds, each.into, each.rows) for each in flow_of(graph, {name: name for name in graph.weights})]
 
 
 def _graph(side: _Side, inputs: Sequence[Input]) -> Graph:

@@ -1,164 +1,232 @@
-"""The stage of the computation graphs: it doubts what they contradict, and decides what names and shapes leave open."""
+"""The stage of the computation graphs: it doubts what they contradict, and decides what names and shapes leave open.
+
+Layers of both models are compared by the first-order Weisfeiler-Leman test: equal colours where all that feeds them, and all
+that they feed, is alike. Nothing depends on the order in which a file has its names.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.matching.feeds import Feed, Gathered, Hidden, united
-from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, flow_of
+from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
 from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.refinement import Colouring, Label, Marks, Network, Node, Sums
 from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
 from ckpt_tools.matching.structure import Alignment, take_back
 from ckpt_tools.matching.units import Unit, units_of, untied
-from ckpt_tools.tree.graphs import Graph
+
+# How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
+LEVELS = ("plain", "roles", "all")
+_MOST_STEPS = 3_000_000
+_WHY = "its name, and what feeds it when the models run, say different things"
+Node: TypeAlias = Hashable
+Network: TypeAlias = dict[Node, frozenset[tuple[frozenset[str], Node]]]  # layer -> what it is fed by: words, and layers
+Numbers: TypeAlias = tuple[int, int]  # of two partners
+Sides: TypeAlias = tuple[dict[int, Unit], dict[int, Unit]]
+
+
+# --- colours
+
+
+class Colouring:
+    """The colours of the layers of two networks; at first those of what is known of them.
+
+    Only what lies beside a layer whose colour is new is looked at again, and of a colour that is divided the largest part keeps
+    it (Hopcroft): a long chain costs as many steps as it has layers, about, and not their square.
+    """
+
+    def __init__(self, networks: Sequence[Network], starts: Sequence[Mapping[Node, Hashable]]) -> None:
+        self.places = [(side, node) for side, network in enumerate(networks) for node in _nodes(network)]
+        numbers = {place: number for number, place in enumerate(self.places)}
+        self.beside: list[list[tuple[int, int]]] = [[] for _ in self.places]  # of each layer: how, and which other
+        table: dict[Hashable, int] = {}
+        self.colours = [table.setdefault(starts[side][node], len(table)) for side, node in self.places]
+        self.members: dict[int, set[int]] = defaultdict(set)
+        for number, colour in enumerate(self.colours):
+            self.members[colour].add(number)
+        ways: dict[Hashable, int] = {}
+        for side, network in enumerate(networks):
+            for node, feeding in network.items():
+                fed = numbers[side, node]
+                for words, other in feeding:
+                    way = ways.setdefault(words, len(ways) + 1)
+                    self.beside[fed].append((way, numbers[side, other]))
+                    self.beside[numbers[side, other]].append((-way, fed))
+
+    def rounds(self) -> Iterator[list[tuple[Node, Node]]]:
+        """Look one, two, three ... edges far until that says no more. Each time: what is now the only one of a colour."""
+        todo, touched, steps = set(range(len(self.places))), set(self.members), 0
+        while todo and steps <= _MOST_STEPS:
+            steps += sum(len(self.beside[place]) for place in todo)
+            changed = self._divide(todo)
+            touched.update(changed.values(), (self.colours[place] for place in changed))
+            only = [dict(map(self.places.__getitem__, m)) for colour in touched if len(m := self.members[colour]) == 2]
+            yield [(sides[0], sides[1]) for sides in only if len(sides) == 2]
+            touched = set()
+            todo = {other for place in changed for _, other in self.beside[place]}
+
+    def _divide(self, places: Iterable[int]) -> dict[int, int]:
+        """Give layers that are no longer alike colours of their own; the old ones of those that have another now."""
+        parts: dict[int, dict[Hashable, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for place in places:
+            seen = Counter([(way, self.colours[other]) for way, other in self.beside[place]])
+            parts[self.colours[place]][frozenset(seen.items())].add(place)
+        changed: dict[int, int] = {}
+        for colour, by_sight in parts.items():
+            divided = [*by_sight.values()]
+            if rest := self.members[colour].difference(*divided):
+                divided.append(rest)
+            most = max(map(len, divided))
+            largest = [part for part in divided if len(part) == most]
+            for part in divided:
+                if part is not largest[0] or len(largest) > 1:  # of two that are as large none is to be preferred
+                    changed.update(dict.fromkeys(part, colour))
+                    self._recolour(colour, part)
+        return changed
+
+    def _recolour(self, colour: int, part: set[int]) -> None:
+        new = len(self.members)
+        self.members[colour] -= part
+        self.members[new] = part
+        for place in part:
+            self.colours[place] = new
+
+    def alike(self) -> bool:
+        """Whether both networks have every colour as often: as far as colours can tell they are one."""
+        return all(2 * sum(self.places[each][0] for each in each_of) == len(each_of) for each_of in self.members.values())
+
+
+def _nodes(network: Network) -> set[Node]:
+    return {*network, *(node for feeding in network.values() for _, node in feeding)}
+
 
 # --- the layers of two models as networks to compare
 
 
-# How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
-LEVELS = ("plain", "roles", "all")
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """The units of one side, none of them split, and what goes into each of them, by its place in the list."""
-
-    units: list[Unit]
-    arrivals: list[Arrival]
-
-    @classmethod
-    def through(cls, graph: Graph, units: list[Unit]) -> Followed:
-        """Follow all numbers through a graph."""
-        return cls(units, flow_of(graph, {name: at for at, unit in enumerate(units) for name in unit.roles.values()}))
-
-    def cuts(self) -> Cuts:
-        """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
-        rows: dict[int, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
-        for feed in {feed for arrival in self.arrivals for feed in arrival.feeds.items}:
-            if feed.rows is not None and isinstance(feed.owner, int):
-                rows[feed.owner][feed.rows] |= feed.words & {"query", "key"}
-        found = ((self.units[owner], sorted(parts.items())) for owner, parts in rows.items())
-        return {unit.path: _parts(parts) for unit, parts in found if _are_all_of(unit, [size for size, _ in parts])}
-
-
-def _are_all_of(unit: Unit, rows: Sequence[tuple[int, int]]) -> bool:
-    """Whether these are two parts of a layer and more, one behind the other."""
-    ends = [0, *(last for _, last in rows)]
-    follow = all(first == end for (first, _), end in zip(rows, ends, strict=False))
-    return len(rows) > 1 and follow and ends[-1] == unit.shapes.get("weight", (0,))[0]
-
-
-def _parts(parts: Sequence[tuple[tuple[int, int], set[str]]]) -> list[tuple[str, int]]:
-    """What the parts are, with their numbers of rows: what an attention says; else numbers, which no name speaks against."""
-    roles = [words for _, words in parts]
-    names = [next(iter(words)) if len(words) == 1 else f"part{number}" for number, words in enumerate(roles)]
-    if sorted(map(sorted, roles)) == [[], ["key"], ["query"]]:
-        names[roles.index(set())] = "value"
-    return [(name, last - first) for name, ((first, last), _) in zip(names, parts, strict=True)]
-
-
 class Layers:
-    """One side: its units by number, and the networks of them."""
+    """One side: its units by number, what they are fed by, and the parts that they are seen to be divided into."""
 
-    def __init__(self, followed: Followed, units: list[Unit]) -> None:
+    def __init__(self, whole: list[Unit], arrivals: list[Arrival], units: list[Unit]) -> None:
         self.units = units
         self.place: dict[tuple[str, int | None], int] = {}
-        self.rows: dict[int, tuple[int, int]] = {}
         numbers: dict[str, list[int]] = defaultdict(list)
         for number, unit in enumerate(units):
-            part = None if unit.fused is None else unit.fused[1]
             for name in unit.roles.values():
-                self.place[name, part] = number
+                self.place[name, _part_of(unit)] = number
                 numbers[name].append(number)
-        self.wholes = [numbers[next(iter(unit.roles.values()))] for unit in followed.units]
-        for whole in self.wholes:
-            self._measure(whole)
-        arrivals: dict[Node, list[Gathered[Feed]]] = defaultdict(list)
-        for arrival in followed.arrivals:
-            for node in self._nodes(arrival.into, arrival.rows):
-                arrivals[node].append(arrival.feeds)
+        self.parts = [numbers[next(iter(unit.roles.values()))] for unit in whole]
         self.networks = {level: self._network(arrivals, level) for level in LEVELS}
 
-    def _measure(self, whole: Sequence[int]) -> None:
-        """Which rows of a fused layer its parts are."""
-        at = 0
-        for number in whole if len(whole) > 1 else ():
-            rows = self.units[number].shapes["weight"][0]
-            self.rows[number] = at, at + rows
-            at += rows
+    def _network(self, arrivals: Iterable[Arrival], level: str) -> Network:
+        """What goes into nodes, with as much of what is said of it as the level has."""
+        found: dict[Node, set[tuple[frozenset[str], Node]]] = defaultdict(set)
+        for arrival in arrivals:
+            feeding: set[tuple[frozenset[str], Node]] = set()
+            for feed in arrival.feeds:
+                words = frozenset() if level == "plain" else feed.words & ROLES if level == "roles" else feed.words
+                feeding.update((words, node) for node in self._nodes(feed.owner, feed.rows))
+            for node in self._nodes(arrival.into, arrival.rows):
+                found[node] |= feeding
+        return {node: frozenset(feeding) for node, feeding in found.items() if feeding}
 
-    def _nodes(self, owner: object, rows: tuple[int, int] | None) -> list[Node]:
+    def _nodes(self, owner: Node, rows: tuple[int, int] | None) -> list[Node]:
         """The nodes of a layer that some of its rows are in."""
         if not isinstance(owner, int):
             return [owner]
-        whole = self.wholes[owner]
-        if rows is None or len(whole) == 1:
-            return [*whole]
-        return [number for number in whole if self.rows[number][0] < rows[1] and rows[0] < self.rows[number][1]]
-
-    def _network(self, arrivals: Mapping[Node, list[Gathered[Feed]]], level: str) -> Network:
-        """What goes into nodes, with as much of what is said of it as the level has."""
-
-        def labelled(feed: Feed) -> Iterator[tuple[Label, Node]]:
-            label = _label(feed.words, level)
-            return ((label, node) for node in self._nodes(feed.owner, feed.rows))
-
-        return Network({node: united(feeds.changed(level, labelled) for feeds in found) for node, found in arrivals.items()})
+        parts, found, at = self.parts[owner], [], 0
+        if rows is None or len(parts) == 1:
+            return [*parts]
+        for number in parts:
+            end = at + self.units[number].shapes["weight"][0]
+            if at < rows[1] and rows[0] < end:
+                found.append(number)
+            at = end
+        return [*found]
 
     def number(self, unit: Unit) -> int | None:
         """The number of a unit, or of the same one as another list has it."""
-        part = None if unit.fused is None else unit.fused[1]
-        return next((self.place[name, part] for name in unit.roles.values() if (name, part) in self.place), None)
+        return next((self.place[key] for name in unit.roles.values() if (key := (name, _part_of(unit))) in self.place), None)
 
     def starts(self) -> dict[Node, object]:
         """What is known of the nodes at first: the shapes of their tensors."""
-        nodes = self.networks[LEVELS[0]].nodes
+        nodes = _nodes(self.networks[LEVELS[0]])
         others: dict[Node, object] = {node: "hidden" if isinstance(node, Hidden) else node for node in nodes}
         return {**others, **{number: unit.loose for number, unit in enumerate(self.units)}}
 
 
-def _label(words: frozenset[str], level: str) -> frozenset[str]:
-    return frozenset() if level == "plain" else words & ROLES if level == "roles" else words
+def _part_of(unit: Unit) -> int | None:
+    return None if unit.fused is None else unit.fused[1]
 
 
-def layers_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[tuple[Layers, Layers], tuple[Cuts, Cuts]]:
-    """Both sides, all of their tensors; and what the layers of each are seen to be divided into."""
-    known: Mapping[str, str] = pairing.known
-    olds = in_order_of_names(pairing.source.values(), known.__getitem__)
-    olds, news = untied(olds, in_order_of_names(pairing.target.values(), str))
-    left = Followed.through(graphs[0], units_of(olds, known.__getitem__))
-    right = Followed.through(graphs[1], units_of(news, str))
-    cuts = left.cuts(), right.cuts()
-    old_layers = Layers(left, split_fused(left.units, right.units, cuts[0]))
-    return (old_layers, Layers(right, split_fused(right.units, left.units, cuts[1]))), cuts
+def cuts_of(units: Sequence[Unit], arrivals: Iterable[Arrival]) -> Cuts:
+    """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
+    seen: dict[int, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
+    for feed in {feed for arrival in arrivals for feed in arrival.feeds}:
+        if feed.rows is not None and isinstance(feed.owner, int):
+            seen[feed.owner][feed.rows] |= feed.words & {"query", "key"}
+    cuts: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for owner, words in seen.items():
+        unit, rows = units[owner], sorted(words)
+        follow = rows[0][0] == 0 and all(one[1] == other[0] for one, other in pairwise(rows))
+        if len(rows) > 1 and follow and rows[-1][1] == unit.shapes.get("weight", (0,))[0]:
+            roles = [words[each] for each in rows]
+            # what an attention says; else numbers, which no name speaks against
+            names = [next(iter(said)) if len(said) == 1 else f"part{at}" for at, said in enumerate(roles)]
+            if sorted(map(sorted, roles)) == [[], ["key"], ["query"]]:
+                names[roles.index(set())] = "value"
+            cuts[unit.path] = [(name, last - first) for name, (first, last) in zip(names, rows, strict=True)]
+    return cuts
 
 
 # --- what the computations of both models decide
 
 
-Groups: TypeAlias = list[tuple[list[Unit], list[Unit]]]
-Numbers: TypeAlias = tuple[int, int]  # of two partners
-
-
 class Evidence:
     """Two networks, compared; `cuts` are what the layers of each side are seen to be divided into."""
 
-    def __init__(self, sides: tuple[Layers, Layers], cuts: tuple[Cuts, Cuts]) -> None:
-        self.sides, self.cuts = sides, cuts
-        self.networks = {level: (sides[0].networks[level], sides[1].networks[level]) for level in LEVELS}
+    def __init__(self, pairing: Pairing) -> None:
+        assert pairing.graphs is not None
+        known = pairing.known.__getitem__
+        sides = untied(
+            in_order_of_names(pairing.source.values(), known), in_order_of_names(pairing.target.values(), str)
+        )  # fmt: skip
+        wholes = units_of(sides[0], known), units_of(sides[1], str)
+        arrivals = [
+            flow_of(graph, {name: at for at, unit in enumerate(units) for name in unit.roles.values()})
+            for graph, units in zip(pairing.graphs, wholes, strict=True)
+        ]
+        self.cuts = cuts_of(wholes[0], arrivals[0]), cuts_of(wholes[1], arrivals[1])
+        self.sides = (
+            Layers(wholes[0], arrivals[0], split_fused(wholes[0], wholes[1], self.cuts[0])),
+            Layers(wholes[1], arrivals[1], split_fused(wholes[1], wholes[0], self.cuts[1])),
+        )
         self._alone: dict[str, Colouring] = {}
 
     def numbers(self, old: Unit, new: Unit) -> Numbers | None:
         """Two units as nodes; None where one is in no network."""
         found = self.sides[0].number(old), self.sides[1].number(new)
         return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def named(self, old: str, new: str) -> Numbers | None:
+        """The nodes of two tensors."""
+        found = self.sides[0].place.get((old, None)), self.sides[1].place.get((new, None))
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def by_name(self, pairing: Pairing) -> list[Numbers]:
+        """The pairs that are there already."""
+        found = (self.named(match.old, new) for new, match in pairing.matches.items())
+        return [numbers for numbers in found if numbers is not None]
+
+    def _colouring(self, level: str, known: Mapping[int, int]) -> Colouring:
+        starts = self.sides[0].starts(), self.sides[1].starts()
+        for one, other in known.items():
+            starts[0][one] = starts[1][other] = ("partners", one)
+        return Colouring([side.networks[level] for side in self.sides], starts)
 
     # --- pairs that cannot be
 
@@ -167,165 +235,134 @@ class Evidence:
         known = set(pairs)
         found: set[Numbers] = set()
         for level in LEVELS if known else ():
-            colouring = self._without_pairs(level)
+            if level not in self._alone:
+                self._alone[level] = self._colouring(level, {})
+                for _ in self._alone[level].rounds():
+                    pass
+            colouring = self._alone[level]
             if colouring.alike():
-                found |= {pair for pair in known if not colouring.same(*pair)}
+                colours = dict(zip(colouring.places, colouring.colours, strict=True))
+                found |= {pair for pair in known if colours.get((0, pair[0])) != colours.get((1, pair[1]))}
             elif level == LEVELS[0]:
-                found |= self._crossed(known)
+                found |= self._crossed(sorted(known))
         return found
 
-    def _without_pairs(self, level: str) -> Colouring:
-        """The last colours that shapes and computations alone give; worked out once."""
-        if level not in self._alone:
-            self._alone[level] = colouring = Colouring(self.networks[level], self._starts({}))
-            for _ in colouring.rounds():
-                pass
-        return self._alone[level]
-
-    def _crossed(self, pairs: set[Numbers]) -> set[Numbers]:
+    def _crossed(self, ordered: list[Numbers]) -> set[Numbers]:
         """Pairs of one kind that come one after the other here, and the other way round there."""
-        ordered = sorted(pairs)
-        behind = [
-            _reached(network, {pair[side]: 1 << number for number, pair in enumerate(ordered)}, side)
-            for side, network in enumerate(self.networks[LEVELS[0]])
-        ]
-        kinds: dict[object, int] = {}
+        units = self.sides[0].units
+        kinds: dict[object, int] = defaultdict(int)
         for number, (one, _) in enumerate(ordered):
-            kind = self.sides[0].units[one].loose
-            kinds[kind] = kinds.get(kind, 0) | 1 << number
-        found = set()
-        for one, other in ordered:
-            same = kinds[self.sides[0].units[one].loose]
-            if behind[0].get(one, 0) & behind[1].get(other, 0) & same:
-                found.add((one, other))
-        return found | self._partners_of_crossed(found, ordered, behind)
-
-    @staticmethod
-    def _partners_of_crossed(found: set[Numbers], ordered: list[Numbers], behind: list[dict[Node, int]]) -> set[Numbers]:
-        """The other pair of each crossing."""
+            kinds[units[one].loose] |= 1 << number
+        bits = [{pair[side]: 1 << number for number, pair in enumerate(ordered)} for side in (0, 1)]
+        after, before = (_reached(self.sides[side].networks[LEVELS[0]], bits[side], side) for side in (0, 1))
+        others = {pair: after.get(pair[0], 0) & before.get(pair[1], 0) for pair in ordered}
+        crossed = {pair for pair in ordered if others[pair] & kinds[units[pair[0]].loose]}
         both = 0
-        for one, other in found:
-            both |= behind[0][one] & behind[1][other]
-        return {pair for number, pair in enumerate(ordered) if both >> number & 1}
+        for pair in crossed:
+            both |= others[pair]
+        return crossed | {pair for number, pair in enumerate(ordered) if both >> number & 1}
 
     # --- pairs that are decided
 
-    def decide(self, groups: Groups, anchors: Iterable[Numbers]) -> list[tuple[Unit, Unit]]:
+    def decide(self, groups: Sequence[tuple[list[Unit], list[Unit]]], anchors: Iterable[Numbers]) -> list[tuple[Unit, Unit]]:
         """Pairs among the units that are open, given the partners that are known."""
-        open_pairs = _Open(groups, self)
+        open_units, may_be = self._open(groups)
         known = dict(anchors)
         decided: list[tuple[Unit, Unit]] = []
-        while all(open_pairs.units) and (found := self._next(known, open_pairs)):
-            known.update(found)
-            decided += [open_pairs.take(pair) for pair in sorted(found)]
+        while all(open_units):
+            pairs = {pair for pair in self._only_ones(known) if may_be(pair)}
+            while bad := self._unfit(pairs, {**known, **dict(pairs)}):
+                pairs -= bad
+            if not pairs:
+                break
+            known.update(pairs)
+            decided += [(open_units[0].pop(one), open_units[1].pop(other)) for one, other in sorted(pairs)]
         return decided
 
-    def _next(self, known: Mapping[int, int], open_pairs: _Open) -> set[Numbers]:
-        """The pairs that can be decided now: those that all levels agree about."""
+    def _open(self, groups: Sequence[tuple[list[Unit], list[Unit]]]) -> tuple[Sides, Callable[[Numbers], bool]]:
+        """The units without partners, and whether two of them may be partners."""
+        open_units: Sides = ({}, {})
+        pools: tuple[dict[int, set[object]], dict[int, set[object]]] = (defaultdict(set), defaultdict(set))
+        for number, group in enumerate(groups):
+            for side, units in enumerate(group):
+                for unit in units:
+                    if (node := self.sides[side].number(unit)) is not None:
+                        open_units[side][node] = unit
+                        pools[side][node].add(number)
+                        if len(group[0]) == len(group[1]) == 1:  # a pair that was taken back: the partner is elsewhere
+                            pools[side][node].add(("taken back", unit.kind))
+
+        def may_be(pair: Numbers) -> bool:
+            if not (pair[0] in open_units[0] and pair[1] in open_units[1]) or pools[0][pair[0]].isdisjoint(pools[1][pair[1]]):
+                return False
+            old, new = open_units[0][pair[0]], open_units[1][pair[1]]
+            return old.kind == new.kind and not conflicts(meaning(old.path), meaning(new.path))
+
+        return open_units, may_be
+
+    def _only_ones(self, known: Mapping[int, int]) -> list[Numbers]:
+        """The layers that each side has one of, on any level and at any distance, where all levels agree."""
         said: dict[int, set[int]] = defaultdict(set)
-        for one, other in self._only_ones(known):
-            if isinstance(one, int) and isinstance(other, int) and one not in known:
-                said[one].add(other)
-        pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}
+        for level in LEVELS:
+            for found in self._colouring(level, known).rounds():
+                for one, other in found:
+                    if isinstance(one, int) and isinstance(other, int) and one not in known:
+                        said[one].add(other)
+        pairs = [(one, others.pop()) for one, others in said.items() if len(others) == 1]
         news = Counter(other for _, other in pairs)
-        pairs = {pair for pair in pairs if news[pair[1]] == 1 and open_pairs.may_be(pair)}
-        while bad := self._unfit(pairs, {**known, **dict(pairs)}):
-            pairs -= bad
-        return pairs
-
-    def _only_ones(self, known: Mapping[int, int]) -> Iterator[tuple[Node, Node]]:
-        """The layers that each side has one of, on any level and at any distance."""
-        for networks in self.networks.values():
-            for found in Colouring(networks, self._starts(known)).rounds():
-                yield from found
-
-    def _starts(self, known: Mapping[int, int]) -> tuple[dict[Node, object], dict[Node, object]]:
-        olds, news = self.sides[0].starts(), self.sides[1].starts()
-        for one, other in known.items():
-            olds[one] = news[other] = ("partners", one)
-        return olds, news
+        return [pair for pair in pairs if news[pair[1]] == 1]
 
     def _unfit(self, pairs: set[Numbers], known: Mapping[int, int]) -> set[Numbers]:
         """The pairs whose neighbours with partners are not the partner's neighbours."""
-        olds, news = self.networks[LEVELS[0]]
-        marks, there = Marks(), {other: other for other in known.values()}
-        before = olds.before(marks, known), news.before(marks, there)
-        behind = olds.behind(marks, known), news.behind(marks, there)
-        return {
-            (one, other) for one, other in pairs
-            if before[0].get(one, 0) != before[1].get(other, 0) or _plain(behind[0].get(one)) != _plain(behind[1].get(other))
-        }  # fmt: skip
+        back, beside = {other: one for one, other in known.items()}, []
+        for side, names in zip(self.sides, ({one: one for one in known}, back), strict=True):
+            found: dict[Node, set[tuple[str, int]]] = defaultdict(set)
+            for node, feeding in side.networks[LEVELS[0]].items():
+                for _, other in feeding:
+                    found[node].update([("fed by", names[other])] if other in names else [])
+                    found[other].update([("feeds", names[node])] if node in names else [])
+            beside.append(found)
+        return {(one, other) for one, other in pairs if beside[0][one] != beside[1][other]}
 
 
-class _Open:
-    """The units without partners, and which of them may be partners."""
-
-    def __init__(self, groups: Groups, evidence: Evidence) -> None:
-        self.units: tuple[dict[int, Unit], dict[int, Unit]] = ({}, {})
-        self.pools: tuple[dict[int, set[object]], dict[int, set[object]]] = ({}, {})
-        for number, group in enumerate(groups):
-            for side, unit in [*((0, old) for old in group[0]), *((1, new) for new in group[1])]:
-                if (node := evidence.sides[side].number(unit)) is not None:
-                    self.units[side][node] = unit
-                    self.pools[side].setdefault(node, set()).update(self._pools(number, group, unit))
-
-    @staticmethod
-    def _pools(number: int, group: tuple[list[Unit], list[Unit]], unit: Unit) -> Iterator[object]:
-        yield number
-        if len(group[0]) == len(group[1]) == 1:  # a pair that was taken back: the partner is elsewhere
-            yield "taken back", unit.kind
-
-    def may_be(self, pair: Numbers) -> bool:
-        """Whether both are open, for one another, and no name says otherwise."""
-        if pair[0] not in self.units[0] or pair[1] not in self.units[1]:
-            return False
-        if self.pools[0][pair[0]].isdisjoint(self.pools[1][pair[1]]):
-            return False
-        old, new = self.units[0][pair[0]], self.units[1][pair[1]]
-        return old.kind == new.kind and not conflicts(meaning(old.path), meaning(new.path))
-
-    def take(self, pair: Numbers) -> tuple[Unit, Unit]:
-        """Two units that are partners now."""
-        return self.units[0].pop(pair[0]), self.units[1].pop(pair[1])
-
-
-def _plain(sums: Sums | None) -> int:
-    """The one sum where nothing is said of edges; none is as good as one of nothing."""
-    return sum(number for _, number in sums or ())
-
-
-def _reached(network: Network, bits: Mapping[Node, int], side: int) -> dict[Node, int]:
+def _reached(network: Network, bits: Mapping[int, int], side: int) -> dict[Node, int]:
     """Of each node those that it reaches (side 0) or that reach it (side 1), as bits; nothing where there is a circle."""
-    edges = network.ways_on()
+    before = {node: {other for _, other in feeding} for node, feeding in network.items()}
     try:
-        order = [*TopologicalSorter(edges).static_order()]  # what is reached comes first
+        order = [*TopologicalSorter(before).static_order()]  # what feeds comes first
     except CycleError:  # a layer that is used twice
         return {}
     found: dict[Node, int] = dict.fromkeys(order, 0)
-    for node in order if side == 0 else reversed(order):
-        for other in edges[node]:
-            if side == 0:
-                found[node] |= found[other] | bits.get(other, 0)
+    for node in order if side == 1 else reversed(order):
+        for other in before.get(node, ()):
+            if side == 1:
+                found[node] |= found[other] | bits.get(other, 0)  # type: ignore[call-overload]
             else:
-                found[other] |= found[node] | bits.get(node, 0)
+                found[other] |= found[node] | bits.get(node, 0)  # type: ignore[call-overload]
     return found
 
 
-def pairs_of(decided: Iterable[tuple[Unit, Unit]]) -> list[UnitPair]:
-    """What was decided, as the structural stage has it."""
-    return [UnitPair(old, new, "graph", 1, frozenset()) for old, new in decided]
+# --- the stage
 
 
-_WHY = "its name, and what feeds it when the models run, say different things"
+def evidence_of(pairing: Pairing) -> Evidence | None:
+    """What both models compute, compared; worked out once. None where there is nothing, or too much of it to be followed."""
+    if pairing.evidence is None and pairing.graphs is not None:
+        try:
+            pairing.evidence = Evidence(pairing)
+        except FlowTooLargeError:
+            pairing.graphs = None
+    evidence: Evidence | None = pairing.evidence
+    return evidence
 
 
 def doubt_contradicted(pairing: Pairing) -> None:
     """Doubt pairs by name that the computations contradict."""
     if (evidence := evidence_of(pairing)) is None:
         return
-    wrong = evidence.contradicted(_by_name(pairing, evidence))
+    wrong = evidence.contradicted(evidence.by_name(pairing))
     for new, match in list(pairing.matches.items()):
-        if match.reason not in ("pair", "values") and _numbers(evidence, match.old, new) in wrong:
+        if match.reason not in ("pair", "values") and evidence.named(match.old, new) in wrong:
             del pairing.matches[new]
             pairing.used.pop(match.old, None)
             pairing.doubt(new, [match.old], _WHY)
@@ -336,35 +373,12 @@ def settle(pairing: Pairing, alignment: Alignment) -> None:
     if (evidence := evidence_of(pairing)) is None:
         return
     numbered = {id(pair): evidence.numbers(pair.old, pair.new) for pair in alignment.pairs}
-    by_name = [*_by_name(pairing, evidence)]
+    by_name = evidence.by_name(pairing)
     wrong = evidence.contradicted([*by_name, *(numbers for numbers in numbered.values() if numbers is not None)])
     take_back(alignment, [pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
     kept = [numbers for pair in alignment.pairs if (numbers := numbered[id(pair)]) is not None]
     decided = evidence.decide(alignment.undecided, [*by_name, *kept])
-    alignment.pairs += pairs_of(decided)
+    alignment.pairs += [UnitPair(old, new, "graph", 1, frozenset()) for old, new in decided]
     gone = {id(unit) for pair in decided for unit in pair}
     rest = [tuple([unit for unit in units if id(unit) not in gone] for units in group) for group in alignment.undecided]
     alignment.undecided = [(olds, news) for olds, news in rest if olds and news]
-
-
-def evidence_of(pairing: Pairing) -> Evidence | None:
-    """What both models compute, compared; worked out once. None where there is nothing, or too much of it to be followed."""
-    if pairing.evidence is None and pairing.graphs is not None:
-        try:
-            pairing.evidence = Evidence(*layers_of(pairing, pairing.graphs))
-        except FlowTooLargeError:
-            pairing.graphs = None
-    evidence: Evidence | None = pairing.evidence
-    return evidence
-
-
-def _by_name(pairing: Pairing, evidence: Evidence) -> Iterator[Numbers]:
-    """The pairs that are there already."""
-    for new, match in pairing.matches.items():
-        if (numbers := _numbers(evidence, match.old, new)) is not None:
-            yield numbers
-
-
-def _numbers(evidence: Evidence, old: str, new: str) -> Numbers | None:
-    found = evidence.sides[0].place.get((old, None)), evidence.sides[1].place.get((new, None))
-    return None if found[0] is None or found[1] is None else (found[0], found[1])

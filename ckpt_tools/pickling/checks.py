@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from operator import eq
-from typing import Any, cast
+from typing import cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
@@ -52,7 +52,9 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
         values = [value for _, value in node.items]
         if node.attributes is None:
             return values
-        _check_attributes(node.attributes)
+        for name, _ in node.attributes.items:  # `items` would tell something else than what it holds
+            if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
+                raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
         return [*values, node.attributes]
     if type(node) is List:
         return node.items
@@ -121,8 +123,10 @@ class _Keys:
             return pairs  # nothing that it could be equal to
         keys = [key for key, _ in pairs]
         kinds = set(map(type, keys))
-        if kinds == {int} and _all_differ(keys):
-            return pairs
+        if kinds == {int}:  # told apart without a hash
+            ordered = sorted(cast("list[int]", keys))
+            if not any(map(eq, ordered, islice(ordered, 1, None))):
+                return pairs
         identities = keys if kinds == {str} else list(map(self.identity, keys))
         if len(set(identities)) == len(pairs):
             return pairs
@@ -151,7 +155,9 @@ class _Keys:
                 return "f", key.hex()
             key = int(key)
         if type(key) is int or type(key) is bool:
-            return int(key) if key.bit_length() < _SHORT and not depth else _long(int(key))
+            if key.bit_length() < _SHORT and not depth:
+                return int(key)
+            return "n", int(key).to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
         if type(key) is Object and key.name in _VALUES:
             return self._value(key, depth)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
@@ -195,23 +201,6 @@ class _Keys:
 _INTS = frozenset((int, bool))
 _TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
-
-
-def _all_differ(numbers: Sequence[Any]) -> bool:
-    """Whether no two are equal, found without a hash."""
-    ordered = sorted(numbers)
-    return not any(map(eq, ordered, islice(ordered, 1, None)))
-
-
-def _long(number: int) -> Hashable:
-    return "n", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-
-
-def _check_attributes(attributes: Dict) -> None:
-    """Refuse attributes of an OrderedDict that hide its methods: `items` would tell something else than what it holds."""
-    for name, _ in attributes.items:
-        if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
-            raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
 
 
 def _check_counter(node: Object) -> None:

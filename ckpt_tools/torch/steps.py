@@ -57,12 +57,6 @@ class Steps:
     options: ConvertOptions = field(default_factory=ConvertOptions)
     said: tuple[str, ...] = ()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing stays open between two calls."""
-
     def _step(self, step: str, **options: Any) -> Self:
         """One step more."""
         if step in self.said and step not in _SEVERAL:

@@ -32,16 +32,12 @@ def attributes(node: Node) -> Dict | None:
         return None
     state = node.state
     if state is None and type(node.args) is tuple and type(node.function) is Global and node.args:
-        return _made_attributes(node.function, node.args)
+        if node.function in _COMPILED and is_module(node.args[0]):
+            return Dict([("_parameters", Dict()), ("_buffers", Dict()), ("_modules", Dict([(_ORIGINAL, node.args[0])]))])
+        return node.args[0] if node.function == _TRACED and type(node.args[0]) is Dict else None
     if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
         return Dict([pair for part in state if type(part) is Dict for pair in part.items])
     return state if type(state) is Dict else None
-
-
-def _made_attributes(function: Global, args: tuple[Node, ...]) -> Dict | None:
-    if function in _COMPILED and is_module(args[0]):
-        return Dict([("_parameters", Dict()), ("_buffers", Dict()), ("_modules", Dict([(_ORIGINAL, args[0])]))])
-    return args[0] if function == _TRACED and type(args[0]) is Dict else None
 
 
 def mapping(node: Node) -> list[tuple[Node, Node]]:

@@ -65,7 +65,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addend:
-    """A vector that is added to a bias, times a scale."""
+    """What is added to a bias, or to a weight of its shape, times a scale."""
 
     vector: Matrix
     scale: float
@@ -94,11 +94,11 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
 
 
 def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
-    """The bytes of a bias after what several adapters add to it."""
+    """The bytes of a bias or a weight after what several adapters add to it."""
 
     def work() -> Iterator[memoryview]:
         vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
-        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
+        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (prod(base.shape), 1))):
             before = block.clone()
             for vector in vectors:
                 block += vector.reshape(-1, 1)[start : start + len(block)]

@@ -30,10 +30,9 @@ CHAINS: list[tuple[Path, Chain, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "chain", "options"), CHAINS, ids=lambda value: "")
 def test_steps_are_what_convert_does(tmp_path: Path, path: Path, chain: Chain, options: dict[str, Any]) -> None:
     """The file is the one that `convert` writes, byte for byte; the live tensors are those that torch loads from it."""
-    with ckpt_tools.steps(path) as c:
-        steps = chain(c)
-        assert steps.save(tmp_path / "steps.pth", overwrite=True).tensors
-        tensors = steps.state_dict()
+    steps = chain(ckpt_tools.steps(path))
+    assert steps.save(tmp_path / "steps.pth", overwrite=True).tensors
+    tensors = steps.state_dict()
     ckpt_tools.convert(path, tmp_path / "convert.pth", **options)
     assert (tmp_path / "steps.pth").read_bytes() == (tmp_path / "convert.pth").read_bytes()
     loaded = torch.load(tmp_path / "convert.pth")

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.edit.lora.adapter import Adapter, Change
+from ckpt_tools.edit.lora.adapter import Adapter, Change, Difference
 from ckpt_tools.edit.lora.experts import Experts, Parameter, assigned
+from ckpt_tools.edit.lora.names import in_other_layout
 from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_tensors, tensors_by_name
@@ -44,6 +45,7 @@ class Merged:
         adapter: its path as it was given. weight: what its changes were multiplied with.
         ranks: rank -> how many modules have it. scales: those of the modules, the weight not counted, each once.
         modules: how many were changed. dora: how many of them with magnitudes. biases: how many biases were.
+        differences: to how many weights and biases something was added as it is (`.diff`, `.diff_b`).
         saved: tensors of the base that were replaced by the adapter's own. added: those that the base did not have.
         twice: modules whose change PEFT adds twice, and so it was here.
     """
@@ -55,6 +57,7 @@ class Merged:
     modules: int = 0
     dora: int = 0
     biases: int = 0
+    differences: int = 0
     saved: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
@@ -119,9 +122,11 @@ class Planning:
         groups: dict[tuple[str, bool], list[Change]] = {}
         for change in self.adapter.changes:
             groups.setdefault((change.component, change.flat), []).append(change)
-        ways = [self.group(changes) for changes in groups.values()]
+        ways = {key: self.group(changes) for key, changes in groups.items()}
+        for difference in self.adapter.differences:
+            self.add_difference(difference, ways.get((difference.component, difference.flat), Way()))
         for path, entry in self.adapter.saved.items():
-            self.save(path, entry, ways)
+            self.save(path, entry, [*ways.values()])
         self.check_saved()
         self.report.scales = sorted(self.scales)
         return self.report
@@ -237,6 +242,25 @@ class Planning:
             )
         self.plans.add(name, self.given, Addend(_matrix(bias, change), change.scale * self.weight))
         self.report.biases += 1
+
+    def add_difference(self, difference: Difference, way: Way) -> None:
+        """What is added as it is to a weight or a bias."""
+        modules, entry = self.base.modules, difference.entry
+        known = (modules.flat if difference.flat else modules.paths).get(way(difference.module) or "", [])
+        name = f"{known[0]}.{difference.ending}" if len(known) == 1 else ""
+        if name not in self.base.tensors:
+            raise ConvertError(
+                f"{self.given}: the {difference.ending} of {difference.module!r} has no partner in {self.base.path}.",
+                why=_OTHER_MODEL,
+            )
+        self.check_plain(known[0])
+        if self.base.entry(name).shape != entry.shape:
+            raise ConvertError(
+                f"{self.given}: the difference of {name!r} is {list(entry.shape)}; it is {list(self.base.entry(name).shape)}."
+            )
+        matrix = Matrix(difference.module, row_major(entry), entry.dtype, entry.shape)
+        self.plans.add(name, self.given, Addend(matrix, self.weight))
+        self.report.differences += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
         """A tensor that the adapter holds whole: in the place of the base's, or beside them where PEFT would have made it."""
@@ -374,6 +398,8 @@ class Modules:
         self.flat: dict[str, list[str]] = {}
         for path, own in self.paths.items():
             self.flat.setdefault(path.replace(".", "_"), []).extend(own)
+        for path, name in in_other_layout(self.paths):
+            self.flat.setdefault(name.replace(".", "_"), []).extend(self.paths[path])
 
     def find(self, wanted: Sequence[str], *, flat: bool, fits: Fits) -> Found:
         """The partners of all paths by one way; exactly the same paths before any other way."""
@@ -507,6 +533,8 @@ class Merging:
             content = _as_dtype(name, own, entry.dtype)
             entry = _alone(entry, "", content, entry.dtype, own.shape)
         matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
+        if key in self.deltas and key in self.addends:
+            raise ConvertError(f"{name!r} is changed by factors and by a difference: merge one adapter after the other.")
         content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
         extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
         return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
