@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -29,25 +29,16 @@ class Casting:
 
     def lost(self) -> Lost:
         """What was lost, by dotted path; to be asked once the bytes are written."""
-        return (
-            _sums((name, count.overflowed) for name, count in self.counts),
-            _sums((name, count.underflowed) for name, count in self.counts),
-            _sums((name, count.saturated) for name, count in self.counts),
-            _sums((name, count.nan) for name, count in self.counts),
-        )
+        lost: Lost = ({}, {}, {}, {})
+        for name, count in self.counts:
+            for sums, number in zip(lost, (count.overflowed, count.underflowed, count.saturated, count.nan), strict=True):
+                if number:
+                    sums[name] = sums.get(name, 0) + number
+        return lost
 
 
 # Finite values that became infinite, values that became zero, that became the largest of their dtype, that are NaN.
 Lost: TypeAlias = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
-
-
-def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The sum of each name's counts, where it is not 0."""
-    found: dict[str, int] = {}
-    for name, count in counts:
-        if count:
-            found[name] = found.get(name, 0) + count
-    return found
 
 
 def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) -> tuple[Node, Casting]:
