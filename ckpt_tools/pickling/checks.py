@@ -61,7 +61,7 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
     if type(node) is tuple:
         return node
     if type(node) is Entry and node.extras is not None:
-        keys.check_state(node.extras.state, node.extras.python_type)
+        keys.check_state(node.extras.state, node.extras.python_type, node)
         return [node.extras.hooks, node.extras.metadata, node.extras.state]
     return _validate_object(node, keys) if type(node) is Object else []
 
@@ -95,11 +95,13 @@ class _Keys:
         self.parts = 0
         self.states: dict[int, Node] = {}  # by id
 
-    def check_state(self, state: Node, cls: Node) -> None:
+    def check_state(self, state: Node, cls: Node, entry: Entry | None = None) -> None:
         """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
         is_known = cls is None or cls in ALLOWED
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            names = [] if id(part) in self.states else _keys_of(part)
+            names = (
+                [] if id(part) in self.states else [name for name in _keys_of(part) if not _says_the_same(part, name, entry)]
+            )
             self.states[id(part)] = part
             is_odd = type(part) is Object and part.name != "collections.Counter"
             if (is_known and (is_odd or not all(type(name) is str for name in names))) or not _MAKES_ANOTHER.isdisjoint(
@@ -201,6 +203,17 @@ class _Keys:
 _INTS = frozenset((int, bool))
 _TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
+
+
+def _says_the_same(state: Node, name: Node, entry: Entry | None) -> bool:
+    """Whether an attribute that torch has is what it was before: bitsandbytes' weights set their own data once more."""
+    value = state.get(name) if type(state) is Dict and type(name) is str else None
+    if entry is None or name not in ("data", "requires_grad"):
+        return False
+    if type(value) is not Entry:
+        return name == "requires_grad" and value is entry.requires_grad
+    same = (value.storage.key, value.dtype, value.shape, value.stride, value.offset)
+    return name == "data" and same == (entry.storage.key, entry.dtype, entry.shape, entry.stride, entry.offset)
 
 
 def _check_counter(node: Object) -> None:
