@@ -87,7 +87,6 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
 
 
 def _steps(root: Node) -> set[int]:
-    """The storages of the step counters of every optimizer."""
     found = set()
     for _, optimizer in find_optimizers(root):
         for _, state in optimizer.state.items:
@@ -98,7 +97,6 @@ def _steps(root: Node) -> set[int]:
 
 
 def _parts(root: Node) -> set[int]:
-    """The storages of the codes and scales of quantised tensors."""
     suspects = {id(found.node): found.node for found in find_state_dicts(root) if names_quantised(found)}
     if not suspects:
         return set()

@@ -132,7 +132,6 @@ class Planner:
         return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
 
     def _copies(self, fitted: Fitted) -> tuple[Copy, ...]:
-        """A copy for each tensor of the model that gets a value, checked."""
         copies = []
         taken: dict[object, tuple[str, Entry]] = {}
         for name, node in fitted.tensors.items():
@@ -464,7 +463,6 @@ def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
 
 
 def _new_tensor(copy: Copy, assign: bool) -> torch.Tensor:
-    """Memory for a parameter that has none yet, or that is exchanged."""
     old = copy.slot.tensor
     device = torch.get_default_device() if old.is_meta else old.device
     dtype = torch_dtype(copy.entry.dtype) if assign else old.dtype
@@ -491,7 +489,6 @@ def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put(slot: Slot, tensor: torch.Tensor) -> None:
-    """Put a new tensor wherever the old one is."""
     for module, own in slot.owners:
         held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
         held[own] = tensor

@@ -214,7 +214,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
-    """A whole matrix of an adapter, as it is in memory beside a base."""
     import torch
 
     shape, dtype = (matrix.rows, matrix.columns), _in_memory(matrix.dtype, base)

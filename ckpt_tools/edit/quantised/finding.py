@@ -87,7 +87,6 @@ def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
 
 
 def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
-    """Add the tensor that these parts are, if they are one."""
     single = {role: parts[0] for role, parts in roles.items() if len(parts) == 1 or role == "input"}
     matches = [tensor for scheme in _SCHEMES if (tensor := scheme(name, single)) is not None]
     several = [parts for role, parts in roles.items() if len(parts) > 1 and role != "input"]
@@ -181,7 +180,6 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _told(tensor: Quantised, config: Config | None) -> tuple[str, int | None]:
-    """The scheme and the number of elements, as far as they are known."""
     if tensor.elements is not None or config is None:
         return tensor.scheme, tensor.elements
     try:

@@ -184,7 +184,6 @@ class Search:
 
 
 def _both(old: ModuleCall, new: ModuleCall) -> tuple[str, str, str, str]:
-    """The paths and the classes of two modules."""
     return old.path, new.path, type(old.module).__name__, type(new.module).__name__
 
 

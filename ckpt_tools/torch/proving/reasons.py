@@ -292,7 +292,6 @@ def relation(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> str |
 
 
 def _made_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the old weight may have become."""
     for half in (torch.bfloat16, torch.float16):
         yield f"is the old one, rounded to {str(half).removeprefix('torch.')}", left.to(half).to(left.dtype)
     yield "is all zeros", torch.zeros_like(left)
