@@ -24,7 +24,6 @@ class Checksum:
         self.left, self.expected, self.label = length, expected, label
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take in the next bytes."""
         self.value = crc32(data, self.value)
         self.left -= len(data)
         if self.left == 0 and self.expected not in (None, self.value):
@@ -38,8 +37,6 @@ class Checksum:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Literal:
-    """Bytes at hand."""
-
     data: bytes
 
     @property
@@ -126,7 +123,6 @@ def made_of(content: Content | Late) -> Iterator[Content | Late]:
 
 
 def total(pieces: Iterable[Piece]) -> int:
-    """Bytes that the pieces make."""
     return sum(piece.content.length for piece in pieces)
 
 
@@ -171,7 +167,6 @@ def _pass(_data: bytes | memoryview) -> None:
 
 
 def read(content: Content) -> bytes:
-    """All bytes of a content, in memory."""
     return b"".join(chunks(content))
 
 

@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.io.member_paths import Handed
 
 if TYPE_CHECKING:
-    from ckpt_tools.io.attributes import Inputs
+    from ckpt_tools.io.temporaries import Inputs
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
@@ -82,7 +82,6 @@ class Source:
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
         if not hasattr(os, "preadv") or self.fd < 0:
             buffer[:] = self.read(offset, len(buffer))
             return
@@ -105,7 +104,6 @@ class Source:
             raise self.changed()
 
     def status(self) -> os.stat_result:
-        """What the system says of the open file now."""
         fd = self.fd
         try:
             return os.fstat(fd)
@@ -117,7 +115,6 @@ class Source:
         return self._identity == other._identity
 
     def close(self) -> None:
-        """Close the file; further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written by it, so nothing can be lost
@@ -229,13 +226,17 @@ def replacing(
         with _handing_back(path) as output:
             yield output
         return
-    from ckpt_tools.io import attributes, temporaries
+    from ckpt_tools.io import temporaries
 
     with output_errors(Path(path)):
         place = Path(os.path.realpath(path))
         temporaries.remove_orphans(place.parent, temporaries.prefix_of(place.name))
     target = output_target(path, overwrite=overwrite)
-    before = _identity_of_input(target, inputs)
+    before = None  # what tells an output that is one of its own inputs from a newer file under its name
+    for given in inputs:
+        with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
+            if os.path.samefile(given, target):
+                before = identity_of(os.stat(target))
     temporary = target.parent / temporaries.new_name(temporaries.prefix_of(target.name))
     fd = lock = -1
     try:
@@ -243,9 +244,9 @@ def replacing(
             replaces = target.exists()
             fd = temporaries.create(temporary)
             if replaces:
-                attributes.keep(target, fd)
+                temporaries.keep(target, fd)
             else:
-                attributes.narrow(fd, inputs)
+                temporaries.narrow(fd, inputs)
         yield Output(fd, target, temporary)
         with output_errors(target):
             if durable or replaces:
@@ -261,15 +262,6 @@ def replacing(
                 temporaries.sync_folder(target.parent)
     finally:
         temporaries.discard(temporary, fd, lock)
-
-
-def _identity_of_input(target: Path, inputs: Inputs) -> object:
-    """What tells an output that is one of its own inputs from a newer file under its name; None for any other output."""
-    for path in inputs:
-        with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
-            if os.path.samefile(path, target):
-                return identity_of(os.stat(target))
-    return None
 
 
 @contextlib.contextmanager
@@ -325,24 +317,15 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
             fix="Write a local file, and copy it.",
         )  # fmt: skip
     with output_errors(Path(path)):
-        return _checked_target(path, overwrite=overwrite)
-
-
-def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
-    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
-        raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
-    if target.exists() and not overwrite:
-        from ckpt_tools.io import temporaries
-
-        temporaries.remove_orphans(
-            target.parent, temporaries.prefix_of(target.name)
-        )  # no other process gets as far as `replacing`
-        raise exists_error(target)
-    check_writable(path, target.parent)
-    return target
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise OutputError(f"{path} is a directory.", fix="Name a file in it.", errno=errno.EISDIR)
+        if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
+            raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
+        if target.exists() and not overwrite:
+            raise exists_error(target)
+        check_writable(path, target.parent)
+        return target
 
 
 def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
@@ -355,12 +338,10 @@ def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
 
 
 def exists_error(target: object) -> OutputExistsError:
-    """The error for an output that is already there."""
     return OutputExistsError(f"{target} already exists.", fix="Give `overwrite=True` to replace it.")
 
 
 def not_empty(folder: object) -> OutputExistsError:
-    """The error for an output folder in which there is something."""
     fix = "Give `overwrite=True` to replace the checkpoint in it; its other files stay."
     return OutputExistsError(f"{folder} already exists and is not empty.", fix=fix)
 
@@ -386,7 +367,6 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
 
 
 def no_space(target: Path, needed: int) -> OutputError:
-    """The error for a full disk."""
     free = free_bytes(target.parent)
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tools.errors import OutputError, UsageError
-from ckpt_tools.io import attributes, temporaries
+from ckpt_tools.io import temporaries
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Output, check_space, check_writable, not_empty, output_errors, replacing
 
@@ -30,7 +30,6 @@ class LocalStaging:
     inputs: tuple[str | os.PathLike[str], ...] = ()
 
     def output(self, name: str) -> AbstractContextManager[Output]:
-        """A new file, written beside its place."""
         return replacing(self.path / name, inputs=self.inputs)
 
     def sizes(self) -> dict[str, int]:
@@ -39,7 +38,6 @@ class LocalStaging:
             return {row.name: row.stat().st_size for row in rows if row.is_file()}
 
     def check_space(self, size: int) -> None:
-        """Raise OutputError when the disk has no room for so many bytes."""
         check_space(self.path, self.target, size)
 
     def check_seen(self, rank: int) -> None:
@@ -56,17 +54,13 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if isinstance(path, Handed):
         raise UsageError(f"{path} is an open file, and a folder is to be written.", fix="Name the folder.")
     with output_errors(Path(path)):
-        return _checked_folder(path, overwrite=overwrite)
-
-
-def _checked_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_dir():
-        raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
-    check_writable(path, target if target.is_dir() else target.parent)
-    if target.is_dir() and not overwrite and any(target.iterdir()):
-        raise not_empty(path)
-    return target
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_dir():
+            raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
+        check_writable(path, target if target.is_dir() else target.parent)
+        if target.is_dir() and not overwrite and any(target.iterdir()):
+            raise not_empty(path)
+        return target
 
 
 # Where the files of a folder go until all are there. Each process of a job has one for the same folder.
@@ -118,7 +112,12 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     for name in names:
         if (target / name).is_dir():
             raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
-        _keep_attributes(target / name, temporary / name)
+        if (target / name).is_file():
+            fd = os.open(temporary / name, os.O_RDWR)
+            try:
+                temporaries.keep(target / name, fd)
+            finally:
+                os.close(fd)
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()
     for name in names:
@@ -126,12 +125,3 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     for name in set(old) - set(names):
         with contextlib.suppress(FileNotFoundError):
             (target / name).unlink()
-
-
-def _keep_attributes(old: Path, new: Path) -> None:
-    if old.is_file():
-        fd = os.open(new, os.O_RDWR)
-        try:
-            attributes.keep(old, fd)
-        finally:
-            os.close(fd)

@@ -22,7 +22,6 @@ def load_json(
     constant: Callable[[str], Any] | None = None,
     whole: Callable[[str], Any] | None = None,
 ) -> Any:
-    """What a JSON text from a file says."""
     text = text if isinstance(text, str) else text.decode("utf-8")
     what = "The JSON in the file describes more than a checkpoint of its size can hold."
     budget = limits.budget(len(text))
@@ -35,7 +34,6 @@ def load_json(
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says."""
     import tomllib
 
     if len(text) > _MOST_TOML:

@@ -126,7 +126,12 @@ def _end_with_the_parent() -> None:
 
 def _all_of(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """In a worker: the results of some items. Told to end, it does so when what it is writing has been removed."""
-    signal.signal(signal.SIGTERM, _leave)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(number)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         return [function(item) for item in items]
     except SystemExit:  # the pool would take it for a result, and the parent for a program that could not begin
@@ -134,8 +139,3 @@ def _all_of(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> lis
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(number)

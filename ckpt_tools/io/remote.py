@@ -88,15 +88,12 @@ class RemoteSource(Source):
             self._keep(0, self._checked(0, first))
 
     def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`."""
         raise NotImplementedError
 
     def version(self) -> tuple[Any, ...]:
-        """The size, and what tells one version from another, as the server says now."""
         raise NotImplementedError
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`."""
         if not length:  # beyond the end there are that many too
             return b""
         if offset + length > self.size:
@@ -129,7 +126,6 @@ class RemoteSource(Source):
                 self._keep(start, data)
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the object is another than when it was opened."""
         if self.version() != self._identity:
             raise self.changed()
         with ThreadPoolExecutor(_AT_ONCE // 4) as pool:  # what nothing tells the version of is read twice
@@ -297,7 +293,6 @@ class _FsspecSource(RemoteSource):
         return bytes(_bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
 
     def version(self) -> tuple[Any, ...]:
-        """Size and what the file system calls a version."""
         self.fs.invalidate_cache()
         info = _bounded(self.url, lambda: self.fs.info(self.name))
         return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
@@ -399,24 +394,18 @@ def _is_whole_on_commit(url: str) -> bool:
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
     fs, name = check_upload(url, overwrite=overwrite)
-    if _is_whole_on_commit(url):
-        with _streaming(url, fs, name) as output:
-            yield output
-        return
     folder, slash, last = name.rpartition("/")
-    place = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
-    with _streaming(url, fs, place) as output:
+    hidden = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
+    with _streaming(url, fs, name if _is_whole_on_commit(url) else hidden, name) as output:
         yield output
-    try:
-        _bounded(url, lambda: fs.mv(place, name), _HOUR)
-    except BaseException:
-        _remove(fs, place)
-        raise
 
 
 @contextlib.contextmanager
-def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
-    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails."""
+def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
+    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails.
+
+    They go to `place`, which is renamed when all is there, where `name` is another.
+    """
     direct = _is_whole_on_commit(url)
     file = _bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
     reader, writer = os.pipe()
@@ -446,6 +435,8 @@ def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
         if direct:
             file.close()
             file.commit()
+        elif place != name:
+            _bounded(url, lambda: fs.mv(place, name), _HOUR)
     except BaseException:
         thread.join(_SECONDS)
         _give_up(fs, place, file, direct)
@@ -487,7 +478,8 @@ class RemoteStaging:
     def output(self, name: str) -> Iterator[Output]:
         """A new file of the folder, written as a stream; nothing is left of it when the block fails."""
         url = f"{self.target}/{self.inner}{self.hidden if name == self.last and not self.inner else name}"
-        with _streaming(url, *_file_system(url)) as output:
+        fs, place = _file_system(url)
+        with _streaming(url, fs, place, place) as output:
             yield output
 
     def check_space(self, size: int) -> None:
@@ -497,7 +489,6 @@ class RemoteStaging:
         """Nothing: `sizes` will tell the first process what it sees."""
 
     def sizes(self) -> dict[str, int]:
-        """The files written so far, and their bytes."""
         found = _listed(f"{self.target}/{self.inner}".rstrip("/"))
         return {self.last if name == self.hidden else name: size for name, size in found.items()}
 

@@ -37,7 +37,6 @@ class Files(Source):
         self._fd, self._identity = -1, object()
 
     def names(self) -> list[str]:
-        """The names of the files in the folder."""
         if self._names is not None:
             return self._names()
         try:
@@ -64,12 +63,10 @@ class Files(Source):
         return source
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when any of the files has changed since it was opened."""
         for member in self.members.values():
             member.check_unchanged()
 
     def close(self) -> None:
-        """Close every file."""
         for member in self.members.values():
             member.close()
 
@@ -91,7 +88,6 @@ class Member(Source):
 
     @property
     def fd(self) -> int:
-        """The descriptor, opened now if it is not open."""
         if self._fd < 0:
             self._open()
         return self._fd
@@ -108,7 +104,6 @@ class Member(Source):
             others.popitem(last=False)[1].close()
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the file at this path is no longer the one that was opened."""
         try:
             now = identity_of(os.stat(self.path))
         except OSError:
@@ -134,17 +129,14 @@ class Window(Source):
         self._fd, self._identity = -1, object()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset` in the part."""
         self._check(offset, length)
         return self.source.read(self.start + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` in the part."""
         self._check(offset, len(buffer))
         self.source.read_into(self.start + offset, buffer)
 
     def check_unchanged(self) -> None:
-        """As the source that it is a part of."""
         self.source.check_unchanged()
 
     def close(self) -> None:
@@ -174,7 +166,6 @@ class Spooled(Source):
             self.size += len(block)
 
     def check_unchanged(self) -> None:
-        """As the source that it was made of."""
         self.origin.check_unchanged()
 
     def close(self) -> None:
@@ -236,14 +227,12 @@ class HandedSource(Source):
         return int(self._file.seek(0, os.SEEK_END))
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the file has another length than when it was opened."""
         with self._lock:
             size = self._end() - self._start
         if size != self.size:
             raise self.changed()
 
     def close(self) -> None:
-        """Back to where it stood; whoever opened it closes it."""
         with contextlib.suppress(OSError, ValueError):
             self._file.seek(self._start)
 
@@ -256,21 +245,3 @@ class HandedSource(Source):
             raise self._unreadable(error) from None
         except ValueError as error:  # closed meanwhile
             raise NotACheckpointError(f"{self.path} cannot be read.", why=f"{error}.") from None
-
-
-def source_of(path: Handed) -> Source:
-    """The source of an open file: the file on disk that it is, where it is one and stands at its start."""
-    named = _on_disk(path)
-    return HandedSource(path) if named is None else Source(named)
-
-
-def _on_disk(path: Handed) -> str | None:
-    """The path of the regular file that an open one is, where all of it is meant."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        file = path.file
-        if path.called and isinstance(file.read(0), bytes) and file.tell() == 0:
-            if file.writable():
-                file.flush()
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path.called)):
-                return path.called
-    return None

@@ -14,7 +14,6 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools import limits
@@ -24,9 +23,7 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.evidence import check_not_twice
-from ckpt_tools.parts.merge import Held, Merger, along, merged
-from ckpt_tools.parts.names import CONSOLIDATED
+from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, merged
 from ckpt_tools.parts.sharded import partly, renewed
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Node
@@ -39,7 +36,6 @@ _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     ranks, missing = _ranks(names, partial=partial)
     keys = Keys()
     parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
@@ -58,13 +54,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
 
 def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
     """The files by rank, every rank once, and those that are missing."""
-    found: dict[int, str] = {}
-    for name in names:
-        match = re.fullmatch(CONSOLIDATED, name)
-        assert match is not None, "callers have checked that it is one"
-        if int(match[1]) in found:
-            raise PartError(f"{found[int(match[1])]} and {name} are one rank's.", fix="Remove one of the two.")
-        found[int(match[1])] = name
+    found = by_rank((int(name.split(".")[1]), name) for name in names)
     missing = [rank for rank in range(max(found) + 1) if rank not in found]
     if missing and not partial:
         raise PartError(

@@ -15,6 +15,8 @@ ranks has tens of thousands of archives, and `inspect` needs none of them.
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -25,14 +27,15 @@ from typing import Any, TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors, zip_archives
-from ckpt_tools.formats.base import Decoded, Keys, is_zip
+from ckpt_tools.formats.base import Decoded, Keys, Warned, is_zip
 from ckpt_tools.formats.contents import restore_state_numbers
+from ckpt_tools.formats.single import decode_file
 from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.parts import torch_dist
+from ckpt_tools.parts.merge import Merger, Piece
 from ckpt_tools.parts.names import COMMON
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
@@ -40,7 +43,20 @@ from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Pair, Storage, contiguous_stride
+from ckpt_tools.tree.modules import attributes
+from ckpt_tools.tree.nodes import (
+    MAX_ELEMENTS,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Pair,
+    Storage,
+    as_dict,
+    contiguous_stride,
+)
 from ckpt_tools.values.boxes import Sizes, assemble, extent
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
@@ -64,7 +80,6 @@ class _Place:
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read `.metadata` and the values; no tensor bytes. A `common.pt` beside it is Megatron-core's."""
     record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
@@ -92,13 +107,17 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
     decoded.has_checksums = False  # a chunk's record is not one to be copied with its header
-    decoded.globals = [*_unexpected(machine), *decoded.globals]
+    unexpected = [  # what torch's own metadata does not name
+        name for name in machine.globals
+        if not (name.module.startswith(_MODULE) or str(name) in _EXPECTED or (name.module == "torch" and name.name in DTYPES))
+    ]  # fmt: skip
+    decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
     decoded.locate, decoded.misplaced = reader.locate, reader.misplaced
     if missing:
         decoded.lost = lost
         decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
-    return torch_dist.complete(decoded, files) if COMMON in files.names() else decoded
+    return complete(decoded, files) if COMMON in files.names() else decoded
 
 
 def length_of(source: Source, name: str) -> int:
@@ -111,24 +130,15 @@ def length_of(source: Source, name: str) -> int:
 
 def _record(source: Source) -> tuple[Node, Machine]:
     """What `.metadata` says, and what read it."""
+
+    def no_storages(pid: Node) -> Node:
+        raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
+
     with limits.of_file(source.size):
-        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        machine = Machine(source.read(0, source.size), MAKERS, no_storages)
         record = machine.load()
     validate(record)
     return record, machine
-
-
-def _no_storages(pid: Node) -> Node:
-    raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
-
-
-def _unexpected(machine: Machine) -> list[Global]:
-    """The globals that torch's own metadata does not name."""
-    return [
-        name
-        for name in machine.globals
-        if not (name.module.startswith(_MODULE) or str(name) in _EXPECTED or (name.module == "torch" and name.name in DTYPES))
-    ]
 
 
 def _fields(node: Node, kind: str) -> dict[str, Node]:
@@ -179,12 +189,12 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
         if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
             raise DamagedFileError("The metadata has a path that cannot be read.")
         if ".".join(map(str, steps)) != name:
-            raise DamagedFileError(f"The metadata has {name!r} under the path of another name.", why=_OTHER_PATH)
+            raise DamagedFileError(
+                f"The metadata has {name!r} under the path of another name.",
+                why="torch makes the name of the path, and would read what is saved under that name.",
+            )
         found[name] = tuple(steps)
     return found
-
-
-_OTHER_PATH = "torch makes the name of the path, and would read what is saved under that name."
 
 
 def _is_step(node: Node) -> TypeGuard[str | int]:
@@ -391,7 +401,6 @@ def _properties(node: Node) -> tuple[DType, bool]:
 
 
 def decode_safetensors(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the headers of the files that HuggingFaceStorageWriter wrote, one or more a rank."""
     parts = []
     found: dict[str, list[tuple[Sizes, Entry]]] = {}
     for file in names:
@@ -429,3 +438,105 @@ def _whole(name: str, boxes: list[tuple[Sizes, Entry]], keys: Keys) -> Entry:
     content = assemble(name, shape, dtype.itemsize, parts)
     storage = Storage(keys.next(), dtype, content.length, "cpu", content)
     return Entry(storage, dtype, shape, contiguous_stride(shape), 0)
+
+
+# --- torch_dist: what Megatron-core adds, `common.pt` with `args` beside it, and layers that are one tensor
+#
+# The tree stays what `.metadata` says. `--select model` makes the model's own state dict of it: layers under their numbers,
+# the halves of a gated matrix that were saved apart (`_w`, `_v`) as one, no optimizer and no `_extra_state`. How many layers
+# there are is taken from `args` alone.
+#
+# Source: megatron/core/dist_checkpointing/strategies/common.py, megatron/core/transformer/transformer_block.py
+# (`sharded_state_dict`), megatron/core/transformer/mlp.py (`apply_swiglu_sharded_factory`).
+
+_STACKED = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?!\d+\.)(?P<rest>.+)")
+_HALF = re.compile(r"(?P<name>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
+_NO_MODEL = ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine_state")
+_EXTRA = "._extra_state"
+_MOST_LAYERS = 100_000
+
+
+def complete(decoded: Decoded, files: Files) -> Decoded:
+    """A dcp with the `common.pt` beside it, if that tells of a job of Megatron-LM."""
+    try:
+        common = decode_file(files.open(COMMON)).root
+    except CkptError as error:
+        decoded.warnings = [*decoded.warnings, Warned("unread-member", f"{COMMON} is not read: {error.what.rstrip('.')}")]
+        return decoded
+    if type(common) is not Dict or not ("args" in common or "iteration" in common):
+        return decoded
+    decoded.beside = {"common": common}
+    layers = _layers(common)
+    stacked = [key for key, _ in _tensors(decoded.root) if _STACKED.fullmatch(key)]
+    if stacked and layers is not None:
+        decoded.others = {**decoded.others, "model": lambda: model_of(decoded.root, layers)}
+        fix = f"ckpt convert {shlex.quote(str(files.path))} model.safetensors --select model"
+        text = f"{len(stacked)} tensors each hold all {layers} layers; --select model numbers the layers"
+        decoded.warnings = [*decoded.warnings, Warned("stacked-layers", text, "", "info", fix)]
+    return decoded
+
+
+def _layers(common: Dict) -> int | None:
+    arguments = common.get("args")
+    state = arguments if type(arguments) is Dict else attributes(arguments)
+    layers = state.get("num_layers") if state is not None else None
+    return layers if type(layers) is int and 0 < layers <= _MOST_LAYERS else None
+
+
+def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
+    for key, value in root.items if type(root) is Dict else ():
+        if type(key) is str and type(value) is Entry and key.partition(".")[0] not in _NO_MODEL and _EXTRA not in key:
+            yield key, value
+
+
+def model_of(root: Node, layers: int) -> Dict:
+    """The model's state dict, in the order of its layers."""
+    stacks: dict[str, dict[str, Entry]] = {}  # by where the layers are: what each of them has
+    plain: list[tuple[str, Entry | None]] = []  # in order; None where layers stand
+    for key, entry in _tensors(root):
+        match = _STACKED.fullmatch(key)
+        if match is None:
+            plain.append((key, entry))
+            continue
+        if not entry.shape or entry.shape[0] != layers:
+            raise PartError(f"{key!r} is of shape {list(entry.shape)}, and args say that there are {layers} layers.")
+        if match["head"] not in stacks:
+            stacks[match["head"]] = {}
+            plain.append((match["head"], None))
+        stacks[match["head"]][match["rest"]] = entry
+    numbered: dict[str, Entry] = {}
+    for name, one in plain:
+        if one is not None:
+            numbered[name] = one
+            continue
+        for number in range(layers):
+            numbered |= {f"{name}.{number}.{rest}": _layer(stack, number) for rest, stack in stacks[name].items()}
+    return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
+
+
+def _layer(entry: Entry, number: int) -> Entry:
+    return replace(
+        entry, shape=entry.shape[1:], stride=entry.stride[1:], offset=entry.offset + number * entry.stride[0]
+    )  # fmt: skip
+
+
+def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
+    """Every tensor; the two halves of a gated matrix as one, where the first of them stands."""
+    merger = Merger(Keys())
+    for key, entry in entries.items():
+        match = _HALF.fullmatch(key)
+        if match is None:
+            yield key, entry
+        elif match["half"] == "w":
+            yield match["name"], _joined(merger, match["name"], entry, entries.get(f"{match['name']}_v"))
+        elif f"{match['name']}_w" not in entries:
+            raise PartError(f"{key!r} is one half of a matrix, and the other is missing.")
+
+
+def _joined(merger: Merger, name: str, first: Entry, second: Entry | None) -> Entry:
+    if second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
+        raise PartError(f"{name + '_w'!r} is one half of a matrix, and the other is missing or of another shape.")
+    rows, *rest = first.shape
+    start = (rows, *(0 for _ in rest))
+    pieces = [Piece((0,) * len(first.shape), first), Piece(start, second, 1)]
+    return merger.tensor(name, first.dtype, (2 * rows, *rest), pieces)

@@ -38,9 +38,10 @@ from ckpt_tools.parts.deepspeed_files import (
     with_layers,
 )
 from ckpt_tools.parts.deepspeed_slice import Slice, optimizer_of
-from ckpt_tools.parts.merge import Merger, merged, wrong_ranks
+from ckpt_tools.parts.merge import Merger, check_same, merged, wrong_ranks
 from ckpt_tools.parts.names import ZeroFiles, zero_files
-from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.parts.sharded import partly
+from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair, as_dict
 from ckpt_tools.tree.visit import reachable
@@ -56,9 +57,7 @@ _MOST_RANKS = 1 << 16  # of which some may be missing
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the structure of every file and put the weights together; of tensor bytes only step counters."""
     found = zero_files(names)
-    assert found is not None, "they were found by their names"
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     reading = _Reading(found, files, partial=partial)
@@ -66,7 +65,10 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     made = merged(CONTAINER, model.weights, files, reading.read_files)
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
     made.unusual = []  # these are said of the ranks' files, not of the whole
-    made.warnings += [_beside(reading.first, files.path), *reading.missing_parts()]
+    made.warnings.append(_beside(reading.first, files.path))
+    gone = [f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for number, own in reading.slices.items() for rank in own.missing]
+    if missing := reading.missing + gone:
+        made.warnings.append(partly("files of ranks are", missing))
     made.others = _others(model, reading.first)
     made.lost = list(model.lost.items())
     if model.lost and not model.weights.items:
@@ -96,7 +98,6 @@ class _Reading:
 
     @property
     def first(self) -> Slice:
-        """The first slice that is there."""
         return next(iter(self.slices.values()))
 
     def root_of(self, name: str, *, renewed: bool = False) -> Node:
@@ -106,7 +107,6 @@ class _Reading:
         return self.keys.renew(root) if renewed else root
 
     def model(self) -> Slice | Slices:
-        """All slices as one model."""
         slices, unnamed = self.found.slices, [*self.found.kinds["expert-optimizer"].values()]
         if self.experts and (self.layers or len(slices) > 1):
             raise PartError(
@@ -118,19 +118,21 @@ class _Reading:
         self.slices = {number: self._slice(number) for number in slices}
         if self._check_slices() == 1 and not self.layers:
             return self.first
-        return Slices(self.slices, self.keys, self._rules(), self._weights_of_layers(), partial=self.partial)
-
-    def missing_parts(self) -> list[Warned]:
-        """With `partial`: which parts are missing."""
-        own = [f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for number, each in self.slices.items() for rank in each.missing]
-        missing = self.missing + own
-        text = f"files of ranks are missing: {listed(missing)}; what is whole without them is taken"
-        return [Warned("parts-missing", text)] if missing else []
+        layers = None  # the 16-bit weights of a pipeline
+        if self.layers:
+            shapes = {name: shape for own in self.slices.values() for row in own.model.shapes for name, shape in row.items()}
+            roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.layers.items())}
+            layers = with_layers(roots, shapes)
+        return Slices(self.slices, self.keys, self._rules(), layers, partial=self.partial)
 
     def _slice(self, number: int) -> Slice:
         names = self.found.of_slice("optimizer", number)
         optimizers = {rank: read_optimizer(name, self.root_of(name)) for rank, name in names.items()}
-        world = self._check_optimizers(optimizers) if optimizers else 1
+        check_same("number of ranks", {state.file: state.world for state in optimizers.values()})
+        check_same("number of the optimizer's steps", {state.file: state.steps for state in optimizers.values()})
+        world = next((state.world for state in optimizers.values()), 1)
+        if optimizers:
+            _check_world("files *_optim_states.pt, one a rank", optimizers, world, partial=self.partial)
         models = self._models(number, optimizers, world)
         if not optimizers and any(model.shapes for model in models.values()):
             raise PartError(
@@ -152,49 +154,28 @@ class _Reading:
         if not names:
             missing = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
             raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
-        models = {rank: self._read_model(name, rank == min(names)) for rank, name in names.items()}
+        models = dict[int, ModelState]()
+        for rank, name in names.items():
+            models[rank] = read_model(name, self.root_of(name, renewed=not models), in_layers=bool(self.layers))
+        if self.experts:
+            first = models[min(models)]
+            roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
+            check_experts(first, {(layer, expert) for layer, expert, _ in self.experts})
+            models[min(models)] = replace(first, module=with_experts(first.module, roots))
         if is_stage_3:
             _check_world("files *_model_states.pt, one a rank", models, world, partial=self.partial)
-        _check_models(models, world if optimizers else None)
+        worlds = {model.file: model.world for model in models.values() if model.world is not None}
+        if optimizers:
+            check_same("number of ranks", {next(iter(optimizers.values())).file: world, **worlds})
+        check_same("'global_steps'", {model.file: model.step for model in models.values()})
+        check_same("parameters", {model.file: (model.shapes, model.frozen, model.names) for model in models.values()})
         return models
-
-    def _read_model(self, name: str, is_first: bool) -> ModelState:
-        model = read_model(name, self.root_of(name, renewed=is_first), in_layers=bool(self.layers))
-        if not (self.experts and is_first):
-            return model
-        roots = [(file, self.root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
-        check_experts(model, {(layer, expert) for layer, expert, _ in self.experts})
-        return replace(model, module=with_experts(model.module, roots))
-
-    def _check_optimizers(self, optimizers: Mapping[int, OptimizerState]) -> int:
-        """The number of ranks that all files say; all are of one step."""
-        worlds = {state.world for state in optimizers.values()}
-        if len(worlds) > 1:
-            said = listed([f"rank {rank} of {state.world}" for rank, state in optimizers.items()])
-            raise PartError(
-                f"The optimizer's parts are of several jobs: {said}.", why="They were saved by other numbers of ranks."
-            )
-        (world,) = worlds
-        _check_world("files *_optim_states.pt, one a rank", optimizers, world, partial=self.partial)
-        steps = {rank: state.steps for rank, state in optimizers.items()}
-        one = min(steps)
-        if other := [rank for rank in steps if steps[rank] != steps[one]]:
-            own, theirs = (listed(list(dict.fromkeys(steps[rank]))) or "no" for rank in (one, other[0]))
-            raise PartError(
-                f"The optimizer has made {own} steps on rank {one}, and {theirs} on {these_ranks(other)}.",
-                why="They were saved at different steps.",
-            )
-        return world
 
     def _check_slices(self) -> int:
         """How many there should be; all are of one step, and of as many ranks."""
         first = self.first
-        for number, own in self.slices.items():
-            if own.model.step != first.model.step or own.world != first.world:
-                raise PartError(
-                    f"mp_rank_{number:02d} is of step {own.model.step} and {own.world} ranks, {first.model.file} of step "
-                    f"{first.model.step} and {first.world}.", why="They were saved at different steps, or by several jobs.",
-                )  # fmt: skip
+        steps = {f"mp_rank_{number:02d}": (own.model.step, own.world) for number, own in self.slices.items()}
+        check_same("step and number of ranks", steps)
         said = first.model.root.get("mp_world_size")
         count = said if type(said) is int else max(self.slices) + 1
         kind = "slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
@@ -219,14 +200,6 @@ class _Reading:
             )
         return None
 
-    def _weights_of_layers(self) -> Dict | None:
-        """The 16-bit weights of a pipeline; None for another model."""
-        if not self.layers:
-            return None
-        shapes = {name: shape for own in self.slices.values() for group in own.model.shapes for name, shape in group.items()}
-        roots = {name: (key[0], self.root_of(name, renewed=True)) for key, name in sorted(self.layers.items())}
-        return with_layers(roots, shapes)
-
 
 def _check_world(kind: str, ranks: Mapping[int, object], world: int, *, partial: bool) -> None:
     if what := wrong_ranks(ranks, world, partial=partial and world <= _MOST_RANKS):
@@ -234,20 +207,6 @@ def _check_world(kind: str, ranks: Mapping[int, object], world: int, *, partial:
             f"The checkpoint has {world} {kind}; {what}.", why=f"{len(ranks)} are there.",
             fix="Get the others too: every rank holds a part of every weight.", rest=max(ranks) < world,
         )  # fmt: skip
-
-
-def _check_models(models: Mapping[int, ModelState], world: int | None) -> None:
-    first = next(iter(models.values()))
-    for rank, model in models.items():
-        if world is not None and model.world is not None and model.world != world:
-            raise PartError(f"{model.file} is of a job of {model.world} ranks; here are the optimizer's files of {world}.")
-        if model.step != first.step:
-            raise PartError(
-                f"'global_steps' is {first.step} in {first.file}, and {model.step} in {model.file}.",
-                why="They were saved at different steps.",
-            )
-        if (model.shapes, model.frozen) != (first.shapes, first.frozen) or model.names != first.names:
-            raise PartError(f"{model.file} has other parameters on rank {rank} than {first.file}.")
 
 
 # --- what `--select` takes instead of the weights
@@ -298,7 +257,6 @@ class Slices:
 
     @property
     def lost(self) -> dict[str, str]:
-        """The weights that are not whole, and why."""
         return self.merger.lost
 
     @cached_property
@@ -327,7 +285,6 @@ class Slices:
             )  # fmt: skip
 
     def module(self) -> Dict:
-        """The weights as they were trained with."""
         if self.layers is None:
             found = self._joined({number: own.module() for number, own in self.slices.items()})
             self.merger.check_replicas()
@@ -337,7 +294,6 @@ class Slices:
         return Dict(list(self.layers.items()), ordered=True)
 
     def optimizer(self) -> Dict:
-        """The optimizer's state by the parameters' names; the rest as the first slice has it."""
         every = {number: own.optimizer() for number, own in self.slices.items()}
         found: dict[str, dict[int, Dict]] = {}
         for number, own in every.items():

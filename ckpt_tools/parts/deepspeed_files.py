@@ -112,16 +112,21 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
     counts = tuple(count for count in _listed(state.get("partition_count")) if type(count) is int)
     if not counts or min(counts) < 1:
         raise _malformed(file, "it has no partition_count")
-    rows = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
-    flat = tuple(entry for entry in rows if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
-    if len(flat) != len(rows):
+    own = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
+    flat = tuple(entry for entry in own if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
+    if len(flat) != len(own):
         raise _malformed(file, "its weights are not rows")
     world = max(counts)
     counts = counts if len(counts) == len(flat) else (world,) * len(flat)
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
+    said = state.get("param_alignment_paddings")
+    rows = [sizes_of(group) for group in _listed(said)]
+    paddings = tuple(group for group in rows if group is not None)
+    if len(paddings) < len(rows) or any(min(group, default=0) < 0 for group in paddings):
+        raise _malformed(file, "its param_alignment_paddings are not numbers")
     return OptimizerState(
-        file, is_stage_3, flat, world, counts, _paddings(file, state.get("param_alignment_paddings")),
+        file, is_stage_3, flat, world, counts, None if said is None else paddings,
         dict(_states(inner)), tuple(group for group in _listed(groups) if type(group) is Dict),
     )  # fmt: skip
 
@@ -130,15 +135,6 @@ def _states(inner: Node) -> Iterator[tuple[int, Dict]]:
     """The states by the number of their row; an elastic checkpoint of old versions has a list of them."""
     found = enumerate(inner.items) if type(inner) is List else _pairs(inner.get("state") if type(inner) is Dict else None)
     return ((number, state) for number, state in found if type(number) is int and type(state) is Dict)
-
-
-def _paddings(file: str, node: Node) -> tuple[Sizes, ...] | None:
-    if node is None:
-        return None
-    found = [sizes_of(group) for group in _listed(node)]
-    if any(group is None or min(group, default=0) < 0 for group in found):
-        raise _malformed(file, "its param_alignment_paddings are not numbers")
-    return tuple(group for group in found if group is not None)
 
 
 def _shapes(file: str, node: Node) -> dict[str, Sizes]:
@@ -217,19 +213,17 @@ def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Size
     for file, (number, root) in roots.items():
         if type(root) is not Dict or any(type(name) is not str for name, _ in root.items):
             raise PartError(f"{file} holds something else than the weights of a layer by name.")
-        prefix = f"{number}." if str(number) in known else _prefix_of_tied(file, number, root, tied)
+        own = {name: value.shape for name, value in root.named.items() if type(value) is Entry}
+        fitting = [key for key, shapes in tied.items() if all(own.get(name) == shape for name, shape in shapes.items())]
+        if str(number) in known or not fitting:  # or else a tied layer, of which the optimizer has no weight under its number
+            prefix = f"{number}."
+        elif len(fitting) == 1:
+            prefix = f"{_TIED}{fitting[0]}."
+        else:
+            raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
         for name, value in root.named.items():
             made.setdefault(f"{prefix}{name}", value)
     return Dict(list(made.items()), ordered=True)
-
-
-def _prefix_of_tied(file: str, number: int, root: Dict, tied: Mapping[str, Mapping[str, Sizes]]) -> str:
-    """What a layer is called of which the optimizer has no weight under its number: a tied one, or one that is not trained."""
-    own = {name: value.shape for name, value in root.named.items() if type(value) is Entry}
-    fitting = [key for key, shapes in tied.items() if all(own.get(name) == shape for name, shape in shapes.items())]
-    if len(fitting) > 1:
-        raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
-    return f"{_TIED}{fitting[0]}." if fitting else f"{number}."
 
 
 # --- how tensor parallel ranks were cut

@@ -17,9 +17,8 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
-from ckpt_tools.parts import evidence
 from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState
-from ckpt_tools.parts.merge import Merger, Piece, Row
+from ckpt_tools.parts.merge import Merger, Piece, Row, check_casts, check_not_twice, check_same
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
@@ -85,15 +84,10 @@ class Group:
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    first = next(iter(optimizers.values()))
-    for rank, state in optimizers.items():
-        if len(state.flat) != len(first.flat) or state.is_stage_3 != first.is_stage_3:
-            raise PartError(
-                f"{state.file} has {len(state.flat)} groups of weights on rank {rank}, {first.file} {len(first.flat)}."
-            )
-        if state.counts != first.counts:
-            raise PartError(f"{state.file} says that its groups are cut among other numbers of ranks than {first.file}.")
-    return _groups_one_by_one(model, optimizers, world) if first.is_stage_3 else _groups_in_rows(model, optimizers, world)
+    groups = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
+    check_same("groups of weights, cut among as many ranks", groups)
+    is_stage_3 = next(iter(optimizers.values())).is_stage_3
+    return _groups_one_by_one(model, optimizers, world) if is_stage_3 else _groups_in_rows(model, optimizers, world)
 
 
 def _groups_one_by_one(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -194,12 +188,10 @@ class Slice:
 
     @property
     def lost(self) -> dict[str, str]:
-        """The weights that are not whole, and why."""
         return self.merger.lost
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose part of the optimizer is not there."""
         return [rank for rank in range(self.world) if rank not in self.optimizers] if self.optimizers else []
 
     @cached_property
@@ -353,8 +345,8 @@ class Slice:
     def check_evidence(self, module: Mapping[str, Node] | None = None) -> None:
         """What the bytes say against the names of the optimizer's files."""
         for group in self.groups:
-            evidence.check_not_twice(self._flat_of(group), self.merger.shown)
-        evidence.check_casts(self._casts(self.model.module.named if module is None else module))
+            check_not_twice(self._flat_of(group), self.merger.shown)
+        check_casts(self._casts(self.model.module.named if module is None else module))
 
     def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:
         """Each rank's runs of the weights, with the same runs of the 16-bit ones."""

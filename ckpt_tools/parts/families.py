@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded
@@ -24,13 +24,7 @@ from ckpt_tools.parts import training
 from ckpt_tools.parts.partition import Partition
 from ckpt_tools.tree.nodes import Global
 
-
-class Beside(NamedTuple):
-    """The files that belong to one of them: their folder, their names in it, and of how many ranks they are."""
-
-    folder: Path
-    names: tuple[str, ...]
-    ranks: int
+Beside: TypeAlias = tuple[Path, tuple[str, ...], int]  # a folder, names in it, and of how many ranks they are
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -40,7 +34,6 @@ class Family:
     Attributes:
         module: reads them: `decode(names, files, *, partial) -> Decoded`.
         find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
-        inside: the folder in a folder whose files are meant; the folder itself where none is.
         stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
         beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
         part: what part of the whole a file is by itself. The last argument counts the ranks whose files are beside it.
@@ -50,7 +43,6 @@ class Family:
 
     module: str
     find: Callable[[Path, Sequence[str]], Sequence[str]] | None = None
-    inside: Callable[[Path], Path] | None = None
     stands_for: Callable[[Source, bytes, Callable[[], list[str]]], Sequence[str]] | None = None
     beside: Callable[[Path, Sequence[str], Sequence[Global]], Beside | None] | None = None
     part: Callable[[Checkpoint, Callable[[], int | None]], Partition | None] | None = None
@@ -77,24 +69,12 @@ class Found(NamedTuple):
 # --- which files belong together
 
 
-def _dcp(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    if by_name.DCP_METADATA not in names:
-        return ()
-    if indexes := by_name.indexes(names):
-        raise _several(folder, [by_name.DCP_METADATA, *indexes])
-    return (by_name.DCP_METADATA,)
-
-
 def _index(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    indexes = by_name.indexes(names)
+    """The index of shards, or the metadata of a distributed checkpoint."""
+    indexes = (*(name for name in names if name == by_name.DCP_METADATA), *by_name.indexes(names))
     if len(indexes) > 1:
         raise _several(folder, indexes)
     return indexes
-
-
-def _deepspeed(_: Path, names: Sequence[str]) -> Sequence[str]:
-    found = by_name.zero_files(names)
-    return found.names if found is not None else ()
 
 
 def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
@@ -109,21 +89,11 @@ def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
     return groups[0] if groups and not groups[0][0].endswith(".gguf") else ()
 
 
-def _splits(_: Path, names: Sequence[str]) -> Sequence[str]:
-    groups = by_name.shard_groups(names)
-    return groups[0] if groups else ()
-
-
 def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
     found = by_name.consolidated_files(names)
     if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
         raise _several(folder, [*found[:4], *whole], "transformers and diffusers take the last, Meta's code the others.")
     return found
-
-
-def _ranks(_: Path, names: Sequence[str]) -> Sequence[str]:
-    group = by_name.model_group(names)
-    return group.every if group is not None else ()
 
 
 def _several(folder: Path, names: Sequence[str], why: str = "Each index is one of its own.") -> NotACheckpointError:
@@ -133,10 +103,6 @@ def _several(folder: Path, names: Sequence[str], why: str = "Each index is one o
 
 
 # --- a file that stands for others
-
-
-def _of_index(source: Source, head: bytes, _: Callable[[], list[str]]) -> Sequence[str]:
-    return (source.path.name,) if by_name.is_index(source, head) else ()
 
 
 def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
@@ -155,26 +121,27 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
     if path.name != by_name.MEGATRON_FILE or not re.fullmatch(by_name.MP_RANK, path.parent.name):
         return None
-    folder = path.parent.parent
-    found = by_name.megatron_files(os.listdir(folder))
-    return Beside(folder, found, len(found))
+    found = by_name.megatron_files(os.listdir(path.parent.parent))
+    return path.parent.parent, found, len(found)
 
 
 def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
     found = by_name.consolidated_files(names)
-    return Beside(path.parent, found, len(found)) if path.name in found else None
+    return (path.parent, found, len(found)) if path.name in found else None
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
-    return Beside(path.parent, found.names, len(found.kinds["optimizer"])) if found is not None else None
+    found = by_name.zero_files(names)
+    return (
+        (path.parent, found.names, len(found.kinds["optimizer"])) if by_name.is_zero_file(path.name) and found.names else None
+    )
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
     group = by_name.group_of(path.name, names)
     if group is None and any(str(name) == "torch.distributed.tensor.DTensor" for name in known):
         group = by_name.item_group_of(path.name, names)
-    return Beside(path.parent, group.every, len(group.names)) if group is not None else None
+    return (path.parent, group.every, len(group.names)) if group is not None else None
 
 
 def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
@@ -186,23 +153,29 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
 
     if not items.describes(path, group):
         return None
-    return Beside(path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names))
+    return path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)
 
 
 # --- the table
 
 ROWS = {
-    "dcp": Family("ckpt_tools.parts.dcp", _dcp, by_name.iteration_folder),
-    "sharded": Family("ckpt_tools.parts.sharded", _index, stands_for=_of_index),
+    "dcp": Family("ckpt_tools.parts.dcp", lambda folder, names: _index(folder, names) if by_name.DCP_METADATA in names else ()),
+    "sharded": Family(
+        "ckpt_tools.parts.sharded", _index,
+        stands_for=lambda source, head, _: (source.path.name,) if by_name.is_index(source, head) else (),
+    ),
     "dcp-safetensors": Family(
         "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), partial=False, decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", _deepspeed, by_name.checkpoint_folder, beside=_beside_zero, part=parts.of_zero
+        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names, beside=_beside_zero, part=parts.of_zero
     ),
     "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
     "shards": Family("ckpt_tools.parts.sharded", _shards, decode="decode_loose"),
-    "gguf-splits": Family("ckpt_tools.parts.sharded", _splits, stands_for=_of_split, decode="decode_splits"),
+    "gguf-splits": Family(
+        "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),
+        stands_for=_of_split, decode="decode_splits",
+    ),
     "consolidated": Family(
         "ckpt_tools.parts.consolidated", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated
     ),
@@ -211,7 +184,10 @@ ROWS = {
         part=parts.of_megatron, partial=False,  # nothing says how long a tensor is that was cut
     ),
     "training": Family("ckpt_tools.parts.training", training.find),
-    "rank-files": Family("ckpt_tools.parts.rank_files", _ranks, beside=_beside_rank),
+    "rank-files": Family(
+        "ckpt_tools.parts.rank_files", lambda _, names: group.every if (group := by_name.model_group(names)) else (),
+        beside=_beside_rank,
+    ),
 }  # fmt: skip
 
 
@@ -235,10 +211,7 @@ def find_layout(folder: str | os.PathLike[str]) -> Found | None:
 
 def folder_of_files(folder: Path) -> Path:
     """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts."""
-    for row in ROWS.values():
-        if row.inside is not None:
-            folder = row.inside(folder)
-    return folder
+    return by_name.checkpoint_folder(by_name.iteration_folder(folder))
 
 
 def is_whole(folder: Path) -> bool:
@@ -312,7 +285,6 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
 
 _OTHERS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"  # PEFT's, transformers'
-_OF_RANK = r"rank_?\d+\b(?=.*\.)"
 
 
 def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
@@ -325,40 +297,23 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
 def layout(folder: Path, names: list[str]) -> Found:
     """The one checkpoint that a folder should be."""
     found = layout_of(folder, sorted(names))
-    if found is None:
-        files = [*_checkpoint_folders(folder, sorted(names)), *(name for name in sorted(names) if name.endswith(_OTHERS))]
-        raise NotACheckpointError(
-            f"{folder} is a directory, and not a checkpoint.", why=_what_is_missing(names), fix=_named_in(folder, names, files)
-        )
-    return found
-
-
-def _what_is_missing(names: Iterable[str]) -> str:
-    """Why a folder is not one checkpoint."""
-    missing = "It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata)"
-    ranks = sorted(name for name in names if re.search(_OF_RANK, name) and name.endswith(_OTHERS))
-    kinds = {re.sub(r"\d+", "", name) for name in ranks}
-    if not kinds:
-        return f"{missing}, no files of ranks."
-    one = "files of ranks that are not one model's" if len(kinds) > 1 else "files of ranks beside others"
-    return f"{missing} of its own; it has {one}: {', '.join(ranks[:4])}."
-
-
-def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
-    """What to give in the place of a folder: a checkpoint in it, or all of its files."""
+    if found is not None:
+        return found
+    fix = "Name a checkpoint in it."
+    inside = [
+        name
+        for name in sorted(names)
+        if name.endswith(_OTHERS) or (os.path.isdir(folder / name) and _is_checkpoint(folder / name))
+    ]
     if _ADAPTER in names:
-        return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
-    models = [name for name in files if not training.is_state(name)] or files
-    named = ": ".join(["Name a checkpoint in it", *([", ".join(models[:4])] if models else [])])
-    endings = {os.path.splitext(name)[1] for name in files}
-    if len(models) < len(files) or len(files) < 2 or len(endings) > 1 or not files[0].endswith(_OTHERS):
-        return f"{named}."
-    return f"{named}. ckpt convert {shlex.quote(str(folder))} --to-dir DIR takes all of them."
-
-
-def _checkpoint_folders(folder: Path, names: list[str]) -> list[str]:
-    """Those of the names that are folders with a checkpoint's files."""
-    return [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+        fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
+    elif models := [name for name in inside if not training.is_state(name)] or inside:
+        fix = f"Name a checkpoint in it: {', '.join(models[:4])}."
+    raise NotACheckpointError(
+        f"{folder} is a directory, and not a checkpoint.",
+        why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
+        fix=fix,
+    )
 
 
 def _is_checkpoint(folder: Path) -> bool:

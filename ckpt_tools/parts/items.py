@@ -33,7 +33,7 @@ from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
 
 _VERSION = "2.0"
 _LEVELS = 12
-_KINDS = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
+_KINDS: dict[str, Any] = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
 _READ = ("TorchSerialization", "SafetensorsSerialization")
 Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
@@ -46,8 +46,8 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     groups = {name: Group(f"{name}_", names_of, world, tuple(names_of.values())) for name, names_of in found.items()}
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.names.values())
-        return rank_files.merge(groups[only], files, partial=partial, places=_Places(described.get(only)))
-    parts = {name: rank_files.merge(group, files, partial=partial, places=_Places(described.get(name)))
+        return rank_files.merge(groups[only], files, partial=partial, places=_places(described.get(only)))
+    parts = {name: rank_files.merge(group, files, partial=partial, places=_places(described.get(name)))
              for name, group in groups.items()}  # fmt: skip
     keys = Keys()
     made = joined(rank_files.CONTAINER, _together(parts, keys), files, list(parts.values()), {})
@@ -98,21 +98,16 @@ def _described(root: Node) -> tuple[dict[str, Row], int]:
             f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.",
             fix="Load it with torch_checkpointing, and save it again.",
         )
-    world, items = content.get("world_size"), content["metadata"]
-    if (
-        type(world) is not int
-        or not 0 < world <= MOST_RANKS
-        or not all(_is_item(key, row, world) for key, row in items.items())
-    ):
+    said, items = content.get("world_size"), content["metadata"]
+    world = said if type(said) is int and 0 < said <= MOST_RANKS else 0
+    good = world > 0
+    for key, row in items.items():
+        layouts = row.get("rank_to_layout_info") if isinstance(row, dict) else None
+        good = good and type(key) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        good = good and isinstance(row.get("nested_path_to_metadata"), dict)
+    if not good:
         raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
     return items, world
-
-
-def _is_item(key: object, row: object, world: int) -> bool:
-    if type(key) is not str or not isinstance(row, dict) or not isinstance(row.get("nested_path_to_metadata"), dict):
-        return False
-    layouts = row.get("rank_to_layout_info")
-    return isinstance(layouts, dict) and len(layouts) == world and all(rank in layouts for rank in range(world))
 
 
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
@@ -158,19 +153,16 @@ def _file(name: str, rank: int, row: Any) -> str:
 # --- where plain tensors lie
 
 
-class _Places:
+def _places(item: Row | None) -> rank_files.Places:
     """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
+    every: dict[Where, Sequence[Row]] = {}
+    for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
+        where = _where(text)
+        every[where] = rows
+        every.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
 
-    def __init__(self, item: Row | None) -> None:
-        self.rows: dict[Where, Sequence[Row]] = {}
-        for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
-            where = _where(text)
-            self.rows[where] = rows
-            self.rows.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
-
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
-        """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole."""
-        rows = self.rows.get(where)
+    def shares(where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
+        rows, name = every.get(where), ".".join(map(str, where))
         if rows is None:
             return None
         shares, shapes = [], set()
@@ -178,16 +170,17 @@ class _Places:
             try:
                 shape, found = _boxes(rows, rank, entry)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
-                name = ".".join(map(str, where))
                 raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
             shapes.add(shape)
             shares += found
         if len(shapes) != 1:
-            raise PartError(f"{ITEM_METADATA} gives {'.'.join(map(str, where))!r} several shapes.")
+            raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
         whole = shapes.pop()
         own = [entry for _, entry in entries]
         alike = [share.entry for share in shares] == own and all(share.sizes == whole for share in shares)
         return None if alike else (whole, shares)
+
+    return shares
 
 
 _PATH = re.compile(r"\[.*\]", re.DOTALL)
@@ -217,10 +210,12 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Pi
         raise ValueError(kind)
     mesh = data["mesh_spec"]
     sizes, ranks = _sizes(mesh["mesh_shape"]), _sizes(mesh["mesh_data"])
-    placements = [_placement(row) for row in data["placements"]]
+    placements = [Placement(_KINDS[row["type"]], row.get("dim", 0), row.get("split_factor", 1)) for row in data["placements"]]
     if len(placements) != len(sizes) or prod(sizes) != len(ranks):
         raise ValueError("placements that the mesh does not have")
-    at, box = box_at(shape, sizes, placements, _coordinate(sizes, ranks.index(rank)))
+    position = ranks.index(rank)
+    coordinate = tuple(position // prod(sizes[dim + 1 :]) % size for dim, size in enumerate(sizes))
+    at, box = box_at(shape, sizes, placements, coordinate)
     return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
 
 
@@ -232,18 +227,6 @@ def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, who
         raise ValueError("more than is there")
     offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
     return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
-
-
-def _placement(row: Row) -> Placement:
-    return Placement(_KINDS[row["type"]], row.get("dim", 0), row.get("split_factor", 1))  # type: ignore[arg-type]
-
-
-def _coordinate(shape: Sizes, position: int) -> Sizes:
-    found = []
-    for size in reversed(shape):
-        found.append(position % size)
-        position //= size
-    return tuple(reversed(found))
 
 
 def _sizes(row: Any) -> Sizes:

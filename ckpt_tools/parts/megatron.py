@@ -25,7 +25,7 @@ from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, merged
+from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_same, merged
 from ckpt_tools.parts.names import MP_RANK
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
@@ -60,7 +60,6 @@ class Chunk:
 
 
 def chunk_of(what: str, node: Node) -> Chunk:
-    """The tensors below a model's state dict, nested or flat."""
     found = Chunk()
     layers: dict[str, set[int]] = {}
     experts: dict[str, set[int]] = {}
@@ -95,15 +94,10 @@ def with_offsets(chunk: Chunk, layers: Mapping[str, int], expert_rank: int, tied
             whole = f"{match[1]}.{int(match[2]) + layers.get(match[1], 0)}.{match[3]}"
         if match := _EXPERT.fullmatch(whole):
             whole = f"{match[1]}{int(match[2]) + expert_rank * chunk.experts}{match[3] or ''}"
-        yield (_embedding(whole) if tied else whole), entry
-
-
-def _embedding(name: str) -> str:
-    """The embedding, for the name of its copy on the last stage."""
-    for copy in ("output_layer.weight", "word_embeddings_for_head.weight"):
-        if name.endswith(copy):
-            return f"{name.removesuffix(copy)}embedding.word_embeddings.weight"
-    return name
+        for copy in ("output_layer.weight", "word_embeddings_for_head.weight") if tied else ():
+            if whole.endswith(copy):
+                whole = f"{whole.removesuffix(copy)}embedding.word_embeddings.weight"
+        yield whole, entry
 
 
 def _cut_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> tuple[int, int] | None:
@@ -137,7 +131,6 @@ _LEFT_OUT = ("optimizer", "rng_state")  # cut as the ranks are, and of no use to
 _OPTIMIZER = "distrib_optim.pt"
 _AGREEING = ("num_layers", "num_experts", "padded_vocab_size", "swiglu")
 _MODEL = re.compile(r"model(\d{0,4})")
-_TWO_JOBS = "They are of two jobs."
 _MOST = 100_000
 
 Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parallelism
@@ -145,8 +138,6 @@ Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parall
 
 @dataclass(slots=True)
 class _Part:
-    """One rank's file."""
-
     folder: str
     place: Place
     decoded: Decoded
@@ -155,12 +146,10 @@ class _Part:
 
     @property
     def root(self) -> Dict:
-        """Its tree."""
         return as_dict(self.decoded.root)
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):
@@ -182,7 +171,6 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
 
 
 def _arguments(name: str, root: Node) -> Dict:
-    """The arguments of the job, which the file carries."""
     arguments = root.get("args") if type(root) is Dict else None
     state = arguments if type(arguments) is Dict else attributes(arguments)
     if state is None:
@@ -191,7 +179,6 @@ def _arguments(name: str, root: Node) -> Dict:
 
 
 def _sizes(folder: str, arguments: Dict) -> Place:
-    """The ranks of each kind of parallelism."""
     found = [arguments.get(f"{kind}_model_parallel_size") for kind in _KINDS]
     sizes = [size for size in (1 if size is None else size for size in found) if type(size) is int and 1 <= size <= _MOST]
     if len(sizes) != len(found):
@@ -226,11 +213,7 @@ def _chunks(name: str, root: Dict) -> list[Chunk]:
 
 def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
     """Every rank is there once, and no other."""
-    places: dict[Place, str] = {}
-    for part in parts:
-        if part.place in places:
-            raise PartError(f"{places[part.place]} and {part.folder} are one rank's.", fix="Remove one of the two.")
-        places[part.place] = part.folder
+    places = by_rank((part.place, part.folder) for part in parts)
     if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
         raise PartError(f"{some(beyond)} are beyond the {prod(sizes)} ranks that the args of the job say.")
     world = prod(sizes)
@@ -250,17 +233,13 @@ def _folder(place: Sequence[int], sizes: Place) -> str:
 
 def _check_agreeing(parts: Sequence[_Part]) -> None:
     """All are of one job at one step, and each is the rank that its name says."""
-    first = parts[0]
+    for kind in (*(f"{kind}_model_parallel_size" for kind in _KINDS), *_AGREEING):
+        check_same(kind, {part.folder: part.arguments.get(kind) for part in parts})
+    for key in ("iteration", "checkpoint_version"):
+        check_same(key, {part.folder: part.root.get(key) for part in parts})
+    check_same("number of virtual stages", {part.folder: len(part.chunks) for part in parts})
     for part in parts:
-        for kind in (*(f"{kind}_model_parallel_size" for kind in _KINDS), *_AGREEING):
-            if part.arguments.get(kind) != first.arguments.get(kind):
-                raise PartError(f"The args of {first.folder} and {part.folder} say another {kind}.", why=_TWO_JOBS)
-        for key in ("iteration", "checkpoint_version"):
-            if part.root.get(key) != first.root.get(key):
-                raise PartError(
-                    f"{first.folder} and {part.folder} have another {key}.", why="They were saved at different steps."
-                )
-        rank, size = part.arguments.get("rank"), first.arguments.get("tensor_model_parallel_size")
+        rank, size = part.arguments.get("rank"), parts[0].arguments.get("tensor_model_parallel_size")
         if type(rank) is int and type(size) is int and rank % size != part.place[0]:
             raise PartError(f"{part.folder} holds the part of rank {rank}, by its args.", why="Its name says another.")
 
@@ -308,10 +287,7 @@ class _Merging:
 
     def _hold(self) -> None:
         """Note of each name in the whole model who holds a part of it, in the order of the layers."""
-        counts = {len(part.chunks) for part in self.parts}
-        if len(counts) > 1:
-            raise PartError("The ranks have different numbers of virtual stages.", why=_TWO_JOBS)
-        stages = [(virtual, stage) for virtual in range(counts.pop()) for stage in range(self.sizes[1])]
+        stages = [(virtual, stage) for virtual in range(len(self.parts[0].chunks)) for stage in range(self.sizes[1])]
         offsets: dict[str, int] = {}
         for virtual, stage in stages:
             members = [(number, part) for number, part in enumerate(self.parts) if part.place[1] == stage]
@@ -351,18 +327,16 @@ class _Merging:
     def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
         groups = self._groups(name, held)
         if self.sizes[0] > 1:
-            cut = _cut_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
+            version = self.parts[0].root.get("checkpoint_version")
+            number = float(version) if isinstance(version, (int, float)) else 0.0
+
+            def part_of(other: str) -> Entry | None:
+                return next((entry for _, entry in self.held.get(other, {}).values()), None)
+
+            cut = _cut_of(name, [entry for _, entry in groups[0]], part_of, number)
             if cut is not None:
                 return along(self.merger, name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
-
-    def _version(self) -> float:
-        version = self.parts[0].root.get("checkpoint_version")
-        return float(version) if isinstance(version, (int, float)) else 0.0
-
-    def _part_of(self, name: str) -> Entry | None:
-        """Any rank's part of a tensor, by its name in the whole model."""
-        return next((entry for _, entry in self.held.get(name, {}).values()), None)
 
     def _groups(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> list[Held]:
         """What the ranks hold, those together that cut one tensor among them: each of the tensor parallel ranks once."""

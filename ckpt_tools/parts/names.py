@@ -124,7 +124,6 @@ _DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
 
 
 def indexes(names: Sequence[str]) -> tuple[str, ...]:
-    """The indexes of shards among these names."""
     return tuple(name for name in names if name.endswith(INDEX_SUFFIX) and not name.endswith(_OTHER_LIBRARIES))
 
 
@@ -141,7 +140,6 @@ def taken_before(index: str, names: Sequence[str]) -> list[str]:
 
 
 def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
-    """The files that torch's HuggingFaceStorageWriter gives every rank."""
     return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
@@ -160,7 +158,6 @@ class ShardName:
 
     @property
     def index(self) -> str:
-        """The file of the index."""
         return f"{self.stem}{self.suffix}{INDEX_SUFFIX}"
 
 
@@ -209,23 +206,21 @@ class ZeroFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
         return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
 
     def of_slice(self, kind: str, number: int) -> dict[int, str]:
-        """The files of a slice by rank."""
         return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
 
 
-def zero_files(names: Sequence[str]) -> ZeroFiles | None:
-    """The files of a DeepSpeed checkpoint among these; None where there are none."""
+def zero_files(names: Sequence[str]) -> ZeroFiles:
+    """The files of a DeepSpeed checkpoint among these; none of them without a model or an optimizer."""
     found = ZeroFiles()
     for name in sorted(names):
         for kind, rule in _ZERO.items():
             if match := re.fullmatch(rule, name):
                 there = found.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
                 found.doubled += [name] if there != name else []
-    return found if found.slices else None
+    return found if found.slices else ZeroFiles()
 
 
 def is_zero_file(name: str) -> bool:
@@ -237,14 +232,17 @@ def checkpoint_folder(folder: Path) -> Path:
     """The folder with the files: the one that `latest` names, or the only step there is; else the folder itself."""
     try:
         names = os.listdir(folder)
-        tag = _latest(folder / _LATEST) if _LATEST in names else None
+        tag = None
+        if (folder / _LATEST).is_file():  # a pipe would never end
+            with (folder / _LATEST).open("rb") as file:
+                tag = file.read(_TAG_LENGTH).decode("utf-8", "replace").strip()
     except OSError:
         return folder  # told about when it is read
     tags = sorted((name for name in names if re.fullmatch(_TAG, name) or name == tag), key=len)
     tags = [name for name in tags if _has_files(folder / name)]
     if tag in tags or (tag is None and len(tags) == 1):
         return folder / (tag if tag is not None else tags[0])
-    if not tags or zero_files(names) is not None:
+    if not tags or zero_files(names).names:
         return folder
     if tag is not None:
         raise NotACheckpointError(
@@ -257,15 +255,8 @@ def checkpoint_folder(folder: Path) -> Path:
     )
 
 
-def _latest(path: Path) -> str | None:
-    if not path.is_file():  # a pipe would never end
-        return None
-    with path.open("rb") as file:
-        return file.read(_TAG_LENGTH).decode("utf-8", "replace").strip()
-
-
 def _has_files(folder: Path) -> bool:
     try:
-        return zero_files(os.listdir(folder)) is not None
+        return bool(zero_files(os.listdir(folder)).names)
     except OSError:
         return False

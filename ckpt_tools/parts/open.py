@@ -18,7 +18,7 @@ from ckpt_tools.formats.registry import begins_as_checkpoint, containers
 from ckpt_tools.formats.single import HEAD, collector_paused, decode_content, decode_file, may_be_packed, naming
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.io.sources import Files, source_of
+from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
 from ckpt_tools.parts.names import group_of, is_index, model_group
@@ -28,7 +28,7 @@ from ckpt_tools.tree.nodes import Global, Node, Object
 from ckpt_tools.tree.options import natural
 
 if TYPE_CHECKING:
-    from ckpt_tools.parts.flat_rows import Names
+    from ckpt_tools.parts.rank_files import Names
 
 _Source = TypeVar("_Source", bound=Source)
 
@@ -77,7 +77,7 @@ def _newest(run: str | os.PathLike[str], steps: Sequence[Path]) -> Checkpoint:
 def open_source(path: str | os.PathLike[str]) -> Source:
     """The source for a path: a file, the files of a folder, or something remote."""
     if isinstance(path, Handed):
-        return source_of(path)
+        return HandedSource(path)
     if is_address(path):
         from ckpt_tools.io.remote import open_remote
 
@@ -122,21 +122,17 @@ def _decode(source: Source, member: str) -> Decoded:
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
-    if found is not None:
-        return _with_others(source, found.decode)
     container = next((row for row in containers() if row.sniff(head)), None)
-    if container is None or container.with_others is None:
+    with_others = container.with_others if container is not None else None
+    if found is None and with_others is None:
         return decode_file(source)
-    read = container.with_others
-    return _with_others(source, lambda files: read(source, files))
-
-
-def _with_others(source: Source, decode: Callable[[Files], Decoded]) -> Decoded:
-    """What is decoded of a file and of others beside it."""
     files = files_beside(source)
     files.adopt(source)
     try:
-        return decode(files)
+        if found is not None:
+            return found.decode(files)
+        assert with_others is not None
+        return with_others(source, files)
     except BaseException:
         files.close()
         raise
@@ -154,7 +150,6 @@ def _is_whole(folder: Path, names: list[str], member: Callable[[str], Source | N
 
 
 def files_beside(source: Source) -> Files:
-    """The files of the folder that a file is in."""
     if is_address(str(source.path)):
         from ckpt_tools.io import remote
 
@@ -174,7 +169,10 @@ def open_whole(path: File, *, partial: bool = False, names: Callable[[], Names] 
     """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare."""
     path = as_path(path)
     try:
-        return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
+        found = _partial_at(path) if partial else None
+        if found is None:
+            return _whole(open_checkpoint(path))
+        return _whole(_opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True)))
     except PartError as error:
         if names is None or not error.unnamed:
             raise
@@ -184,7 +182,11 @@ def open_whole(path: File, *, partial: bool = False, names: Callable[[], Names] 
 def _whole(checkpoint: Checkpoint) -> Checkpoint:
     try:
         if (part := partition(checkpoint)) is not None:
-            checkpoint = _of_all_ranks(checkpoint, part)
+            found = families.others(checkpoint)
+            if found is None:
+                raise part_error(checkpoint, part)
+            checkpoint.close()
+            checkpoint = _opened(Files(checkpoint.path, found.folder), found.decode)
         take_whole(checkpoint)
         if checkpoint.container in PART_CONTAINERS:
             checkpoint.locate()  # compares what several ranks hold, before anything is made of it
@@ -194,26 +196,8 @@ def _whole(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _of_all_ranks(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
-    """The whole that one process's part is of; the part is closed."""
-    found = families.others(checkpoint)
-    if found is None:
-        raise part_error(checkpoint, part)
-    checkpoint.close()
-    return _opened(Files(checkpoint.path, found.folder), found.decode)
-
-
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
-    """The error for a part that is to be used as a model."""
     return PartError(f"{checkpoint.path} is a part of a model, not a whole one: {part.found}.", fix=part.fix)
-
-
-def _open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """What is whole of the files that are at a path; None for anything but files that are parts of one checkpoint."""
-    found = _partial_at(path)
-    if found is None:
-        return None
-    return _opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True))
 
 
 def has_partial(path: str | os.PathLike[str]) -> bool:

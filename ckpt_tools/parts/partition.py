@@ -90,14 +90,11 @@ def _described(parts: Sequence[Part], count: int) -> Partition:
     rank = next((part.rank for part in parts if part.rank is not None), None)
     shares = max(part.shares for part in parts)
     whole = f", {count - len(parts)} are whole" if len(parts) < count else ""
-    found = f"{_rank_text(rank, world)}, {family}: 1/{shares} of {len(parts)} tensors{whole}"
+    one = f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
+    found = f"{one}, {family}: 1/{shares} of {len(parts)} tensors{whole}"
     if any(part.is_partial for part in parts):
         found += "; sums that the ranks have not added up (Partial)"
     return Partition(found, _GATHER, family, rank, world, len(parts), count)
-
-
-def _rank_text(rank: int | None, world: int) -> str:
-    return f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
 
 
 _TP = r"tp|tensor|model"
@@ -139,75 +136,50 @@ def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 # --- DeepSpeed
 
 
+# What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
+_MODULE = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|layer_\d+(-model_\d+)?-model_states\.pt"
+_ROWS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
+
+
 def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By what DeepSpeed calls what is in it, or by its name where that alone says it."""
-    root = checkpoint.root
-    return (_of_ranks(root) or _of_model(checkpoint, root, beside) or _of_module(checkpoint)) if type(root) is Dict else None
-
-
-def _of_ranks(root: Dict) -> Partition | None:
-    optimizer = root.get("optimizer_state_dict")
-    if type(optimizer) is Dict and any(key in optimizer for key in _ZERO_KEYS):
-        found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
-        return Partition(found, _ZERO, "DeepSpeed", None, _partition_count(optimizer.get("partition_count")))
-    if "ds_version" not in root:
+    root, name = checkpoint.root, checkpoint.name
+    if type(root) is not Dict:
         return None
-    size = root.get("mp_world_size")
-    if type(size) is int and size > 1:
+    optimizer, size, shapes = root.get("optimizer_state_dict"), root.get("mp_world_size"), root.get("param_shapes")
+    if type(optimizer) is Dict and any(key in optimizer for key in _ROWS):
+        found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
+        return Partition(found, _ZERO, "DeepSpeed", None, _count(optimizer.get("partition_count")))
+    if "ds_version" in root and type(size) is int and size > 1:
         found = f"one of {size} parts (tensor parallel ranks, or stages of a pipeline) of a DeepSpeed checkpoint"
         return Partition(found, _ZERO, "DeepSpeed", None, size)
-    return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
-
-
-def _of_model(checkpoint: Checkpoint, root: Dict, beside: Beside) -> Partition | None:
-    """Under stages 0 to 2 a model file is whole, in 16 bits; with others beside it, or with experts, it is one of several."""
-    if "param_shapes" not in root or not is_zero_file(checkpoint.name):
+    if "ds_version" in root and type(shapes) in (List, Dict) and _is_zero_3(root.get("module")):
+        found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
+        return Partition(found, _ZERO, "DeepSpeed", None, _count(root.get("dp_world_size")))
+    if re.fullmatch(_MODULE, name):
+        return Partition("a layer, or an expert of one, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
+    if "param_shapes" not in root or not is_zero_file(name):
         return None
     experts = root.get("num_experts")
-    if type(experts) is List and experts.items:
-        found = "the 16-bit weights of a DeepSpeed checkpoint but for the experts, which have files of their own"
-    elif beside() is None:
+    has_experts = type(experts) is List and bool(experts.items)
+    if not has_experts and beside() is None:  # under stages 0 to 2 a model file is whole, in 16 bits
         return None
-    else:
-        found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
-    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(root.get("dp_world_size")))
+    what = "experts" if has_experts else "fp32 ones"
+    found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
+    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _count(root.get("dp_world_size")))
 
 
-def _partition_count(node: Node) -> int | None:
+def _count(node: Node) -> int | None:
     """Of how many processes: a number, or one for each group of parameters."""
     counts = [count for count in (node.items if type(node) is List else [node]) if type(count) is int]
     return max(counts, default=None)
 
 
-_ZERO_KEYS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
-
-
-def _of_zero_3(root: Dict) -> Partition | None:
-    """Stage 3: the names are there, and the tensors have no elements."""
-    weights = root.get("module")
+def _is_zero_3(weights: Node) -> bool:
+    """Whether the names are there, and most tensors have no elements."""
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
     empty = sum(not entry.numel for entry in entries)
-    if weights is not None and not (empty and empty * 2 >= len(entries)):
-        return None
-    what = f"{empty} of {len(entries)} tensors have no elements" if entries else "there are no weights"
-    found = f"{what}: DeepSpeed ZeRO 3 keeps the parts of the weights in the files zero_pp_rank_*"
-    size = root.get("dp_world_size")
-    return Partition(found, _ZERO, "DeepSpeed", None, size if type(size) is int else None)
-
-
-# What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
-_MODULES = {
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "an expert of one layer",
-    r"layer_\d+(-model_\d+)?-model_states\.pt": "one layer of a pipeline",
-}
-
-
-def _of_module(checkpoint: Checkpoint) -> Partition | None:
-    if not checkpoint.name.endswith("model_states.pt"):
-        return None
-    found = (what for rule, what in _MODULES.items() if re.fullmatch(rule, checkpoint.name))
-    what = next(found, None)
-    return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
+    return weights is None or bool(empty and empty * 2 >= len(entries))
 
 
 # --- Meta's Llama
@@ -221,7 +193,7 @@ def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     world = beside() or _parts_by_shape(checkpoint.root)
     if world == 1:
         return None
-    found = f"{_rank_text(int(match[1]), world)} of Meta's model parallelism"
+    found = f"rank {int(match[1])} of {world} of Meta's model parallelism"
     return Partition(found, "Get all consolidated.*.pth of the model into one folder.", "Meta", int(match[1]), world)
 
 

@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.flat_rows import Names, Splitting, is_flat
-from ckpt_tools.parts.merge import Merger, Piece, merged, wrong_ranks
+from ckpt_tools.parts.merge import Merger, Piece, Row, merged, wrong_ranks
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import DROP, Drop
-from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
+from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.boxes import Sizes
 
@@ -37,16 +37,11 @@ _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step"
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
-class Places(Protocol):
-    """What something beside the files says of plain tensors in them."""
-
-    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
-        """The whole shape and the boxes of what is a part; None for what every rank has whole."""
-        ...
+# What something beside the files says of plain tensors at a place: the whole shape and the boxes; None for what all have whole
+Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """Read files that differ in the rank alone."""
     group = group_of(names[0], names) or item_group_of(names[0], names)
     assert group is not None, "they were found by their ranks"
     return merge(group, files, partial=partial)
@@ -72,7 +67,7 @@ def merge(
     roots[ranks[0]] = keys.renew(roots[ranks[0]])
     merging = _Merging(group, roots, Merger(keys, partial=partial), places, names, world)
     made = merged(CONTAINER, merging.run(), files, list(parts.values()))
-    gone = merging.globals_of_parts()
+    gone = _globals(tuple(merging.objects)) - _globals(merging.root)  # what parts alone name, which are whole tensors now
     made.globals = [name for name in made.globals if name not in gone]
     made.warnings += merging.warnings
 
@@ -98,14 +93,18 @@ class _Merging:
         self.gone: list[Node] = []
 
     def run(self) -> Node:
-        """The merged tree."""
         tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
         splitting = self._split(tensors)
         uneven = self._check_names(tensors)
         self._check_values()
         new: dict[int, Node | Drop] = {}
         for where, node in tensors[self.ranks[0]].items():
-            new[id(node)] = DROP if where in uneven else self._whole(where, [tensors[rank][where] for rank in self.ranks])
+            if where in uneven:
+                new[id(node)] = DROP
+                continue
+            make = functools.partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
+            # Of a list, which would close up, none may be lost.
+            new[id(node)] = self.merger.unless_lost(dotted(where), make) if _is_named(where) else make()
         new.update((id(node), DROP) for node in self.gone)
         self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
         if splitting is not None:
@@ -156,16 +155,6 @@ class _Merging:
             others = f", and {len(more)} more" if more else ""
             raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {name!r} {why}{others}.")
 
-    def _whole(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
-        """The whole tensor; of a list, which would close up, none may be lost."""
-        make = functools.partial(self._merged, where, nodes)
-        return self.merger.unless_lost(dotted(where), make) if _is_named(where) else make()
-
-    def globals_of_parts(self) -> set[Global]:
-        """The globals that only parts name, which are whole tensors now."""
-        left = {node for node in reachable(self.root) if type(node) is Global}
-        return {node for node in reachable(tuple(self.objects)) if type(node) is Global} - left
-
     def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
         """The tensors that not every rank has, where they may be left out."""
         uneven: dict[Where, list[int]] = {}
@@ -206,7 +195,7 @@ class _Merging:
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
-            placed = self.places.shares(where, entries) if self.places else None
+            placed = self.places(where, entries) if self.places else None
             if placed is not None:
                 return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
             return self.merger.replicated(name, entries)
@@ -256,6 +245,10 @@ def _unnamed(name: str) -> PartError:
     )  # fmt: skip
 
 
+def _globals(root: Node) -> set[Global]:
+    return {node for node in reachable(root) if type(node) is Global}
+
+
 def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:
     return ((where, node) for where, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
 
@@ -274,3 +267,116 @@ def _same(one: Node, other: Node) -> bool:
 def _is_named(where: Where) -> bool:
     """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
     return bool(where) and type(where[-1]) is str
+
+
+# --- FSDP1's LOCAL_STATE_DICT: the parameters of a wrapped module in one row (`_flat_param`), without names or shapes
+#
+# A target has both, in the order in which FSDP puts parameters into a row. With `use_orig_params=True` every parameter begins
+# at a multiple of 16 bytes, the row is filled up to equal parts, and what each rank has of every parameter stands beside it,
+# as runs under its name. Buffers are whole on every rank.
+#
+# Source: torch/distributed/fsdp/_flat_param.py (`_init_flat_param_and_metadata`), _state_dict_utils.py
+# (`_local_post_state_dict_hook`).
+
+
+FLAT = "_flat_param"
+_ALIGNMENT = 16  # bytes
+
+
+def is_flat(where: Where) -> bool:
+    """Whether a tensor is a row of parameters, by its name."""
+    return bool(where) and str(where[-1]).rpartition(".")[2] in (FLAT, "flat_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a target tells: the shapes of its tensors by name, in order, and of tied ones the first name of each."""
+
+    shapes: Mapping[str, Sizes]
+    first: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Splitting:
+    """The rows of one checkpoint on their way into tensors."""
+
+    names: Names
+    merger: Merger
+    world: int
+    made: dict[Where, dict[str, Entry]] = field(default_factory=dict)
+
+    def split(self, rows: Mapping[Where, Mapping[int, Part]], tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
+        """Cut rows into tensors; returns the places of what the files have in their place."""
+        gone = set(rows)
+        for where, parts in rows.items():
+            holder, prefix = where[:-1], str(where[-1]).rpartition(".")[0]
+            deeper = [_below(str(other[-1]).rpartition(".")[0]) for other in rows if other[:-1] == holder and other != where]
+            inside = [head for head in deeper if head.startswith(_below(prefix)) and head != _below(prefix)]
+            names = [
+                name for name in self.names.shapes
+                if name.startswith(_below(prefix)) and not name.startswith(tuple(inside)) and self.names.first[name] == name
+                and not self._is_buffer((*holder, name), tensors)
+            ]  # fmt: skip
+            made = self.made.setdefault(holder, {})
+            made.update(self._cut(where, names, parts))
+            made.update({name: made[first] for name, first in self.names.first.items() if first in made})
+            gone |= {(*holder, name) for name in made}
+        return gone
+
+    def put(self, root: Node) -> None:
+        """Put the tensors into their mappings, in the target's order."""
+        for holder, made in self.made.items():
+            node = root
+            for key in holder:
+                node = node.named[str(key)] if type(node) is Dict else None
+            if type(node) is not Dict:
+                raise PartError(f"{dotted(holder)!r} is not a mapping of names to tensors.")
+            rest = node.named
+            order = [name for name in self.names.shapes if name in made or name in rest]
+            others = [(key, value) for key, value in node.items if key not in order]
+            node.items[:] = [*((name, made[name] if name in made else rest[name]) for name in order), *others]
+
+    def _is_buffer(self, where: Where, tensors: Mapping[int, Mapping[Where, Node]]) -> bool:
+        """Whether every rank has it whole."""
+        shape = self.names.shapes[str(where[-1])]
+        return all(type(entry := own.get(where)) is Entry and entry.shape == shape for own in tensors.values())
+
+    def _cut(self, where: Where, names: Sequence[str], parts: Mapping[int, Part]) -> dict[str, Entry]:
+        first = next(iter(parts.values()))
+        boxes = sorted(
+            (box.offsets[0], rank, box.entry) for rank, part in parts.items() for box in part.held if box.entry.numel
+        )
+        pieces = [Piece((at,), entry, rank) for at, rank, entry in boxes]
+        self.merger.tensor(dotted(where), first.dtype, first.shape, pieces)  # which sees to it that all of it is here, once
+        starts = self._starts(where, names, first)
+        row = Row([(rank, entry.numel, entry) for _, rank, entry in boxes])
+        made = {}
+        for name, start in zip(names, starts, strict=True):
+            shape = self.names.shapes[name]
+            found = list(row.cut(start, prod(shape)))
+            made[name] = self.merger.tensor(name, first.dtype, shape, found, measured=(prod(shape),))
+        return made
+
+    def _starts(self, where: Where, names: Sequence[str], part: Part) -> list[int]:
+        """Where in a row each parameter begins."""
+        counts = [prod(self.names.shapes[name]) for name in names]
+        ends = list[int]()
+        for aligned in (1, _ALIGNMENT // part.dtype.itemsize):
+            starts, at = list[int](), 0
+            for count in counts:
+                at += -at % aligned
+                starts.append(at)
+                at += count
+            at += -at % self.world if aligned > 1 else 0
+            if at == part.shape[0]:
+                return starts
+            ends.append(at)
+        raise PartError(
+            f"{dotted(where)!r} has {part.shape[0]} elements, and the {len(names)} parameters of the target that belong into "
+            f"it have {sum(counts)}.", why=f"Filled up as FSDP does with use_orig_params they have {ends[-1]}.",
+            fix="Is the target the model that was saved?",
+        )  # fmt: skip
+
+
+def _below(prefix: str) -> str:
+    return f"{prefix}." if prefix else ""

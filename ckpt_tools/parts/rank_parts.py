@@ -70,7 +70,6 @@ class Part:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the ranks hold summands."""
         sizes = self.mesh.shape if self.mesh is not None else ()
         return any(place.kind == "partial" and size > 1 for place, size in zip(self.placements, sizes, strict=False))
 
@@ -209,7 +208,7 @@ def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
         mesh, rank, world = Mesh(tensor.shape, ranks), None, len(ranks)
     _check_mesh(mesh, coordinate)
     if coordinate is not None:
-        own = mesh.ranks[_position(mesh.shape, coordinate)]
+        own = mesh.ranks[sum(at * prod(mesh.shape[dim + 1 :]) for dim, at in enumerate(coordinate))]
         if rank is not None and own != rank:
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
@@ -254,13 +253,6 @@ def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
         raise TensorError("A mesh has impossible sizes.")
     steps = [[range(0, size * step, step) if step else (0,) * size for size, step in zip(*row, strict=True)] for row in rows]
     return sizes, [[sum(at) for at in product(*row)] for row in steps]
-
-
-def _position(shape: Sizes, coordinate: Sizes) -> int:
-    at = 0
-    for size, index in zip(shape, coordinate, strict=True):
-        at = at * size + index
-    return at
 
 
 # --- ShardedTensor

@@ -83,7 +83,6 @@ def renewed(parts: Iterable[Decoded], keys: Keys | None = None) -> list[Decoded]
 
 
 def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], metadata: Mapping[str, str]) -> Decoded:
-    """One Decoded of several files."""
     orders = {part.byteorder for part in parts}
     if len(orders) > 1:
         raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
@@ -104,7 +103,6 @@ def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
 
 
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
-    """weight_map, and the metadata as text."""
     limits.HEADER.check(index.size, f"The index has {index.size} bytes.")
     try:
         content = load_json(index.read(0, index.size), pairs=_unique)
@@ -254,7 +252,6 @@ def _one_after_another(container: str, shards: Mapping[str, Decoded], files: Fil
 
 
 def index_name(shard: str) -> str:
-    """The name of the index that a shard's siblings should have beside them."""
     said = shard_name(shard)
     assert said is not None, "callers have checked that it is one"
     return said.index
@@ -289,7 +286,6 @@ def _split_count(decoded: Decoded) -> int:
 
 
 def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """The files of one model as one checkpoint, in their order."""
     from ckpt_tools.formats.frameworks import gguf
 
     there, missing = _numbered(names)
@@ -334,7 +330,6 @@ def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str, str]) -> bytes:
-    """The index as JSON."""
     content = {"metadata": {"total_size": total_size, ORDER: "weight_map", **metadata}, "weight_map": dict(weight_map)}
     try:
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")

@@ -38,13 +38,11 @@ _MOST_STATE = 100 << 20
 
 
 def find(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    """The distributed checkpoint in a step's folder that is its model."""
     found = [name for name in names if re.fullmatch(_FSDP_FOLDER, name) and (folder / name / by_name.DCP_METADATA).is_file()]
     return found if len(found) == 1 and not {FSDP_FILE, *by_name.ONE_FILE} & set(names) else ()
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    """The model of a step's folder, whose names are those of the model itself."""
     from ckpt_tools.parts import dcp
 
     inner = Files(files.path, files.folder / names[0])
@@ -65,15 +63,14 @@ def is_state_of_step(path: Path) -> bool:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a folder is a run's or a step's."""
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
-        return TRAINER_STATE in names or any(map(_is_accelerates, names)) or bool(steps_in(folder, names))
+        return TRAINER_STATE in names or _is_accelerates(names) or bool(steps_in(folder, names))
     return False
 
 
-def _is_accelerates(name: str) -> bool:
-    return name.startswith("random_states_")
+def _is_accelerates(names: Iterable[str]) -> bool:
+    return any(name.startswith("random_states_") for name in names)
 
 
 def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -85,14 +82,14 @@ def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
 def unfinished(steps: Sequence[Path]) -> dict[Path, str]:
     """The steps that are still being written, or were never finished, and those whose state is of another step."""
     by_trainer = any((step / TRAINER_STATE).is_file() for step in steps)
-    return {step: why for step in steps if by_trainer and (why := _unlike_its_name(step))}
-
-
-def _unlike_its_name(step: Path) -> str:
-    if not (step / TRAINER_STATE).is_file():
-        return f"It has no {TRAINER_STATE}, which is written last."
-    said, named = step_of(step), re.fullmatch(_STEP, step.name)
-    return f"Its {TRAINER_STATE} is of step {said}." if said is not None and named and said != int(named[1]) else ""
+    found = {}
+    for step in steps if by_trainer else ():
+        said, named = step_of(step), re.fullmatch(_STEP, step.name)
+        if not (step / TRAINER_STATE).is_file():
+            found[step] = f"It has no {TRAINER_STATE}, which is written last."
+        elif said is not None and named and said != int(named[1]):
+            found[step] = f"Its {TRAINER_STATE} is of step {said}."
+    return found
 
 
 def trainer_state(folder: Path) -> dict[str, Any]:
@@ -107,7 +104,6 @@ def trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a Trainer's folder says it is of."""
     step = trainer_state(folder).get("global_step")
     return step if type(step) is int and step >= 0 else None
 
@@ -121,18 +117,14 @@ def described(folder: Path) -> str:
         if TRAINER_STATE in names:
             step = step_of(folder)
             return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}, {_how(folder, names)}"
-        if any(map(_is_accelerates, names)):
+        if _is_accelerates(names):
             return f"a state of accelerate, {_how(folder, names)}"
     return ""
 
 
 def _how(folder: Path, names: Sequence[str]) -> str:
-    if FSDP_FILE in names:
-        return "the model of FSDP in one file"
-    if any(re.fullmatch(_FSDP_FOLDER, name) for name in names):
-        return "the model sharded by FSDP"
-    if any(re.match(_FSDP_FOLDER, name) for name in names):
-        return "the model in FSDP's files of ranks"
+    if any(re.match(r"pytorch_model_fsdp(?:_\d|\.bin)", name) for name in names):
+        return "the model in FSDP's files"
     if by_name.checkpoint_folder(folder) != folder:
         return "the model in DeepSpeed's files"
     if by_name.indexes(names):

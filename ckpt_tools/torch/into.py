@@ -14,8 +14,7 @@ from ckpt_tools.edit import casts
 from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.parametrized import fold_for, told_fold
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.fit import Fitted, Wanted, fit, left_out
+from ckpt_tools.fit.fit import Choices, Fitted, Wanted, fit, left_out
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of

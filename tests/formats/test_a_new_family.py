@@ -13,7 +13,7 @@ from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import families
-from ckpt_tools.parts.families import Beside, Family
+from ckpt_tools.parts.families import Family
 from ckpt_tools.parts.partition import Partition
 from ckpt_tools.parts.sharded import joined, renewed
 from ckpt_tools.tree.nodes import Dict, as_dict
@@ -38,7 +38,7 @@ def test_a_new_family_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.
     row = Family(
         "made_up_family",
         find=lambda _, names: own(names),
-        beside=lambda path, names, _: Beside(path.parent, tuple(own(names)), 2) if path.suffix == ".slice" else None,
+        beside=lambda path, names, _: (path.parent, tuple(own(names)), 2) if path.suffix == ".slice" else None,
         part=lambda checkpoint, beside: (
             Partition("a slice", "Get all.", "Slices", None, beside()) if checkpoint.path.suffix == ".slice" else None
         ),

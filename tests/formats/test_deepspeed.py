@@ -193,10 +193,10 @@ def test_a_part_of_another_job(tmp_path: Path) -> None:
     other = save_zero(tmp_path / "other", trained(), 1, 3)
     own = (tag / OPTIMIZER.format(1)).read_bytes()
     (tag / OPTIMIZER.format(1)).write_bytes((other / OPTIMIZER.format(1)).read_bytes())
-    expect_refused(tmp_path / "in", "several jobs: rank 0 of 2, rank 1 of 3")
+    expect_refused(tmp_path / "in", "do not have the same number of ranks")
     (tag / OPTIMIZER.format(1)).write_bytes(own)
     (tag / MODEL).write_bytes((other / MODEL).read_bytes())
-    expect_refused(tmp_path / "in", "is of a job of 3 ranks; here are the optimizer's files of 2")
+    expect_refused(tmp_path / "in", "do not have the same number of ranks")
     three = save_zero(tmp_path / "three", trained(), 3, 2)
     (three / MODEL).write_bytes(own)
     expect_refused(tmp_path / "three", "is of another stage of ZeRO")
@@ -207,11 +207,11 @@ def test_a_part_of_another_step(tmp_path: Path) -> None:
     tag = save_zero(tmp_path / "two", trained(), 2, 3)
     new, inner = torch.tensor(1.0), "base_optimizer_state"
     edit(tag / OPTIMIZER.format(2), lambda saved: saved["optimizer_state_dict"][inner]["state"][1].update(step=new))
-    expect_refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on rank 2")
+    expect_refused(tmp_path / "two", r"rank_0_.* and .*rank_2_.* do not have the same number of the optimizer")
     tag = save_zero(tmp_path / "three", trained(), 3, 2)
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     edit(tag / name, lambda saved: saved.update(global_steps=1))
-    expect_refused(tmp_path / "three", f"'global_steps' is 2 in .*, and 1 in {name}")
+    expect_refused(tmp_path / "three", f"{name} do not have the same .global_steps")
 
 
 @pytest.mark.parametrize(("name", "text"), [
@@ -281,7 +281,7 @@ def test_an_expert_is_missing(tmp_path: Path) -> None:
     for path in tag.iterdir():
         if path.name != MODEL:
             path.unlink()
-    with pytest.raises(PartError, match="but for the experts"):
+    with pytest.raises(PartError, match="experts are in files of their own"):
         load_state_dict(tag / MODEL, select="module")
 
 

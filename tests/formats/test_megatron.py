@@ -217,7 +217,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (on("mp_rank_01_000", set_argument("tensor_model_parallel_size", 4)), "say another tensor_model_parallel_size"),
+        (on("mp_rank_01_000", set_argument("tensor_model_parallel_size", 4)), "not have the same tensor_model_parallel_size"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 4)), "mp_rank_02_000, mp_rank_02_001"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 1)), "beyond the 2 ranks"),
         (on("mp_rank_00_000", set_argument("pipeline_model_parallel_size", 1)), "does not fit the args"),
@@ -225,7 +225,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", -2)), "impossible number"),
         (on("mp_rank_00_000", set_argument("expert_model_parallel_size", "x")), "impossible number"),
         (on("mp_rank_01_001", set_argument("rank", 2)), "mp_rank_01_001 holds the part of rank 2"),
-        (on("mp_rank_01_000", lambda content: content.update(iteration=3)), "another iteration"),
+        (on("mp_rank_01_000", lambda content: content.update(iteration=3)), "do not have the same iteration"),
         (on("mp_rank_01_000", lambda content: content.pop("args")), "carries no args"),
         (on("mp_rank_01_000", lambda content: content.pop("model")), "holds no model"),
         (

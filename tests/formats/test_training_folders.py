@@ -64,8 +64,8 @@ def test_a_healthy_folder(folder: str) -> None:
 def test_inspect_says_what_a_folder_is() -> None:
     """In one line, with the step and the command that takes the model."""
     said = {folder: ckpt("inspect", GENUINE / folder).stdout for folder in STEPS}
-    assert "Trainer at step 2, the model sharded by FSDP" in said["fsdp-sharded/checkpoint-2"]
-    assert "Trainer at step 2, the model of FSDP in one file" in said["fsdp-full/checkpoint-2"]
+    assert "Trainer at step 2, the model in FSDP's files" in said["fsdp-sharded/checkpoint-2"]
+    assert "Trainer at step 2, the model in FSDP's files" in said["fsdp-full/checkpoint-2"]
     assert "accelerate, the model in model.safetensors" in said["save-state/state"]
     assert "a training run with 2 checkpoints, the newest checkpoint-4" in said["trainer"]
     assert all(f"ckpt convert {GENUINE / folder} model.safetensors" in text for folder, text in said.items())

@@ -163,22 +163,3 @@ def test_a_pickle_that_torch_reads_alone(tmp_path: Path) -> None:
         data = made.read(next(name for name in made.namelist() if name.endswith("data.pkl")))
     assert data.startswith(p.PROTO2)
     assert_same(torch.load(tmp_path / "in.pth"), torch.load(tmp_path / "out.pth", weights_only=True))
-
-
-def test_a_file_system_that_shares_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the output has the input's blocks already, what stays is passed over, and the file is as it is elsewhere."""
-    shared = []
-
-    def ioctl(output: int, request: int, source: Any) -> int:
-        if request != 0x40049409:  # FICLONE
-            raise OSError
-        shared.append(os.pwrite(output, os.pread(source, os.fstat(source).st_size, 0), 0))
-        return 0
-
-    path = tmp_path / "in.pth"
-    torch.save({f"module.{name}": torch.full((3 << 20,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}, path)
-    ckpt_tools.convert(path, tmp_path / "plain.pth", strip_module=True)
-    monkeypatch.setattr("fcntl.ioctl", ioctl)
-    ckpt_tools.convert(path, tmp_path / "cloned.pth", strip_module=True)
-    assert shared == [path.stat().st_size]
-    assert (tmp_path / "cloned.pth").read_bytes() == (tmp_path / "plain.pth").read_bytes()

@@ -14,10 +14,9 @@ from ckpt_tools.formats import zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
-from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.io.writer import Clone, Progress, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
@@ -30,7 +29,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 if TYPE_CHECKING:
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
-    from ckpt_tools.parts.flat_rows import Names
+    from ckpt_tools.parts.rank_files import Names
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 

@@ -23,13 +23,13 @@ from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.packed import Folder
 from ckpt_tools.formats.registry import begins_as_checkpoint
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io import attributes
-from ckpt_tools.io.attributes import Inputs
+from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
 from ckpt_tools.io.output import Source, is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.sources import Files, is_plain_name
+from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.conversion import open_input, records_leaving, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
@@ -130,7 +130,7 @@ def copy(companions: Companions, staging: Staging) -> None:
     for name, source in companions.taken.items():
         with staging.output(name) as output:
             if output.path is not None:
-                attributes.narrow(output.fd, (source.path,))
+                temporaries.narrow(output.fd, (source.path,))
             write([Piece(companions.content(name))], output)
 
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.io.attributes import Inputs
-from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, is_address, output_target, replacing
+from ckpt_tools.io.temporaries import Inputs
+from ckpt_tools.io.writer import Clone
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.tree.options import as_keywords
