@@ -26,7 +26,7 @@ def saved_by_code(name: str, state: Dict) -> Pairs:
 
 
 def is_saved_by_code(module: Node) -> bool:
-    """Whether what this module keeps outside of its tables is known to be in its state dict."""
+    """Whether what this module keeps beside its tables is known to be in its state dict."""
     return type(module) is Object and any(module.name.endswith(ending) for ending in _CLASSES)
 
 
