@@ -11,7 +11,7 @@ import click
 
 from ckpt_tools.cli.options import LOCATION, given, options_of, print_report, report_options
 from ckpt_tools.cli.progress import show_progress
-from ckpt_tools.matching.questions import Question
+from ckpt_tools.matching.advice import Question
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.render.matched import print_matched
 from ckpt_tools.text import printable

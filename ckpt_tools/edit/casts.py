@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -29,25 +29,16 @@ class Casting:
 
     def lost(self) -> Lost:
         """What was lost, by dotted path; to be asked once the bytes are written."""
-        return (
-            _sums((name, count.overflowed) for name, count in self.counts),
-            _sums((name, count.underflowed) for name, count in self.counts),
-            _sums((name, count.saturated) for name, count in self.counts),
-            _sums((name, count.nan) for name, count in self.counts),
-        )
+        lost: Lost = ({}, {}, {}, {})
+        for name, count in self.counts:
+            for sums, number in zip(lost, (count.overflowed, count.underflowed, count.saturated, count.nan), strict=True):
+                if number:
+                    sums[name] = sums.get(name, 0) + number
+        return lost
 
 
 # Finite values that became infinite, values that became zero, that became the largest of their dtype, that are NaN.
 Lost: TypeAlias = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
-
-
-def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The sum of each name's counts, where it is not 0."""
-    found: dict[str, int] = {}
-    for name, count in counts:
-        if count:
-            found[name] = found.get(name, 0) + count
-    return found
 
 
 def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) -> tuple[Node, Casting]:
@@ -96,7 +87,6 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
 
 
 def _steps(root: Node) -> set[int]:
-    """The storages of the step counters of every optimizer."""
     found = set()
     for _, optimizer in find_optimizers(root):
         for _, state in optimizer.state.items:
@@ -107,7 +97,6 @@ def _steps(root: Node) -> set[int]:
 
 
 def _parts(root: Node) -> set[int]:
-    """The storages of the codes and scales of quantised tensors."""
     suspects = {id(found.node): found.node for found in find_state_dicts(root) if names_quantised(found)}
     if not suspects:
         return set()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ckpt_tools.io.content import Computed, Content, chunks
+from ckpt_tools.io.content import Computed, chunks
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
 from ckpt_tools.values.numeric import part, row_major
@@ -68,7 +69,7 @@ def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple
         whole = part(storage.content, piece.start, piece.end - piece.start)
         content = row_major(first) if index in gathered else whole
         if verify:
-            content = _in_touch(content, storage.content)
+            content = Computed(content.length, partial(chunks, content), of=storage.content)
         key = storage.key if index == 0 else f"{storage.key}_{index}"
         own = Storage(key, storage.dtype, content.length, storage.device, content)
         for entry in piece.entries:
@@ -77,10 +78,6 @@ def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple
             else:
                 start = entry.offset - piece.start // entry.dtype.itemsize if entry.nbytes else 0
                 yield id(entry), replace(entry, storage=own, offset=start)
-
-
-def _in_touch(content: Content, of: Content) -> Computed:
-    return Computed(content.length, lambda: chunks(content), of=of)
 
 
 def _span(entry: Entry) -> tuple[int, int]:

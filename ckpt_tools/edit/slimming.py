@@ -160,7 +160,8 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         if any(where[:end] in taken for end in range(len(where) + 1)):
             continue
         names = state_dict.names
-        if where == ("state_dict",) if swapped else _is_named_average(where) or _averaging(names):
+        named = any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
+        if where == ("state_dict",) if swapped else named or _averaging(names):
             taken.add(where)
             yield where, _as_plain_model(state_dict)
         elif any(name.startswith(_LIT_EMA) for name in names):
@@ -205,10 +206,6 @@ def has_mmcvs(names: Sequence[str]) -> bool:
     """Whether buffers of mmcv's EMAHook are among the names: `ema_backbone_conv1_weight` of `backbone.conv1.weight`."""
     flat = {name.replace(".", "_") for name in names if "." in name}
     return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
-
-
-def _is_named_average(where: Where) -> bool:
-    return any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
 
 
 def _is_swapped(root: Node) -> bool:

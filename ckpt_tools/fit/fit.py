@@ -9,15 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
+from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError, UsageError
 from ckpt_tools.fit import plans
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.initialisers import Blank, Scheme, content, draw, resolve
+from ckpt_tools.fit.initialisers import Blank, Rules, Scheme, content, draw, resolve
+from ckpt_tools.fit.options import OnMismatch
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.contents import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Literal, Range, read
-from ckpt_tools.matching.extras import Extra, extras
+from ckpt_tools.matching.advice import Extra, extras
 from ckpt_tools.matching.pairing import in_unknown_order
+from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
@@ -30,7 +31,6 @@ from ckpt_tools.values.pytorch import need_torch
 if TYPE_CHECKING:
     import torch
 
-
 # --- tensors of another shape than the target wants
 
 
@@ -42,109 +42,77 @@ class Adapted:
     what: str
 
 
-# --- overlap
-
-
-def kept_shape(entry: Entry, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """How much of a tensor fits into a shape, per dimension; None when they have different numbers of dimensions."""
-    if len(shape) != len(entry.shape) or not shape:
-        return None
-    return tuple(min(pair) for pair in zip(entry.shape, shape, strict=True))
-
-
-def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int) -> Adapted:
-    """The rows and columns that a tensor and a shape both have; the rest initialised."""
-    need_torch("Tensors are fitted to another shape with it.")
-    kept = kept_shape(entry, blank.shape)
-    assert kept is not None
-    rest = "" if kept == blank.shape else f", the rest {scheme} (seed {seed})"
-    what = f"{_text(entry.shape)} -> {_text(blank.shape)}: the first {_text(kept)} kept{rest}"
-    work = _Overlap(entry, blank, scheme or Scheme("zeros"), seed, kept)
-    return Adapted(Computed(math.prod(blank.shape) * blank.dtype.itemsize, work.chunks, entry.storage.content), what)
-
-
-def _text(shape: tuple[int, ...]) -> str:
+def _text(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Initial values, and over them what is kept."""
+def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed: int) -> Adapted:
+    """The rows and columns that a tensor and a shape both have (`kept`); the rest initialised."""
+    need_torch("Tensors are fitted to another shape with it.")
+    zeros, below = Scheme("zeros"), entry.shape[1:]
+    rest = "" if kept == blank.shape else f", the rest {scheme} (seed {seed})"
 
-    entry: Entry
-    blank: Blank
-    scheme: Scheme
-    seed: int
-    kept: tuple[int, ...]
-
-    def chunks(self) -> Iterator[memoryview]:
-        source = row_major(self.entry)
-        if not isinstance(source, Range | Literal):  # row by row: what must be worked out is worked out once
-            source = Literal(read(source))
-        values = draw(self.scheme if self.kept != self.blank.shape else Scheme("zeros"), self.blank, self.seed)
-        inside = tuple(slice(size) for size in self.kept[1:])
-        for row, old in enumerate(self._rows(source, values.dtype)):
-            values[row][inside] = old[inside]
-        yield as_bytes(values)
-
-    def _rows(self, source: Content, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def work() -> Iterator[memoryview]:
         import torch
 
-        below = self.entry.shape[1:]
-        size = math.prod(below) * dtype.itemsize
-        for row in range(self.kept[0] if size else 0):
+        source = row_major(entry)
+        if not isinstance(source, Range | Literal):  # row by row: what must be worked out is worked out once
+            source = Literal(read(source))
+        values = draw(zeros if kept == blank.shape else scheme or zeros, blank, seed)
+        inside = tuple(slice(size) for size in kept[1:])
+        size = math.prod(below) * values.dtype.itemsize
+        for row in range(kept[0] if size else 0):
             data = bytearray(read(part(source, row * size, size)))
-            yield torch.frombuffer(data, dtype=dtype).reshape(below)
+            values[row][inside] = torch.frombuffer(data, dtype=values.dtype).reshape(below)[inside]
+        yield as_bytes(values)
+
+    made = Computed(math.prod(blank.shape) * blank.dtype.itemsize, work, entry.storage.content)
+    return Adapted(made, f"{_text(entry.shape)} -> {_text(blank.shape)}: the first {_text(kept)} kept{rest}")
 
 
-# --- rules
-
-
-def adapt(name: str, entry: Entry, shape: tuple[int, ...], *, first: bool) -> Adapted | None:
+def adapt(name: str, entry: Entry, shape: Shape, *, first: bool) -> Adapted | None:
     """A tensor in another shape by the rule for its layer, or None where there is no rule."""
     if entry.dtype.family != "float" or entry.dtype.packed > 1 or not entry.dtype.in_torch:
         return None
-    if first and _is_input_change(entry.shape, shape):
+    old = entry.shape
+    in_channels = is_convolution(old) and len(old) == len(shape) and old[:1] + old[2:] == shape[:1] + shape[2:]
+    if first and in_channels and old[1] == 3 and shape[1] > 0:
         return _input_channels(entry, shape)
-    if "pos" in name.rpartition(".")[2] or "pos" in name.rpartition(".")[0].rpartition(".")[2]:
-        return _positions(entry, shape)
-    return None
+    *_, module, leaf = ("", *name.split("."))
+    return _positions(entry, shape) if "pos" in leaf or "pos" in module else None
 
 
-def is_convolution(shape: tuple[int, ...]) -> bool:
+def is_convolution(shape: Shape) -> bool:
     """Whether a weight of this shape may be a convolution's."""
     return len(shape) in (3, 4, 5) and math.prod(shape[2:]) > 1
 
 
-def _is_input_change(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    if not is_convolution(old) or len(old) != len(new):
-        return False
-    return old[1] == 3 and new[1] > 0 and old[:1] + old[2:] == new[:1] + new[2:]
-
-
-def _input_channels(entry: Entry, shape: tuple[int, ...]) -> Adapted:
+def _input_channels(entry: Entry, shape: Shape) -> Adapted:
     channels = shape[1]
 
     def change(weight: torch.Tensor) -> torch.Tensor:
         if channels == 1:
             return weight.sum(dim=1, keepdim=True)
-        repeats = -(-channels // 3)
-        repeated = weight.repeat(1, repeats, *(1 for _ in shape[2:]))[:, :channels]
+        repeated = weight.repeat(1, -(-channels // 3), *(1 for _ in shape[2:]))[:, :channels]
         return repeated * (3 / channels)
 
     how = "the sum over the 3 channels" if channels == 1 else f"the 3 channels repeated to {channels}, times 3/{channels}"
     return Adapted(_changed(entry, shape, change), f"first convolution, {_text(entry.shape)} -> {_text(shape)}: {how}")
 
 
-def _positions(entry: Entry, shape: tuple[int, ...]) -> Adapted | None:
+def _positions(entry: Entry, shape: Shape) -> Adapted | None:
     old, new = entry.shape, shape
     if len(old) != len(new) or len(old) not in (2, 3) or old[-1] != new[-1] or (len(old) == 3 and (old[0], new[0]) != (1, 1)):
         return None
-    fits = [tokens for tokens in (0, 1, 2) if _side(old[-2] - tokens) and _side(new[-2] - tokens)]
+    sides = {tokens: [math.isqrt(max(0, size - tokens)) for size in (old[-2], new[-2])] for tokens in (0, 1, 2)}
+    fits = [
+        tokens for tokens, both in sides.items()
+        if all(side and side * side == size - tokens for side, size in zip(both, (old[-2], new[-2]), strict=True))
+    ]  # fmt: skip
     if len(fits) != 1:
         return None
-    tokens = fits[0]
-    before, after, width = _side(old[-2] - tokens), _side(new[-2] - tokens), old[-1]
+    tokens, width = fits[0], old[-1]
+    before, after = sides[tokens]
 
     def change(table: torch.Tensor) -> torch.Tensor:
         import torch
@@ -159,13 +127,7 @@ def _positions(entry: Entry, shape: tuple[int, ...]) -> Adapted | None:
     return Adapted(_changed(entry, shape, change), f"position embeddings, {grids}, {tokens} tokens without a place kept")
 
 
-def _side(count: int) -> int:
-    """The side of a square grid of so many places, 0 when there is none."""
-    side = math.isqrt(max(0, count))
-    return side if side * side == count else 0
-
-
-def _changed(entry: Entry, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
+def _changed(entry: Entry, shape: Shape, change: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
     """The tensor through a function on float32 (float64 stays), back in its dtype."""
     need_torch("Tensors are fitted to another shape with it.")
     dtype = torch_dtype(entry.dtype)
@@ -173,15 +135,13 @@ def _changed(entry: Entry, shape: tuple[int, ...], change: Callable[[torch.Tenso
     def work() -> Iterator[memoryview]:
         import torch
 
-        data = bytearray(read(row_major(entry)))
-        values = torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
-        wide = values if dtype is torch.float64 else values.float()
-        yield as_bytes(change(wide).to(dtype))
+        values = torch.frombuffer(bytearray(read(row_major(entry))), dtype=dtype).reshape(entry.shape)
+        yield as_bytes(change(values if dtype is torch.float64 else values.float()).to(dtype))
 
     return Computed(math.prod(shape) * dtype.itemsize, work, entry.storage.content)
 
 
-_DEFAULT = Scheme("default")  # for tensors of another shape that no scheme was given for
+# --- the fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,21 +173,22 @@ class Fitted:
     initialised: list[Initialised] = field(default_factory=list)
     kept_own: list[str] = field(default_factory=list)
     adapted: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    skipped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     """Make a state dict what a plan says, in place, and give what the plan leaves over the fate that was chosen."""
-    source = tensors_by_name(node)
-    work = _Fitting(source, wanted, choices)
+    work = _Fitting(tensors_by_name(node), wanted, choices)
     work.check(plan)
     plans.apply(node, plan)
-    made = tensors_by_name(node)
-    work.describe(plan)
-    for name, tensor in made.items():
-        work.take(name, tensor)
+    for step in plan.steps:
+        for number, name in enumerate(step.new if step.step != "copy" else ()):
+            old = f"{' + '.join(map(shape_text, step.old_shapes[:8]))}{' + ...' if len(step.old) > 8 else ''}"
+            shapes = f"{old} -> {shape_text(step.new_shapes[number])}"
+            work.result.adapted[name] = f"{step.step} of {listed(step.old, 8)}, {shapes}"
+    work.result.tensors.update(tensors_by_name(node))
     for old, new, _, after in plan.mismatched:
         work.resize(old, new, after)
     for name in plan.missing:
@@ -235,10 +196,9 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     choices.reinit.check_used()
     tensors = work.result.tensors
     order = {name: number for number, name in enumerate(wanted.names or tensors)}
-    tensors_in_order = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
-    work.result.tensors = tensors_in_order
+    work.result.tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
     others = [(key, value) for key, value in node.items if not is_tensor(value)]
-    node.items[:] = [*tensors_in_order.items(), *_moved(others, plan.renames)]
+    node.items[:] = [*work.result.tensors.items(), *_moved(others, plan.renames)]
     return work.result
 
 
@@ -260,7 +220,7 @@ class _Fitting:
     """One fit under way."""
 
     def __init__(self, source: Mapping[str, Node], wanted: Wanted, choices: Choices) -> None:
-        self.source, self.wanted, self.choices = source, wanted, choices
+        self.source, self.wanted, self.choices, self.seed = source, wanted, choices, choices.seed
         self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
         self.result = Fitted()
         self.made: dict[tuple[str, object], Node] = {}
@@ -273,20 +233,17 @@ class _Fitting:
         may_miss, may_be_unexpected = Globs(choices.allow_missing), Globs(choices.allow_unexpected)
         result.missing = [name for name in missing if may_miss.matching(name)]
         result.unexpected = [name for name in plan.unexpected if may_be_unexpected.matching(name)]
-        allowed_missing, allowed_unexpected = set(result.missing), set(result.unexpected)
         problems = _Problems(
-            [name for name in missing if name not in allowed_missing],
-            [name for name in plan.unexpected if name not in allowed_unexpected],
-            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
+            _without(missing, result.missing), _without(plan.unexpected, result.unexpected),
+            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(*row) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
-        )
-        ambiguous = [new for new, _, _ in plan.ambiguous]
-        problems.extras = self.extras(problems.unexpected, [*plan.missing, *ambiguous])
+            self.extras, in_code=choices.in_code,
+        )  # fmt: skip
         if problems:
-            problems.find_extras = self.extras
+            problems.extras = self.extras(problems.unexpected, [*plan.missing, *(new for new, _, _ in plan.ambiguous)])
             with suppress(MissingPackageError):
                 problems.adaptable = [] if choices.adapt else [row[1] for row in problems.mismatched if self._by_rule(*row)]
-            raise problems.error(self.wanted.label, in_code=choices.in_code)
+            raise problems.error(self.wanted.label)
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
         """What the target has nothing like, where it is known what that wants."""
@@ -295,57 +252,44 @@ class _Fitting:
         shapes = {name: node.shape if type(node) is Entry else () for name, node in self.source.items()}
         return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in missing})
 
-    def describe(self, plan: Plan) -> None:
-        """Steps of the plan that change more than a name."""
-        for step in plan.steps:
-            for number, name in enumerate(step.new if step.step != "copy" else ()):
-                old = f"{' + '.join(map(shape_text, step.old_shapes[:8]))}{' + ...' if len(step.old) > 8 else ''}"
-                shapes = f"{old} -> {shape_text(step.new_shapes[number])}"
-                self.result.adapted[name] = f"{step.step} of {listed(step.old, 8)}, {shapes}"
-
-    def take(self, name: str, tensor: Node) -> None:
-        """A tensor that fits."""
-        self.result.tensors[name] = tensor
-
-    def resize(self, old: str, new: str, shape: tuple[int, ...]) -> None:
+    def resize(self, old: str, new: str, shape: Shape) -> None:
         """A tensor of another shape."""
         entry, choice = self.source[old], self.choices.on_mismatch
         blank = self.blank(new, entry, shape)
         before = entry.shape if type(entry) is Entry else ()
-        if (adapted := self.adapted(old, new, shape)) is not None:
+        if (adapted := self.adapted(old, new, (), shape)) is not None:
             self.result.adapted[new] = adapted.what
-            self.result.tensors[new] = self.once(new, entry, lambda: self.storages.entry(adapted.content, blank, entry))
+            self.once(new, entry, lambda: self.storages.entry(adapted.content, blank, entry))
         elif choice == "skip":
             self.result.skipped[new] = (before, shape)
         elif choice == "reinit":
             self.initialise(new, entry, blank)
         else:
-            self.result.tensors[new] = self.once(new, entry, lambda: self.overlap(new, entry, blank))
+            self.once(new, entry, lambda: self.overlap(new, entry, blank))
 
-    def adapted(self, old: str, new: str, shape: tuple[int, ...]) -> Adapted | None:
+    def adapted(self, old: str, new: str, before: Shape, shape: Shape) -> Adapted | None:
         """What a rule makes of a mismatch, where `adapt` is chosen."""
-        return self._by_rule(old, new, (), shape) if self.choices.adapt else None
+        return self._by_rule(old, new, before, shape) if self.choices.adapt else None
 
-    def _by_rule(self, old: str, new: str, _: tuple[int, ...], shape: tuple[int, ...]) -> Adapted | None:
+    def _by_rule(self, old: str, new: str, _: Shape, shape: Shape) -> Adapted | None:
         entry = self.source.get(old)
         return adapt(new, entry, shape, first=new == self.first) if type(entry) is Entry else None
 
     def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
-        kept = None
-        if type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1:
-            kept = kept_shape(entry, blank.shape)
-        if type(entry) is not Entry or kept is None:
+        plain = type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1
+        if type(entry) is not Entry or not plain or not blank.shape or len(blank.shape) != len(entry.shape):
             raise ConvertError(
                 f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is not a plain tensor.",
                 fix="Initialise it (`on_mismatch='reinit'`), or leave it out (`on_mismatch='skip'`).",
             )
+        kept = tuple(min(pair) for pair in zip(entry.shape, blank.shape, strict=True))
         scheme = self.scheme(name, blank) if kept != blank.shape else None
         if scheme is not None:
             if scheme.kind == "target":
                 raise ConvertError(f"{name!r}: the rest of an overlap cannot be the target's own.", fix="Name another scheme.")
             self.result.initialised.append(Initialised(name, f"{scheme}, where nothing overlaps", self.seed, list(blank.shape)))
-        made = overlap(entry, blank, scheme, self.seed)
+        made = overlap(entry, blank, kept, scheme, self.seed)
         self.result.adapted[name] = made.what
         return self.storages.entry(made.content, blank, entry)
 
@@ -354,34 +298,30 @@ class _Fitting:
         if like is None and self.choices.reinit.of(name) is None:
             return  # allowed to be missing
         blank = blank or self.blank(name, like)
-        scheme = self.scheme(name, blank, _DEFAULT)
+        scheme = self.scheme(name, blank, Scheme("default"))
         said = f"{scheme}{'' if self.choices.reinit.of(name) else ', by default'}"
         self.result.initialised.append(Initialised(name, said, self.seed, list(blank.shape)))
         if scheme.kind != "target":
-            made = content(scheme, blank, self.seed)
-            self.result.tensors[name] = self.once(name, None, lambda: self.storages.entry(made, blank, like))
-        elif self.wanted.own is None:
-            self.result.kept_own.append(name)
+            made: Content = content(scheme, blank, self.seed)
+        elif self.wanted.own is not None:
+            made, blank = self.wanted.own(name), self.blank(name, None)
         else:
-            own, wanted = self.wanted.own(name), self.blank(name, None)
-            self.result.tensors[name] = self.once(name, None, lambda: self.storages.entry(own, wanted, like))
-
-    @property
-    def seed(self) -> int:
-        """The seed of all numbers."""
-        return self.choices.seed
+            self.result.kept_own.append(name)
+            return
+        self.once(name, None, lambda: self.storages.entry(made, blank, like))
 
     def scheme(self, name: str, blank: Blank, unless: Scheme | None = None) -> Scheme:
         """The chosen scheme, resolved for this tensor; another one unless there is one."""
         scheme = self.choices.reinit.of(name) or unless
         if scheme is None:
+            typed, in_code = f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"
             raise MatchError(
                 f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {shape_text(blank.shape)}.",
-                fix=_advice(self.choices.in_code, f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"),
+                fix=in_code if self.choices.in_code else typed,
             )  # fmt: skip
         return resolve(scheme, blank)
 
-    def blank(self, name: str, like: Node, shape: tuple[int, ...] | None = None) -> Blank:
+    def blank(self, name: str, like: Node, shape: Shape | None = None) -> Blank:
         """What is wanted under a name; in the dtype of the tensor that it replaces, and tied ones under their first name."""
         if name in self.wanted.ties:
             blank = replace(self.wanted.blank_of(name), name=self.wanted.ties[name])
@@ -392,13 +332,13 @@ class _Fitting:
         blank = blank if shape is None else replace(blank, shape=shape)
         return replace(blank, dtype=like.dtype) if type(like) is Entry else blank
 
-    def once(self, name: str, entry: Node, make: Callable[[], Entry]) -> Node:
-        """What is made for tied names is made once."""
+    def once(self, name: str, entry: Node, make: Callable[[], Entry]) -> None:
+        """A new tensor under a name; what is made for tied names is made once."""
         view = (id(entry.storage), entry.offset, entry.stride) if type(entry) is Entry else None
         key = (self.wanted.ties.get(name, name), view)
         if key not in self.made:
             self.made[key] = make()
-        return self.made[key]
+        self.result.tensors[name] = self.made[key]
 
 
 class NewStorages:
@@ -432,89 +372,112 @@ _MOST_GLOBS = 6  # in one message
 class _Problems:
     missing: list[str]
     unexpected: list[str]
-    mismatched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
+    mismatched: list[tuple[str, str, Shape, Shape]]
     ambiguous: list[str]
+    find_extras: Callable[[Sequence[str], Sequence[str]], list[Extra]]
+    in_code: bool
     extras: list[Extra] = field(default_factory=list)
-    find_extras: Callable[[Sequence[str], Sequence[str]], list[Extra]] = lambda unexpected, missing: []
     adaptable: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
 
-    def error(self, label: str, *, in_code: bool) -> MatchError:
+    def say(self, typed: str, in_code: str) -> str:
+        """An advice as it is typed, or as it is given in code."""
+        return in_code if self.in_code else typed
+
+    def error(self, label: str) -> MatchError:
         """The error that lists all of it, with the choices that there are."""
-        if found := self._prefixed(label, in_code=in_code):
+        if found := self._prefixed(label):
             return found
         shapes = [f"{new} ({shape_text(before)}, wanted {shape_text(after)})" for _, new, before, after in self.mismatched]
-        unknown = self.others
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
         said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
         why = " ".join([*said, *(f"{extra.text}." for extra in self.extras[:_MOST_GLOBS])])
-        parts = self._of_parts(in_code=in_code)
-        advice = list(parts)
-        if self.missing and not parts:
-            advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
-        if self.mismatched and not parts:
-            choices = "reinit, overlap or skip"
-            advice.append(_advice(in_code, f"`on_mismatch={choices}`", f"on_mismatch={choices}"))
-            if self.adaptable:
-                advice.append(f"{_advice(in_code, '`adapt`', 'adapt=True')} fits {listed(self.adaptable, 4)}")
-            if not in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
-                advice.append("a plan's step for as many numbers in another shape, whose order nothing else says")
-        if self.extras:
-            globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]]
-            text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
-            advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}"))
-        if unknown or (self.ambiguous and not parts):
-            text = "name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
-            text = f"or {text}" if advice else text
-            advice.append(_advice(in_code, text, 'pair={"OLD": "NEW"}; match="structure" looks further'))
-        text = "; ".join(advice)
-        return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
+        text = "; ".join(self._advice())
+        return MatchError(f"{label}.", why=why, fix=f"{text[:1] if self.in_code else text[:1].upper()}{text[1:]}.")
 
-    def _of_parts(self, *, in_code: bool) -> list[str]:
+    def _advice(self) -> Iterator[str]:
+        parts = self._of_parts()
+        yield from parts
+        if self.missing and not parts:
+            yield self.say("initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]")
+        if self.mismatched and not parts:
+            yield self.say("`on_mismatch=reinit, overlap or skip`", "on_mismatch=reinit, overlap or skip")
+            if self.adaptable:
+                yield f"{self.say('`adapt`', 'adapt=True')} fits {listed(self.adaptable, 4)}"
+            if not self.in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
+                yield "a plan's step for as many numbers in another shape, whose order nothing else says"
+        if globs := [extra.glob for extra in self.extras[:_MOST_GLOBS]]:
+            text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
+            yield self.say(text, f"allow_unexpected={globs!r}")
+        spare = {name for extra in self.extras for name in extra.names}
+        unknown = any(name not in spare and not is_part(name) for name in self.unexpected)
+        if unknown or (self.ambiguous and not parts):
+            before = "or " if parts or self.missing or self.mismatched or globs else ""
+            text = f"{before}name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+            yield self.say(text, 'pair={"OLD": "NEW"}; match="structure" looks further')
+
+    def _of_parts(self) -> list[str]:
         """What makes weights of the parts that are left over: without one of them the others are other weights."""
         advice = []
         if any(map(part_of, (*self.unexpected, *self.missing, *(new for _, new, _, _ in self.mismatched)))):
             advice.append("weight norm, spectral norm and pruning keep a weight in parts, which are folded where all are there")
         if any(is_part(name) and not part_of(name) for name in self.unexpected):
-            advice.append(_advice(in_code, "`dequantize='bf16'` makes plain weights of quantised ones", "dequantise it first"))
+            advice.append(self.say("`dequantize='bf16'` makes plain weights of quantised ones", "dequantise it first"))
         return advice
 
-    @property
-    def others(self) -> list[str]:
-        """What is unexpected, and may yet be something of the target."""
-        spare = {name for extra in self.extras for name in extra.names}
-        return [name for name in self.unexpected if name not in spare and not is_part(name)]
-
-    def _prefixed(self, label: str, *, in_code: bool) -> MatchError | None:
+    def _prefixed(self, label: str) -> MatchError | None:
         """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""
         taken, given = between(self.unexpected, self.missing), between(self.missing, self.unexpected)
         prefix = taken or given
         if prefix is None:
             return None
         longer, shorter = (self.unexpected, self.missing) if taken is not None else (self.missing, self.unexpected)
-        others, without = _left(longer, prefix.longer), _left(shorter, prefix.shorter)
+        others, without = _without(longer, prefix.longer), _without(shorter, prefix.shorter)
         sides = ("in the checkpoint", "yours") if taken is not None else ("of yours", "the checkpoint's")
         why = f"Every name {sides[0]} is {prefix.text!r} plus {sides[1]}."
         if others or without:
             why = f"{len(prefix.longer)} names {sides[0]} are {prefix.text!r} plus {sides[1]}."
             why += "".join(f" Without a partner: {listed(names, 6)}." for names in (others, without) if names)
-        option, value = ("strip_prefix" if taken is not None else "add_prefix"), prefix.text
-        fix = _advice(in_code, f"Give `{option}={value!r}` too", 'match="names" takes a common prefix')
+        option = "strip_prefix" if taken is not None else "add_prefix"
+        fix = self.say(f"Give `{option}={prefix.text!r}` too", 'match="names" takes a common prefix')
         missing, unexpected = (without, others) if taken is not None else (others, without)
         if globs := [extra.glob for extra in self.find_extras(unexpected, missing)][:_MOST_GLOBS]:
             text = f"; leave the others out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
-            fix += _advice(in_code, text, f"; allow_unexpected={globs!r}")
+            fix += self.say(text, f"; allow_unexpected={globs!r}")
         if missing:
-            fix += _advice(in_code, "; initialise missing ones with `reinit=SCHEME`", "; reinit=... or allow_missing=[...]")
+            fix += self.say("; initialise missing ones with `reinit=SCHEME`", "; reinit=... or allow_missing=[...]")
         return MatchError(f"{label}.", why=why, fix=f"{fix}.")
 
 
-def _left(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+def _without(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     known = frozenset(taken)
     return [name for name in names if name not in known]
 
 
-def _advice(in_code: bool, option: str, argument: str) -> str:
-    return argument if in_code else option
+# --- what a user chose for tensors without a partner, or of another shape; checked before anything is read
+
+
+_CHOICES = ("error", "reinit", "overlap", "skip")
+
+
+@dataclass(slots=True)
+class Choices:
+    """What is to happen to tensors without a partner, checked."""
+
+    reinit: Rules
+    on_mismatch: OnMismatch = "error"
+    adapt: bool = False
+    seed: int = 0
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    in_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in _CHOICES:
+            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is not one of {', '.join(_CHOICES)}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
+        if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
+            raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')

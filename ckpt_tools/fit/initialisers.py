@@ -139,7 +139,14 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
         )
     if blank.dtype.family == "quantized" or not blank.dtype.in_torch or blank.dtype.packed > 1:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")
-    _check_bound(resolved, blank)
+    need_torch("Initial values are drawn with it.")
+    import torch
+
+    from ckpt_tools.values.numeric import torch_dtype
+
+    largest = resolved.number * {"normal": 9, "uniform": 1, "constant": 1}.get(resolved.kind, 0)
+    if blank.dtype.family == "float" and largest > torch.finfo(torch_dtype(blank.dtype)).max:
+        raise ConvertError(f"{blank.name!r}: {resolved} gives values that {blank.dtype.name} cannot hold.")
     return resolved
 
 
@@ -151,17 +158,6 @@ def _of_no_weight(blank: Blank) -> Scheme | None:
         return _default(blank)
     found = _by_name(blank)
     return found if found is not None and found.kind in ("zeros", "ones") else None
-
-
-def _check_bound(scheme: Scheme, blank: Blank) -> None:
-    need_torch("Initial values are drawn with it.")
-    import torch
-
-    from ckpt_tools.values.numeric import torch_dtype
-
-    largest = scheme.number * {"normal": 9, "uniform": 1, "constant": 1}.get(scheme.kind, 0)
-    if blank.dtype.family == "float" and largest > torch.finfo(torch_dtype(blank.dtype)).max:
-        raise ConvertError(f"{blank.name!r}: {scheme} gives values that {blank.dtype.name} cannot hold.")
 
 
 # What torch.nn's layers do in reset_parameters (torch 2.13). U: uniform in +-1/sqrt(fan_in of `weight`).
@@ -220,18 +216,13 @@ def _layer(kind: type) -> str | None:
 
 
 def _default(blank: Blank) -> Scheme:
-    if blank.layer in _RECURRENT:
-        return Scheme("uniform", _inverse_root(blank.number or 0))
-    found: Scheme | None
+    found = _by_name(blank) if blank.layer is None else _BY_LAYER.get(blank.layer, {}).get(blank.own)
     if blank.layer == "PReLU" and blank.own == "weight" and blank.number is not None:
         found = Scheme("constant", blank.number)
-    elif blank.layer is not None:
-        found = _BY_LAYER.get(blank.layer, {}).get(blank.own)
-        if found is _U:
-            weight = blank.weight or blank.shape
-            return Scheme("uniform", _inverse_root(weight[1] if blank.layer == "Bilinear" else math.prod(weight[1:])))
-    else:
-        found = _by_name(blank)
+    if found is _U or blank.layer in _RECURRENT:
+        weight = blank.weight or blank.shape
+        fan = blank.number or 0 if found is not _U else weight[1] if blank.layer == "Bilinear" else math.prod(weight[1:])
+        return Scheme("uniform", 1.0 / math.sqrt(fan) if fan else 0.0)
     if found is not None and blank.padding is not None:
         found = replace(found, zero_row=blank.padding)
     if found is None:
@@ -253,10 +244,6 @@ def _by_name(blank: Blank) -> Scheme | None:
     return None
 
 
-def _inverse_root(fan: float) -> float:
-    return 1.0 / math.sqrt(fan) if fan else 0.0
-
-
 # --- with which numbers
 
 
@@ -270,9 +257,10 @@ def draw(scheme: Scheme, blank: Blank, seed: int) -> torch.Tensor:
     # In float32 every 2**24th value of trunc_normal_ is one of the ends.
     wide = torch.float64 if dtype is torch.float64 or scheme.kind == "trunc_normal" else torch.float32
     values = torch.zeros(blank.shape, dtype=wide, device="cpu")
-    if values.numel():
+    if values.numel():  # a seed for each tensor, so that its values do not depend on which others are initialised
+        own = hashlib.sha256(f"{seed} {blank.name}".encode("utf-8", "surrogatepass")).digest()[:7]
         with one_thread():
-            _fill(values, scheme, torch.Generator(device="cpu").manual_seed(_seed_of(seed, blank.name)))
+            _fill(values, scheme, torch.Generator(device="cpu").manual_seed(int.from_bytes(own)))
     if scheme.zero_row is not None:
         values[scheme.zero_row] = 0.0
     made = values.to(dtype)
@@ -280,25 +268,20 @@ def draw(scheme: Scheme, blank: Blank, seed: int) -> torch.Tensor:
     return made
 
 
-def _seed_of(seed: int, name: str) -> int:
-    """A seed for each tensor, so that its values do not depend on which others are initialised."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).digest()[:7])
-
-
 def _fill(values: torch.Tensor, scheme: Scheme, generator: torch.Generator) -> None:
     from torch.nn import init
 
-    if scheme.kind == "normal":
+    constants = {"zeros": 0.0, "ones": 1.0, "constant": scheme.number}
+    if scheme.kind in constants:
+        values.fill_(constants[scheme.kind])
+    elif scheme.kind == "normal":
         values.normal_(generator=generator).mul_(scheme.number)
     elif scheme.kind == "uniform":
         values.uniform_(-1.0, 1.0, generator=generator).mul_(scheme.number)
-    elif scheme.kind == "trunc_normal":
-        if scheme.number:
-            init.trunc_normal_(values, std=scheme.number, generator=generator)
-    elif scheme.kind in _CONSTANT:
-        values.fill_({"zeros": 0.0, "ones": 1.0, "constant": scheme.number}[scheme.kind])
-    else:
+    elif scheme.kind != "trunc_normal":
         getattr(init, f"{scheme.kind}_")(values, generator=generator)
+    elif scheme.number:
+        init.trunc_normal_(values, std=scheme.number, generator=generator)
 
 
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:

@@ -1,4 +1,9 @@
-"""What is known of both sides before partners are found: names and shapes always, numbers and computations where asked."""
+"""What is known of both sides before partners are found: names and shapes always, numbers and computations where asked.
+
+Of computations those of models that the user named are seen while they run once, those of exported programs are read in their
+files. Nothing runs that the user did not name: the model of IN where `from_` names it, the target's where its graph can be
+compared with one.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +16,48 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
-from ckpt_tools.errors import UsageError
-from ckpt_tools.fit.graphs import Compared, Question, compare_graphs
+from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.options import COMPARING, PartnerOptions
-from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of
+from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
+from ckpt_tools.formats.exported_program import graph_in
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
 from ckpt_tools.matching import Matching, Stages, match
+from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.arguments import Renames
+from ckpt_tools.tree.graphs import Graph, Input, parse
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch
+
+Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of the computations of both sides.
+
+    Attributes:
+        ran: the models that ran. read: the programs whose graph was read in their file. inputs: what the models were given,
+            as text. problem: why nothing was compared; else the empty text.
+    """
+
+    ran: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The graphs of both sides, with the names that they are matched by; None where there are not two."""
+
+    graphs: tuple[Graph, Graph] | None = None
+    seen: Seen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +83,22 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
     """What the options want known of a state dict and of a target."""
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
-        compared = compare_graphs(old, checkpoint, Question(*options.run), target)
+        compared = _compare_graphs(old, checkpoint, *options.run, target)
     elif options.stages == "values":
-        old, new = sampled_sides(old, node, target)
+        own: Tensors = tensors_by_name(node)
+        with _tensors_of(target) as theirs:
+            old, new = _sampled(old, own), _sampled(new, theirs)
+            if not any(param.sample for param in new):
+                raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
+            both = {param.sample for param in old} & {param.sample for param in new}
+            old, new = _digested(old, own, both), _digested(new, theirs, both)
     return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))
 
 
+# --- numbers
+
+
 _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
-
-
-Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
-
-
-def sampled_sides(params: Sequence[Param], node: Dict, target: Target) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
-    """The tensors of a state dict node and those of a target, with samples."""
-    own: Tensors = tensors_by_name(node)
-    with _tensors_of(target) as theirs:
-        old, new = _sampled(params, own), _sampled(target.params, theirs)
-        if not any(param.sample for param in new):
-            raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
-        both = {param.sample for param in old} & {param.sample for param in new}
-        return _digested(old, own, both), _digested(new, theirs, both)
 
 
 @contextmanager
@@ -90,35 +117,30 @@ def _tensors_of(target: Target) -> Iterator[Tensors]:
     yield tensors
 
 
-def _sampled(params: Sequence[Param], tensors: Tensors) -> list[Param]:
-    return [replace(param, sample=_sample(tensors[param.name])) for param in params]
-
-
-def _digested(params: Sequence[Param], tensors: Tensors, wanted: Set[object]) -> tuple[Param, ...]:
-    """The tensors, with digests of those whose sample is wanted and not all of them."""
-    return tuple(
-        replace(param, digest=_digest(tensors[param.name]))
-        if param.sample and param.sample in wanted and len(param.sample) < prod(param.shape)
-        else param
-        for param in params
-    )
-
-
-def _sample(value: Any) -> tuple[float, ...] | None:
+def _sampled(params: Sequence[Param], tensors: Tensors) -> tuple[Param, ...]:
     need_torch("Numbers are compared with it (`match='values'`).")
     import torch
 
-    found = _of_live(value) if isinstance(value, torch.Tensor) else _of_entry(value)
-    return tuple(found) or None
+    values = ((param, tensors[param.name]) for param in params)
+    return tuple(
+        replace(param, sample=tuple(_of_live(value) if isinstance(value, torch.Tensor) else _of_entry(value)) or None)
+        for param, value in values
+    )
 
 
-def _digest(value: Any) -> bytes:
-    """The SHA-256 of the dtype and of all elements."""
-    is_entry = isinstance(value, Entry)
-    found = sha256((value.dtype.name if is_entry else str(value.dtype).removeprefix("torch.")).encode() + b"\n")
-    for chunk in chunks(row_major(value) if is_entry else live_content(value)):
-        found.update(chunk)
-    return found.digest()
+def _digested(params: Sequence[Param], tensors: Tensors, wanted: Set[object]) -> tuple[Param, ...]:
+    """The tensors, with digests of the bytes of those whose sample is wanted and not all of them."""
+    found = []
+    for param in params:
+        if param.sample and param.sample in wanted and len(param.sample) < prod(param.shape):
+            value = tensors[param.name]
+            is_entry = isinstance(value, Entry)
+            digest = sha256((value.dtype.name if is_entry else str(value.dtype).removeprefix("torch.")).encode() + b"\n")
+            for chunk in chunks(row_major(value) if is_entry else live_content(value)):
+                digest.update(chunk)
+            param = replace(param, digest=digest.digest())
+        found.append(param)
+    return tuple(found)
 
 
 def _of_entry(node: Node) -> list[float]:
@@ -152,3 +174,130 @@ def _of_live(value: Any) -> list[float]:
     bits = flat.view(torch.uint8) if flat.itemsize == 1 else flat  # torch takes from no float8
     found: list[float] = bits[places].view(flat.dtype).double().tolist()
     return found
+
+
+# --- computations
+
+
+_MOST_WIDTHS = 3
+_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side: a graph that was read, or a model that can run."""
+
+    label: str
+    graph: Graph | None = None
+    target: Target | None = None
+
+    def graph_on(self, inputs: Sequence[Input]) -> Graph:
+        """What it computes of these inputs."""
+        if self.graph is not None:
+            return self.graph
+        from ckpt_tools.values.running import graph_of
+
+        assert self.target is not None
+        return graph_of(self.target.module, inputs, self.target.build)
+
+
+def _compare_graphs(
+    params: Sequence[Param], checkpoint: Checkpoint | None, model: Any, inputs: str | Sequence[str], target: Target
+) -> Compared:
+    """The graphs of IN and of the target, if IN has one: a program's in its file, or that of the model that the user named."""
+    own, other = None, None
+    if model is not None:
+        source = read_target(model)
+        own = _Side(source.label, target=source)
+    elif checkpoint is not None and (graph := graph_in(checkpoint.decoded)) is not None:
+        known = {param.name for param in params}
+        own = _Side(str(checkpoint.path), graph) if known & graph.weights.keys() else None
+    if own is None:
+        return Compared()
+    if target.module is not None:
+        other = _Side(target.label, target=target)
+    elif target.tensors is None:  # a file, which may be a program
+        with open_whole(target.label) as opened:
+            graph = graph_in(opened.decoded)
+        other = None if graph is None else _Side(target.label, graph)
+    if other is None and model is None:
+        return Compared()
+    for side, option in ((own, "from_"), (other, "like")):
+        if side is None or (side.graph is None and (side.target is None or side.target.module is None)):
+            label = target.label if side is None else side.label
+            raise UsageError(f"`{option}` does not make a model.", why=f"{label} holds tensors only.",
+                             fix="Both `like` and `from_` are package.module:callable, to be compared.")  # fmt: skip
+    assert other is not None
+    return _compare(params, own, other, [parse(spec) for spec in ([inputs] if isinstance(inputs, str) else inputs)])
+
+
+def _compare(params: Sequence[Param], own: _Side, other: _Side, asked: list[Input]) -> Compared:
+    names = {param.name: param.name for param in params}
+    if own.target is not None:  # the model's names -> those of the checkpoint, which may have wrappers
+        matching = match(params, own.target.params, stages="names")
+        if not matching.matched or matching.mismatched:
+            matched, different = len(matching.matched), len(matching.mismatched)
+            why = f"{matched} of its {len(params)} tensors are the model's, {different} have other shapes."
+            raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
+        names = {row.new: row.old for row in matching.matched}
+    problem = ""
+    for tried in [asked] if asked else _usual(own, other):
+        graphs, problem = _both(own, other, tried)
+        if graphs is not None and not asked and (problem := _depends_on_input(own, other, tried, graphs)):
+            break
+        if graphs is not None:
+            ran = tuple(side.label for side in (own, other) if side.graph is None)
+            read = tuple(side.label for side in (own, other) if side.graph is not None)
+            seen = Seen(ran, read, tuple(map(str, tried)) if ran else ())
+            return Compared((graphs[0].renamed(names), graphs[1]), seen)
+    if asked:
+        raise ConvertError("A model raised when it ran.", why=problem,
+                          fix="Give the inputs that both take: NAME=SHAPE by name, SHAPE:N for integers below N.")  # fmt: skip
+    return Compared(seen=Seen(problem=problem))
+
+
+def _both(own: _Side, other: _Side, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:
+    graphs = []
+    for side in (own, other):
+        try:
+            graphs.append(side.graph_on(inputs))
+        except Exception as error:  # whatever the user's model raises
+            return None, f"{side.label} raised {type(error).__name__}: {error}".splitlines()[0]
+    return (graphs[0], graphs[1]), ""
+
+
+def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: tuple[Graph, Graph]) -> str:
+    """Why one vector cannot stand for what the models are made for: they take several, too, and do something else with them."""
+    if len(tried) != 1 or tried[0].below is not None or len(tried[0].shape) != 2:
+        return ""
+    several = [Input(None, (1, _TOKENS, tried[0].shape[1]), None)]
+    others, _ = _both(own, other, several)
+    try:
+        flows = [
+            [flow_of(graph, {name: name for name in graph.weights}) for graph in each] for each in (graphs, others or graphs)
+        ]
+    except FlowTooLargeError:  # then nothing is decided by it either
+        return ""
+    if flows[0] == flows[1]:
+        return ""
+    return f"both run on {tried[0]} and on {several[0]}, and compute different things: `--input` says which"
+
+
+def _usual(own: _Side, other: _Side) -> Iterator[list[Input]]:
+    """A program's own inputs, where their sizes are known; else those that models of such weights often take."""
+    graphs = [side.graph for side in (own, other) if side.graph is not None]
+    if len(graphs) == 2:
+        yield []
+        return
+    for graph in graphs:
+        if graph.inputs and all(value.shape is not None for value in graph.inputs):
+            yield [Input(None, value.shape or (), 2 if value.integers else None) for value in graph.inputs]
+    targets = [side.target for side in (own, other) if side.target is not None]
+    shapes = [param.shape for param in targets[0].params]
+    images, vectors = (list(dict.fromkeys(shape[1] for shape in shapes if len(shape) == count)) for count in (4, 2))
+    for channels in sorted(images, key=lambda size: size not in (3, 1))[:_MOST_WIDTHS]:  # the usual ones of images first
+        yield from ([Input(None, (1, channels, size, size), None)] for size in (224, 32, 28, 64))
+    for width in [] if images else sorted(vectors, key=lambda size: size not in (3, 1))[:_MOST_WIDTHS]:
+        yield from ([Input(None, shape, None)] for shape in ((1, width), (1, _TOKENS, width)))
+    if any(param.module == "Embedding" for target in targets for param in target.params):
+        yield from ([Input(name, (1, _TOKENS), 2)] for name in (None, "input_ids"))

@@ -15,11 +15,19 @@ from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchError, NotACheckpointError
-from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names, read_several, read_shape, tables
-from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Task, solve
-from ckpt_tools.fit.layout import Layout
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_OLD, Layout, Task, solve
 from ckpt_tools.fit.plans import STEPS, Plan, PlanStep, StepName, check
-from ckpt_tools.fit.rows import PatternPlan, read_form, read_pattern_plan
+from ckpt_tools.fit.rows import (
+    Fields,
+    PatternPlan,
+    read_flag,
+    read_form,
+    read_name,
+    read_names,
+    read_number,
+    read_pattern_plan,
+    read_shape,
+)
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.parsers import brief, load_toml
@@ -48,52 +56,52 @@ class Row:
     inner: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A sequence of steps with a place for a number, and the numbers under which it comes."""
+
+    steps: list[PlanStep]
+    numbers: list[int]
+
+    @property
+    def saved(self) -> int:
+        """How many steps need not be written."""
+        return len(self.steps) * (len(self.numbers) - 1)
+
+
 def fold(steps: Sequence[PlanStep], place: str = PLACE) -> list[Row]:
     """The fewest rows that are these steps, in their order, with `place` for the number that they differ in."""
-    places = _by_template(steps)
+    places: dict[tuple[str, str], list[int]] = defaultdict(list)  # what is around a number of a name -> steps, the last first
+    for number in range(len(steps) - 1, -1, -1):
+        for key in _around(steps[number]):
+            places[key].append(number)
     rows: list[Row] = []
     at = 0
     while at < len(steps):
-        best = max((_run(steps, at, other, place) for other in _repeats(steps, at, places)), key=_saved, default=None)
-        if best is None or _saved(best) < _FEWEST_SAVED:
+        runs = [_run(steps, at, other, place) for other in _repeats(steps[at], at, places)]
+        best = max(runs, key=lambda run: run.saved, default=_Run([], [0]))
+        if best.saved < _FEWEST_SAVED:
             rows.append(Row(steps[at]))
             at += 1
             continue
-        templates, numbers = best
-        text = _listed(numbers)
+        text = _listed(best.numbers)
         if rows and rows[-1].numbers == text:  # a sequence of its own: numbers that are written alike are one sequence
-            text = ",".join(map(str, numbers))
-        inner = fold(templates, INNER) if place == PLACE else map(Row, templates)
+            text = ",".join(map(str, best.numbers))
+        inner = fold(best.steps, INNER) if place == PLACE else map(Row, best.steps)
         rows += [Row(row.step, text, row.numbers) for row in inner]
-        at += len(templates) * len(numbers)
+        at += len(best.steps) * len(best.numbers)
     return rows
 
 
-_Run = tuple[list[PlanStep], list[int]]
-
-
-def _saved(run: _Run) -> int:
-    return len(run[0]) * (len(run[1]) - 1)
-
-
-def _by_template(steps: Sequence[PlanStep]) -> Mapping[tuple[str, str], list[int]]:
-    """What stands before and behind each number of a step's first new name -> the steps, the last first."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number in range(len(steps) - 1, -1, -1):
-        for key in _around(steps[number]):
-            found[key].append(number)
-    return found
-
-
 def _around(step: PlanStep) -> Iterator[tuple[str, str]]:
+    """What stands before and behind each number of a step's first new name."""
     name = step.new[0]
-    for found in _NUMBER.finditer(name):
-        yield name[: found.start()], name[found.end() :]
+    return ((name[: found.start()], name[found.end() :]) for found in _NUMBER.finditer(name))
 
 
-def _repeats(steps: Sequence[PlanStep], at: int, places: Mapping[tuple[str, str], list[int]]) -> Iterator[int]:
-    """The next step that is this one but for a number."""
-    for key in _around(steps[at]):
+def _repeats(step: PlanStep, at: int, places: Mapping[tuple[str, str], list[int]]) -> Iterator[int]:
+    """The next step that is this one but for a number, for each of its numbers."""
+    for key in _around(step):
         row = places[key]
         while row and row[-1] <= at:
             row.pop()
@@ -103,63 +111,52 @@ def _repeats(steps: Sequence[PlanStep], at: int, places: Mapping[tuple[str, str]
 
 def _run(steps: Sequence[PlanStep], at: int, other: int, place: str) -> _Run:
     """The sequence that begins here, with all numbers under which it comes back."""
-    length = other - at
-    pair = _numbers(steps[at].new[0], steps[other].new[0])
-    pairs = list(zip(steps[at:other], steps[other : other + length], strict=False))
-    if pair is None or len(pairs) < length:
-        return [], [0]
+    length, none = other - at, _Run([], [0])
+    texts = zip(_NUMBER.findall(steps[at].new[0]), _NUMBER.findall(steps[other].new[0]), strict=False)
+    differing = {pair for pair in texts if pair[0] != pair[1]}
+    if len(differing) != 1 or not all(_is_plain(text) for text in next(iter(differing))) or other + length > len(steps):
+        return none
+    pair = differing.pop()
     found: list[PlanStep] = []
-    for one, two in pairs:
+    for one, two in zip(steps[at:other], steps[other : other + length], strict=True):
         if (template := _template(one, two, pair, place)) is None:
-            return [], [0]
+            return none
         found.append(template)
+    before, _, _ = found[0].new[0].partition(place)
     numbers = [int(text) for text in pair]
-    while (number := _next(steps, at + len(numbers) * length, found, place)) is not None and number not in numbers:
-        numbers.append(number)
-    return found, numbers
+    while (end := at + (len(numbers) + 1) * length) <= len(steps):
+        following = steps[end - length : end]
+        number = _NUMBER.match(following[0].new[0], len(before))
+        if number is None or not _is_plain(number[0]) or int(number[0]) in numbers:
+            break
+        if any(filled(template, number[0], place) != step for template, step in zip(found, following, strict=True)):
+            break
+        numbers.append(int(number[0]))
+    return _Run(found, numbers)
 
 
-def _numbers(one: str, other: str) -> tuple[str, str] | None:
-    """The one number in which two names differ, as it is in both."""
-    pairs = {pair for pair in zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False) if pair[0] != pair[1]}
-    plain = len(pairs) == 1 and all(text == str(int(text)) and len(text) < 9 for text in next(iter(pairs)))
-    return next(iter(pairs)) if plain else None
+def _is_plain(digits: str) -> bool:
+    return len(digits) < 9 and digits == str(int(digits))
 
 
 def _template(one: PlanStep, other: PlanStep, pair: tuple[str, str], place: str) -> PlanStep | None:
     """A step with `place` for the number in which it differs from another; None where they differ otherwise."""
     if replace(one, old=other.old, new=other.new) != other:
         return None
-    sides: list[tuple[str, ...]] = []
-    for mine, theirs in ((one.old, other.old), (one.new, other.new)):
-        names = [_name(*row, pair, place) for row in zip(mine, theirs, strict=False)]
-        if len(mine) != len(theirs) or any(name is None or place not in name for name in names):
+    sides: list[list[str]] = [[], []]
+    for side, mine, theirs in zip(sides, (one.old, one.new), (other.old, other.new), strict=True):
+        for names in zip(mine, theirs, strict=False):
+            bare = names[0] if place == PLACE else names[0].replace(PLACE, "")
+            if "{" in bare or "}" in bare or _NUMBER.sub("#", names[0]) != _NUMBER.sub("#", names[1]):
+                return None
+            numbers = [*zip(*map(_NUMBER.findall, names), strict=True)]
+            if {(here, there) for here, there in numbers if here != there} != {pair}:
+                return None
+            texts = iter([here if here == there else place for here, there in numbers])
+            side.append(_NUMBER.sub(lambda _: next(texts), names[0]))  # noqa: B023
+        if len(mine) != len(theirs):
             return None
-        sides.append(tuple(name for name in names if name is not None))
-    return replace(one, old=sides[0], new=sides[1])
-
-
-def _name(one: str, other: str, pair: tuple[str, str], place: str) -> str | None:
-    bare = one if place == PLACE else one.replace(PLACE, "")
-    if "{" in bare or "}" in bare or _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
-        return None
-    numbers = [*zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)]
-    if any(mine != theirs and (mine, theirs) != pair for mine, theirs in numbers):
-        return None
-    texts = iter([mine if mine == theirs else place for mine, theirs in numbers])
-    return _NUMBER.sub(lambda _: next(texts), one)
-
-
-def _next(steps: Sequence[PlanStep], at: int, templates: Sequence[PlanStep], place: str) -> int | None:
-    """The number under which the sequence comes once more, right here."""
-    if at + len(templates) > len(steps):
-        return None
-    before, _, _ = templates[0].new[0].partition(place)
-    found = _NUMBER.match(steps[at].new[0], len(before))
-    if found is None or len(found[0]) > 9 or found[0] != str(int(found[0])):
-        return None
-    same = all(filled(template, found[0], place) == steps[at + behind] for behind, template in enumerate(templates))
-    return int(found[0]) if same else None
+    return replace(one, old=tuple(sides[0]), new=tuple(sides[1]))
 
 
 def filled(step: PlanStep, number: str, place: str = PLACE) -> PlanStep:
@@ -179,17 +176,28 @@ def unfold(rows: Sequence[Row], most: int) -> list[PlanStep]:
     return found
 
 
-def _counted(steps: list[PlanStep], numbers: str, place: str, most: int) -> list[PlanStep]:
+def _counted(steps: list[PlanStep], text: str, place: str, most: int) -> list[PlanStep]:
     """The steps, once for each of the numbers; as they are without any."""
-    if not numbers:
+    if not text:
         return steps
     letter = place.strip("{}")
     if odd := next((name for step in steps for name in (*step.old, *step.new) if place not in name), None):
-        raise MatchError(f"{odd!r} has no {place}, and its table has {letter} = {numbers[:40]!r}.")
-    counted = _read(numbers, letter)
-    if len(counted) * len(steps) > most:
+        raise MatchError(f"{odd!r} has no {place}, and its table has {letter} = {text[:40]!r}.")
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first = int(match[1]) if match else 0
+        last = int(match[2]) if match and match[2] else first
+        if match is None or last < first or len(numbers) + last - first >= _MOST_NUMBERS:
+            raise MatchError(
+                f"{letter} = {text[:40]!r} is not a list of whole numbers.", fix=f'For example: {letter} = "0-11" or "0,2,4"'
+            )
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        raise MatchError(f"{letter} = {text[:40]!r} has a number twice.")
+    if len(numbers) * len(steps) > most:
         raise MatchError("The plan has more steps than any model, its numbers written out.")
-    return [filled(step, str(number), place) for number in counted for step in steps]
+    return [filled(step, str(number), place) for number in numbers for step in steps]
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -199,20 +207,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _read(text: str, letter: str) -> list[int]:
-    found: list[int] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part)
-        first = int(match[1]) if match else 0
-        last = int(match[2]) if match and match[2] else first
-        if match is None or last < first or len(found) + last - first >= _MOST_NUMBERS:
-            raise MatchError(
-                f"{letter} = {text[:40]!r} is not a list of whole numbers.", fix=f'For example: {letter} = "0-11" or "0,2,4"'
-            )
-        found += range(first, last + 1)
-    if len(set(found)) < len(found):
-        raise MatchError(f"{letter} = {text[:40]!r} has a number twice.")
-    return found
+# --- writing
 
 
 FORMAT = "ckpt-plan-1"
@@ -232,9 +227,6 @@ _LISTS = (
 )
 
 
-# --- writing
-
-
 def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a plan: the whole new file, or nothing."""
     check_document_name(path, "a plan", ".toml")
@@ -248,19 +240,19 @@ def _lines(plan: Plan) -> Iterator[str]:
     for key, comment in _LISTS:
         names: tuple[str, ...] = getattr(plan, key)
         yield f"# {comment}"
-        if names:
-            yield f"{key} = ["
-            yield from (f"    {_toml(name)}," for name in names)
-            yield "]"
-        else:
-            yield f"{key} = []"
+        yield from (f"{key} = [", *(f"    {_toml(name)}," for name in names), "]") if names else (f"{key} = []",)
     for row in fold(plan.steps):
         yield "\n[[tensor]]"
-        if row.numbers:
-            yield f"i = {_toml(row.numbers)}"
-        if row.inner:
-            yield f"j = {_toml(row.inner)}"
-        yield from _step_lines(row.step)
+        yield from (f"{letter} = {_toml(text)}" for letter, text in (("i", row.numbers), ("j", row.inner)) if text)
+        step, one_old, one_new = row.step, row.step.step != "concat", row.step.step != "split"
+        yield f"old = {_toml(step.old[0] if one_old else step.old)}"
+        yield f"new = {_toml(step.new[0] if one_new else step.new)}"
+        yield from (f"step = {_toml(step.step)}", f"reason = {_toml(step.reason)}", f"confidence = {step.confidence}")
+        if step.axes:
+            yield f"axes = {_toml(step.axes)}"
+        yield f"shape = {_toml(step.old_shapes[0] if one_old else step.old_shapes)}"
+        if step.step != "copy":
+            yield f"to = {_toml(step.new_shapes[0] if one_new else step.new_shapes)}"
     for old, new, before, after in plan.mismatched:
         yield "\n# Partners of different shapes: no step does this one."
         yield from ("[[mismatched]]", f"old = {_toml(old)}", f"new = {_toml(new)}")
@@ -268,19 +260,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     for new, candidates, why in plan.ambiguous:
         yield "\n# Several candidates fit: choose one, and make a [[tensor]] of this entry."
         yield from ("[[ambiguous]]", f"new = {_toml(new)}", f"candidates = {_toml(candidates)}", f"why = {_toml(why)}")
-
-
-def _step_lines(step: PlanStep) -> Iterator[str]:
-    yield f"old = {_toml(step.old if step.step == 'concat' else step.old[0])}"
-    yield f"new = {_toml(step.new if step.step == 'split' else step.new[0])}"
-    yield f"step = {_toml(step.step)}"
-    yield f"reason = {_toml(step.reason)}"
-    yield f"confidence = {step.confidence}"
-    if step.axes:
-        yield f"axes = {_toml(step.axes)}"
-    yield f"shape = {_toml(step.old_shapes if step.step == 'concat' else step.old_shapes[0])}"
-    if step.step != "copy":
-        yield f"to = {_toml(step.new_shapes if step.step == 'split' else step.new_shapes[0])}"
 
 
 def _toml(value: Any) -> str:
@@ -310,9 +289,10 @@ def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
     text = os.fspath(path)
     reverse = text.endswith(_REVERSE) and not os.path.exists(text)
     text = text.removesuffix(_REVERSE) if reverse else text
-    found = find_shipped(text)
+    shipped, other = shipped_names(), _other_way(text) if "-to-" in text else ""
+    name = next((name for name in (text, other) if name in shipped), None)
     try:
-        document = load_toml(_text(Path(text)) if found is None else shipped_text(found[0]))
+        document = load_toml(_text(Path(text)) if name is None else (_FOLDER / f"{name}.toml").read_text("utf-8"))
     except ValueError as error:
         raise MatchError(f"The plan {path} is not TOML.", why=f"{error}.") from None
     try:
@@ -320,7 +300,7 @@ def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
             raise MatchError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
         if read_flag(document.get("patterns", False), "patterns"):
             patterns = read_pattern_plan(document, str(path))
-            return patterns.reversed() if (found is not None and found[1]) != reverse else patterns
+            return patterns.reversed() if (name is not None and name == other) != reverse else patterns
         if reverse:
             raise MatchError("`:reverse` is for plans of patterns; this one names every tensor.")
         plan = _plan(document)
@@ -335,7 +315,7 @@ def _text(path: Path) -> str:
     try:
         fd = open_regular(path)
     except NotACheckpointError as error:  # missing, a folder, a pipe
-        near = did_you_mean(str(path), all_shipped()) or error.fix
+        near = did_you_mean(str(path), (*shipped_names(), *map(_other_way, shipped_names()))) or error.fix
         raise MatchError(f"The plan {path} cannot be read.", why=error.why, fix=near) from None
     with open(fd, "rb") as file:
         limits.HEADER.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
@@ -347,109 +327,70 @@ def _text(path: Path) -> str:
 
 
 def _plan(document: dict[str, Any]) -> Plan:
-    check_known(
-        document, ("format", "patterns", "drop", "unexpected", "missing", "tensor", "mismatched", "ambiguous"), "the plan"
-    )
-    drop, unexpected, missing = (read_names(document.get(key, []), key) for key, _ in _LISTS)
-    return Plan(
-        tuple(_steps(document)),
-        mismatched=tuple(_mismatched(row, f"mismatched {number}") for number, row in tables(document, "mismatched")),
-        ambiguous=tuple(_ambiguous(row, f"ambiguous {number}") for number, row in tables(document, "ambiguous")),
-        drop=drop,
-        unexpected=unexpected,
-        missing=missing,
-    )
-
-
-def _steps(document: dict[str, Any]) -> list[PlanStep]:
+    lists = [key for key, _ in _LISTS]
+    fields = Fields(document, "the plan", ("format", "patterns", *lists, "tensor", "mismatched", "ambiguous"))
     rows = []
-    for number, row in tables(document, "tensor"):
+    for label, row in fields.tables("tensor"):
         for letter in "ij":
             if letter in row and not (isinstance(row[letter], str) and row[letter]):
-                raise MatchError(f'tensor {number}: {letter} = {brief(row[letter])} is not text such as "0-11".')
+                raise MatchError(f'{label}: {letter} = {brief(row[letter])} is not text such as "0-11".')
         if "j" in row and "i" not in row:
-            raise MatchError(f"tensor {number}: it has a j and no i.", fix="One number alone is i.")
-        rows.append(Row(_step(row, f"tensor {number}"), row.get("i", ""), row.get("j", "")))
-    return unfold(rows, _MOST_STEPS)
+            raise MatchError(f"{label}: it has a j and no i.", fix="One number alone is i.")
+        rows.append(Row(_step(row, label), row.get("i", ""), row.get("j", "")))
+    mismatched, ambiguous = [], []
+    for label, row in fields.tables("mismatched"):
+        given = Fields(row, label, ("old", "new", "shape", "to"))
+        shapes = given.read("shape", read_shape), given.read("to", read_shape)
+        mismatched.append((given.read("old", read_name), given.read("new", read_name), *shapes))
+    for label, row in fields.tables("ambiguous"):
+        given = Fields(row, label, ("new", "candidates", "why"))
+        said = given.read("candidates", read_names), given.read("why", read_name, "?")
+        ambiguous.append((given.read("new", read_name), *said))
+    drop, unexpected, missing = (read_names(document.get(key, []), key) for key in lists)
+    return Plan(tuple(unfold(rows, _MOST_STEPS)), drop, unexpected, missing, tuple(mismatched), tuple(ambiguous))
 
 
 def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    check_known(row, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
-    old, new = (read_several(row.get(key), read_name, f"{label}: {key}") for key in ("old", "new"))
-    old_shapes = read_several(row.get("shape"), read_shape, f"{label}: shape")
-    confidence, reason = row.get("confidence", 1.0), read_name(row.get("reason", "edited"), f"{label}: reason")
-    if type(confidence) not in (int, float) or not -1e9 < confidence < 1e9:
-        raise MatchError(f"{label}: confidence = {brief(confidence)} is not a number.")
+    fields = Fields(row, label, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]))
+    old, new = fields.several("old", read_name), fields.several("new", read_name)
+    old_shapes, new_shapes = fields.several("shape", read_shape), fields.several("to", read_shape, None)
+    reason, confidence = fields.read("reason", read_name, "edited"), fields.read("confidence", read_number, 1.0)
     layout: Layout | None = None
-    if step in _BY_SHAPES and not any(key in row for key in FIELDS[step] if key != "to"):
-        same = step == "copy" and "to" not in row
-        new_shapes = old_shapes if same else read_several(row.get("to"), read_shape, f"{label}: to")
-    else:
-        layout, new_shapes = _solved(row, step, old_shapes, len(new), label)
-    return PlanStep(cast("StepName", step), old, new, old_shapes, new_shapes, reason, float(confidence), layout)
+    if step not in _BY_SHAPES or any(key in fields for key in FIELDS[step] if key != "to"):
+        layout, new_shapes = _solved(fields, step, old_shapes, len(new), new_shapes)
+    elif new_shapes is None:
+        new_shapes = old_shapes if step == "copy" else fields.several("to", read_shape)
+    return PlanStep(cast("StepName", step), old, new, old_shapes, new_shapes, reason, confidence, layout)
 
 
 def _solved(
-    row: dict[str, Any], step: str, shapes: tuple[Shape, ...], parts: int, label: str
+    fields: Fields, step: str, shapes: tuple[Shape, ...], parts: int, said: tuple[Shape, ...] | None
 ) -> tuple[Layout, tuple[Shape, ...]]:
     """The geometry of a step, and the shapes that it makes, which `to` may say too."""
-    form = read_form({key: value for key, value in row.items() if key in FIELDS[step]}, step, label)
+    form = read_form(fields, step)
     if len(shapes) != 1 and step not in SEVERAL_OLD:
-        raise MatchError(f"{label}: a {step} has one shape.")
-    layout, made = solve(step, Task(form, shapes, parts, {}, label, uneven=True))
-    if "to" in row and (said := read_several(row["to"], read_shape, f"{label}: to")) != made:
-        texts = [", ".join(str(list(shape)) for shape in shapes) for shapes in (made, said)]
-        raise MatchError(f"{label}: it makes {texts[0]}, not {texts[1]}.")
+        raise MatchError(f"{fields.label}: a {step} has one shape.")
+    layout, made = solve(step, Task(form, shapes, parts, {}, fields.label, uneven=True))
+    if said not in (None, made):
+        texts = [", ".join(str(list(shape)) for shape in shapes) for shapes in (made, said or ())]
+        raise MatchError(f"{fields.label}: it makes {texts[0]}, not {texts[1]}.")
     return layout, made
 
 
-def _mismatched(row: dict[str, Any], label: str) -> tuple[str, str, Shape, Shape]:
-    check_known(row, ("old", "new", "shape", "to"), label)
-    names = (read_name(row.get(key), f"{label}: {key}") for key in ("old", "new"))
-    shapes = (read_shape(row.get(key), f"{label}: {key}") for key in ("shape", "to"))
-    return (*names, *shapes)  # type: ignore[return-value]
-
-
-def _ambiguous(row: dict[str, Any], label: str) -> tuple[str, tuple[str, ...], str]:
-    check_known(row, ("new", "candidates", "why"), label)
-    new, why = read_name(row.get("new"), f"{label}: new"), read_name(row.get("why", "?"), f"{label}: why")
-    return new, read_names(row.get("candidates"), f"{label}: candidates"), why
-
-
-_HERE = "ckpt_tools.fit"
+_FOLDER = files("ckpt_tools.fit") / "families"
 
 
 @cache
 def shipped_names() -> tuple[str, ...]:
     """The names of the plans that are shipped, without those of the other way."""
-    folder = files(_HERE) / "families"
-    return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
+    return tuple(sorted(item.name.removesuffix(".toml") for item in _FOLDER.iterdir() if item.name.endswith(".toml")))
 
 
-def other_way(name: str) -> str:
+def _other_way(name: str) -> str:
     """The name of a plan the other way round: `a-x-to-y` is `a-y-to-x`."""
     left, _, new = name.rpartition("-to-")
     family, _, old = left.rpartition("-")
     return f"{family}-{new}-to-{old}"
-
-
-def all_shipped() -> tuple[str, ...]:
-    """The names of the plans that are shipped, in both ways."""
-    return *shipped_names(), *map(other_way, shipped_names())
-
-
-def find_shipped(name: str) -> tuple[str, bool] | None:
-    """The shipped plan of a name, and whether it is to be read the other way round; None where none has this name."""
-    if name in shipped_names():
-        return name, False
-    if "-to-" in name and (other := other_way(name)) in shipped_names():
-        return other, True
-    return None
-
-
-def shipped_text(name: str) -> str:
-    """The text of a shipped plan."""
-    return (files(_HERE) / "families" / f"{name}.toml").read_text("utf-8")

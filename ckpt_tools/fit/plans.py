@@ -15,9 +15,20 @@ from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
+from ckpt_tools.fit.forms import (
+    SEVERAL_NEW,
+    SEVERAL_OLD,
+    Form,
+    Layout,
+    Task,
+    cut,
+    joined,
+    rearranged,
+    reshaped,
+    solve,
+)  # fmt: skip
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.matching import Match, Matching
+from ckpt_tools.matching import Matching
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
 
@@ -71,20 +82,13 @@ class Plan:
 
 def plan_of(matching: Matching) -> Plan:
     """The plan that a matching gives, its offers included: whoever writes a plan wants what it does written down."""
-    rows = {
-        row.new: PlanStep(
-            row.step,
-            (row.old,),
-            (row.new,),
-            (row.source_shape,),
-            (row.target_shape,),
-            row.reason,
-            row.confidence,
-            _permuted(row) if row.axes else None,
-            row.axes,
-        )
-        for row in matching.matched
-    }
+    rows: dict[str, PlanStep] = {}
+    for row in matching.matched:
+        layout = None
+        if row.axes:
+            layout, _ = solve("permute", Task(Form(row.axes), (row.source_shape,), 1, {}, f"permute to {row.new!r}"))
+        shapes = (row.source_shape,), (row.target_shape,)
+        rows[row.new] = PlanStep(row.step, (row.old,), (row.new,), *shapes, row.reason, row.confidence, layout, row.axes)
     for offer in matching.offers:
         rows[offer.new[0]] = PlanStep(
             offer.step, offer.old, offer.new, offer.source_shapes, offer.target_shapes, offer.reason, offer.confidence
@@ -96,13 +100,6 @@ def plan_of(matching: Matching) -> Plan:
         tuple((row.old, row.new, row.source_shape, row.target_shape) for row in matching.mismatched),
         tuple((row.new, row.candidates, row.why) for row in ambiguous.values()),
     )  # fmt: skip
-
-
-def _permuted(row: Match) -> Layout:
-    from ckpt_tools.fit.forms import Form, Task, solve
-
-    layout, _ = solve("permute", Task(Form(row.axes), (row.source_shape,), 1, {}, f"permute to {row.new!r}"))
-    return layout
 
 
 # --- checking
@@ -118,22 +115,16 @@ def check(plan: Plan) -> None:
     used = {name for step in plan.steps for name in step.old}
     if both := [name for name in plan.drop if name in used]:
         raise MatchError(f"The plan drops {both[0]!r} and uses it.")
-    resized = {row[0] for row in plan.mismatched}
-    _check_one_fate(
-        "new",
-        ("a step", made),
-        ("mismatched", [row[1] for row in plan.mismatched]),
-        ("ambiguous", [row[0] for row in plan.ambiguous]),
-        ("missing", plan.missing),
-    )
-    _check_one_fate("old", ("a step or mismatched", used | resized), ("drop", plan.drop), ("unexpected", plan.unexpected))
-
-
-def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
-    """Raise MatchError for a name that is under two fates, or twice under one."""
-    seen: dict[str, str] = {}
-    for fate, names in fates:
-        for name in names:
+    resized, ambiguous = [row[:2] for row in plan.mismatched], [row[0] for row in plan.ambiguous]
+    sides: dict[str, dict[str, Iterable[str]]] = {
+        "new": {"a step": made, "mismatched": [new for _, new in resized], "ambiguous": ambiguous, "missing": plan.missing},
+        "old": {
+            "a step or mismatched": used | {old for old, _ in resized}, "drop": plan.drop, "unexpected": plan.unexpected,
+        },
+    }  # fmt: skip
+    for side, fates in sides.items():
+        seen: dict[str, str] = {}
+        for fate, name in ((fate, name) for fate, names in fates.items() for name in names):
             if name in seen:
                 why = f"It is under {seen[name]}, and under {fate}."
                 raise MatchError(f"The plan has two fates for {side} {name!r}.", why=why, fix="Leave one in the plan.")
@@ -142,33 +133,26 @@ def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
 
 def _check_step(step: PlanStep) -> None:
     label = f"{step.step} to {step.new[0]!r}" if step.new else step.step
-    if len(step.old) != len(step.old_shapes) or len(step.new) != len(step.new_shapes):
+    old, new = step.old_shapes, step.new_shapes
+    if len(step.old) != len(old) or len(step.new) != len(new):
         raise MatchError(f"{label}: one shape for each name is needed.")
-    several = (step.step in ("concat", "stack"), step.step in ("split", "unstack"))
-    if (len(step.old) != 1 and not several[0]) or (len(step.new) != 1 and not several[1]):
+    if (len(step.old) != 1 and step.step not in SEVERAL_OLD) or (len(step.new) != 1 and step.step not in SEVERAL_NEW):
         raise MatchError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
     if not step.old or not step.new or not all(step.new):
         raise MatchError(f"{label}: a name is missing.")
-    if step.layout is None and not _shapes_fit(step):
-        shapes = f"{_text(step.old_shapes)} cannot become {_text(step.new_shapes)}"
-        raise MatchError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {shapes}.")
-
-
-def _shapes_fit(step: PlanStep) -> bool:
-    old, new = step.old_shapes, step.new_shapes
-    if step.step == "copy":
-        return old == new
-    if step.step == "reshape":
-        return prod(old[0]) == prod(new[0])
-    if step.step == "transpose":
-        return len(old[0]) == 2 and old[0] == new[0][::-1]
-    (whole,), parts = (old, new) if step.step == "split" else (new, old)
-    rest = {shape[1:] for shape in parts if shape}
-    return bool(whole) and all(parts) and rest == {whole[1:]} and sum(shape[0] for shape in parts) == whole[0]
-
-
-def _text(shapes: Iterable[Shape]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
+    if step.layout is not None:
+        return
+    if step.step in ("split", "concat"):
+        (whole,), parts = (old, new) if step.step == "split" else (new, old)
+        rest = {shape[1:] for shape in parts if shape}
+        fits = bool(whole) and all(parts) and rest == {whole[1:]} and sum(shape[0] for shape in parts) == whole[0]
+    elif step.step == "reshape":
+        fits = prod(old[0]) == prod(new[0])
+    else:
+        fits = old == new if step.step == "copy" else len(old[0]) == 2 and old[0] == new[0][::-1]
+    if not fits:
+        texts = [", ".join(str(list(shape)) for shape in shapes) for shapes in (old, new)]
+        raise MatchError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {texts[0]} cannot become {texts[1]}.")
 
 
 # --- applying
@@ -179,7 +163,14 @@ def apply(node: Dict, plan: Plan) -> None:
     check(plan)
     entries = tensors_by_name(node)
     _check_fits(entries, plan)
-    made = _made(plan, entries)
+    made: list[tuple[str, Node]] = []
+    known: dict[str, Node] = dict(entries)
+    for step in plan.steps:
+        for name, entry in _done(step, known):
+            if name in plan.between:  # made for another step alone
+                known[name] = entry
+            else:
+                made.append((name, entry))
     made = list(_keyed(made, {id(entry.storage) for entry in entries.values() if type(entry) is Entry}))
     names = {new for new, _ in made}
     others = [(key, value) for key, value in node.items if type(key) is not str or key not in entries]
@@ -187,20 +178,6 @@ def apply(node: Dict, plan: Plan) -> None:
         raise MatchError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is not a tensor.")
     node.items[:] = made + others
     rename_metadata(node, plan.renames)
-
-
-def _made(plan: Plan, entries: Mapping[str, Node]) -> list[tuple[str, Node]]:
-    """What the steps make, without what one makes for another alone."""
-    if not plan.between:
-        return [pair for step in plan.steps for pair in _done(step, entries)]
-    made, known = [], dict(entries)
-    for step in plan.steps:
-        for name, entry in _done(step, known):
-            if name in plan.between:
-                known[name] = entry
-            else:
-                made.append((name, entry))
-    return made
 
 
 def _check_fits(entries: Mapping[str, Node], plan: Plan) -> None:
@@ -238,26 +215,22 @@ def _done(step: PlanStep, entries: Mapping[str, Node]) -> Iterator[tuple[str, No
     if step.step == "copy":
         yield step.new[0], entries[step.old[0]]
         return
-    olds, layout = [_plain_entry(name, entries[name]) for name in step.old], step.layout or _layout(step)
+    olds = [entries[name] for name in step.old]
+    plain = [entry for entry in olds if type(entry) is Entry]
+    if len(plain) < len(olds):
+        odd = next(name for name, entry in zip(step.old, olds, strict=True) if type(entry) is not Entry)
+        raise MatchError(f"{odd!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
+    layout = step.layout
+    if layout is None and step.step == "transpose":
+        layout = Layout(step.old_shapes[0], (1, 0))
+    elif layout is None:  # along the first dimension, as the shapes alone say
+        one, several = (step.new_shapes, step.old_shapes) if step.step == "concat" else (step.old_shapes, step.new_shapes)
+        layout = Layout(one[0], sizes=tuple(shape[0] for shape in several if shape))
     if step.step in ("reshape", "flatten"):
-        yield step.new[0], reshaped(olds[0], step.new_shapes[0])
+        yield step.new[0], reshaped(plain[0], step.new_shapes[0])
     elif step.step in ("transpose", "permute"):
-        yield step.new[0], rearranged(olds[0], layout, step.new_shapes[0])
+        yield step.new[0], rearranged(plain[0], layout, step.new_shapes[0])
     elif step.step in ("split", "unstack", "crop"):
-        yield from zip(step.new, cut(olds[0], layout, step.new_shapes), strict=True)
+        yield from zip(step.new, cut(plain[0], layout, step.new_shapes), strict=True)
     else:
-        yield step.new[0], joined(olds, layout, step.new_shapes[0])
-
-
-def _layout(step: PlanStep) -> Layout:
-    """The geometry that the shapes alone say."""
-    if step.step == "transpose":
-        return Layout(step.old_shapes[0], (1, 0))
-    whole, parts = (step.new_shapes[0], step.old_shapes) if step.step == "concat" else (step.old_shapes[0], step.new_shapes)
-    return Layout(whole, sizes=tuple(shape[0] for shape in parts if shape))
-
-
-def _plain_entry(name: str, node: Node) -> Entry:
-    if type(node) is not Entry:
-        raise MatchError(f"{name!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
-    return node
+        yield step.new[0], joined(plain, layout, step.new_shapes[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, cast
@@ -13,17 +13,14 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
-from ckpt_tools.fit.axes import MissingSizesError
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.fit import Fitted, Initialised, Wanted, fit, left_out
-from ckpt_tools.fit.forms import Task, solve
+from ckpt_tools.fit.fit import Choices, Fitted, Initialised, Wanted, fit, left_out
+from ckpt_tools.fit.forms import MissingSizesError, Task, solve
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_for, check_finite
-from ckpt_tools.fit.names import Binding, Index, NamePattern
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, StepName, plan_of
-from ckpt_tools.fit.rows import BETWEEN, PatternPlan, PatternStep, Tie
+from ckpt_tools.fit.rows import BETWEEN, Binding, Index, NamePattern, PatternPlan, PatternStep
 from ckpt_tools.fit.targets import Target, choose_state_dict, read_target
 from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -37,7 +34,7 @@ from ckpt_tools.tree.parametrized import Parametrized
 from ckpt_tools.values.numeric import live_content, row_major
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 # --- a plan of patterns for one checkpoint
@@ -53,59 +50,52 @@ class Expanded:
 
 
 def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values, others: Iterable[str] = ()) -> Expanded:
-    """Make the plan for a checkpoint with these tensors."""
+    """Make the plan for a checkpoint with these tensors; `others` names the values beside them, which a step may drop."""
     work = _Expansion(plan, shapes, values)
-    work.claim()
-    values.settle(plan, work.stripped)
+    stripped: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        plain = name.removeprefix(plan.prefix_old)
+        stripped.setdefault(plain, shape)
+        if name.startswith(BETWEEN) or not work.claim(name, plain):
+            work.unclaimed.append(name)
+    values.settle(plan, stripped)
     work.check_complete()
-    for number in work.order:
+    for number in _ordered(plan.steps):
         work.do(number)
     steps = sorted(work.steps, key=lambda made: made[0])  # in the checkpoint's order, and stable: what is needed comes first
     between = frozenset(name for name in work.shapes if name not in shapes)
     made = Plan(tuple(step for _, step in steps), drop=tuple(work.dropped), between=between)
-    return Expanded(made, {**work.dropped, **work.dropped_others(others)}, values.told())
+    for name in others:
+        for (number, _), _ in work.index.find(name.removeprefix(plan.prefix_old)):
+            if plan.steps[number].step == "drop":
+                work.dropped[name] = plan.steps[number].reason
+    return Expanded(made, work.dropped, values.told())
 
 
 class _Expansion:
     """One expansion under way."""
 
     def __init__(self, plan: PatternPlan, shapes: Mapping[str, Shape], values: Values) -> None:
-        self.plan, self.given, self.values = plan, shapes, values
-        self.shapes = dict(shapes)
+        self.plan, self.values, self.shapes = plan, values, dict(shapes)
         self.positions = {name: at for at, name in enumerate(shapes)}
-        self.order = _ordered(plan.steps)
         self.claims = [[dict[Binding, str]() for _ in step.old] for step in plan.steps]
-        self.index = Index()
-        for number, step in enumerate(plan.steps):
-            for place, pattern in enumerate(step.old):
-                self.index.add(self._plain(pattern), (number, place))
         self.unclaimed: list[str] = []
-        self.stripped: dict[str, Shape] = {}
         self.steps: list[tuple[int, PlanStep]] = []
         self.dropped: dict[str, str] = {}
-
-    def _plain(self, pattern: NamePattern) -> NamePattern:
-        """A pattern without the prefix that names may have."""
-        prefix = self.plan.prefix_old
-        return NamePattern.read(pattern.text[len(prefix) :]) if prefix and pattern.text.startswith(prefix) else pattern
+        self.index = Index()  # without the prefix that names may have
+        for number, step in enumerate(plan.steps):
+            for place, pattern in enumerate(step.old):
+                self.index.add(NamePattern.read(pattern.text.removeprefix(plan.prefix_old)), (number, place))
 
     # --- who gets which tensor
 
-    def claim(self) -> None:
-        """Give every tensor of the checkpoint to the step that names it."""
-        for name, shape in self.given.items():
-            plain = name.removeprefix(self.plan.prefix_old)
-            self.stripped.setdefault(plain, shape)
-            if name.startswith(BETWEEN) or not self._claimed(name, plain):
-                self.unclaimed.append(name)
-
-    def _claimed(self, name: str, plain: str) -> bool:
+    def claim(self, name: str, plain: str) -> bool:
+        """Give a tensor to the step that names it; False where none does."""
         hits = self.index.find(plain)
         if len(hits) > 1:
-            labels = [self.plan.steps[cast("tuple[int, int]", what)[0]].label for what, _ in hits[:2]]
+            labels = [self.plan.steps[number].label for (number, _), _ in hits[:2]]
             raise MatchError(f"Two steps of the plan claim {name!r}.", why=f"{labels[0]}; {labels[1]}.")
-        for what, binding in hits:
-            number, place = cast("tuple[int, int]", what)
+        for (number, place), binding in hits:
             other = self.claims[number][place].setdefault(binding, name)
             if other != name:
                 raise MatchError(f"The checkpoint has {other!r} and {name!r}, which are one name to the plan.",
@@ -114,7 +104,12 @@ class _Expansion:
 
     def check_complete(self) -> None:
         """Raise MatchError unless every pattern has its tensors and every tensor its step."""
-        lacking = [step.old[0].text for number, step in enumerate(self.plan.steps) if self._lacks_all(number, step)]
+        lacking = [
+            step.old[0].text
+            for step, claims in zip(self.plan.steps, self.claims, strict=True)
+            if step.old and not (step.optional or any(claims) or self._tied(step))
+            if not any(pattern.text.startswith(BETWEEN) for pattern in step.old)
+        ]
         why = []
         if lacking:
             why.append(f"{len(lacking)} of its patterns match nothing: {listed(lacking, 3)}.")
@@ -128,36 +123,30 @@ class _Expansion:
                 fix="Leave out what does not belong there (`select`, `drop`), or give it a step in a plan of your own.",
             )  # fmt: skip
 
-    def _lacks_all(self, number: int, step: PatternStep) -> bool:
-        """Whether a step that must have tensors has none."""
-        made = any(pattern.text.startswith(BETWEEN) for pattern in step.old)
-        return bool(step.old) and not (step.optional or made or any(self.claims[number]) or self._tied(step))
-
     def _tied(self, step: PatternStep) -> str | None:
         """The tensor that stands for one without a name of its own."""
         if step.tied is None:
             return None
-        prefix = self.plan.prefix_old
-        return next((name for name in (step.tied.old, f"{prefix}{step.tied.old}", step.tied.old.removeprefix(prefix))
-                     if name in self.shapes or name.startswith(BETWEEN)), None)  # fmt: skip
+        prefix, old = self.plan.prefix_old, step.tied.old
+        names = (old, f"{prefix}{old}", old.removeprefix(prefix))
+        return next((name for name in names if name in self.shapes or name.startswith(BETWEEN)), None)
 
     def _gaps(self) -> list[str]:
         """A layer that lacks what the others have."""
-        alike: dict[tuple[str, ...], dict[Binding, str]] = defaultdict(dict)
+        alike: dict[frozenset[str], dict[Binding, str]] = defaultdict(dict)
         rows = [
-            (step, place, claimed)
+            (pattern, claimed)
             for step, claims in zip(self.plan.steps, self.claims, strict=True)
-            for place, claimed in enumerate(claims)
-            if not step.optional and not step.old[place].text.startswith(BETWEEN) and (claimed or step.tied is None)
+            for pattern, claimed in zip(step.old, claims, strict=True)
+            if not step.optional and not pattern.text.startswith(BETWEEN) and (claimed or step.tied is None)
         ]
-        for step, place, claimed in rows:
+        for pattern, claimed in rows:
             for binding, name in claimed.items():
-                alike[tuple(sorted(step.old[place].names))].setdefault(binding, name)
-        for step, place, claimed in rows:
-            wanted = alike[tuple(sorted(step.old[place].names))]
-            if len(claimed) < len(wanted):
-                binding, other = next(pair for pair in wanted.items() if pair[0] not in claimed)
-                return [f"It has {other!r}, and no {step.old[place].fill(dict(binding))!r}."]
+                alike[pattern.names].setdefault(binding, name)
+        for pattern, claimed in rows:
+            if lacking := [row for row in alike[pattern.names].items() if row[0] not in claimed]:
+                binding, other = lacking[0]
+                return [f"It has {other!r}, and no {pattern.fill(dict(binding))!r}."]
         return []
 
     def _missing_numbers(self) -> list[str]:
@@ -175,16 +164,6 @@ class _Expansion:
                 return [f"It has {len(found)} layers, and {said[1]} is {said[0]}."]
         return []
 
-    def dropped_others(self, names: Iterable[str]) -> dict[str, str]:
-        """Which of the values beside the tensors a step drops, and why."""
-        dropped = {}
-        for name in names:
-            for what, _ in self.index.find(name.removeprefix(self.plan.prefix_old)):
-                step = self.plan.steps[cast("tuple[int, int]", what)[0]]
-                if step.step == "drop":
-                    dropped[name] = step.reason
-        return dropped
-
     # --- one step after the other
 
     def do(self, number: int) -> None:
@@ -194,39 +173,16 @@ class _Expansion:
             return
         if step.step == "drop":
             self.dropped.update(dict.fromkeys(claims[0].values(), step.reason))
-            return
-        if not any(claims):
-            self._do_tied(step)
-            return
-        for binding, olds in self._groups(step, claims):
-            self._add(step, olds, binding)
-
-    def _do_tied(self, step: PatternStep) -> None:
-        name = self._tied(step)
-        if name is None:
-            return
-        tie = cast("Tie", step.tied)
-        if tie.config is not None and self.values.config.says(tie.config, False):
-            said = f"{self.values.config.label} says {tie.config} = false"
-            raise MatchError(f"The checkpoint has no {step.old[0].text!r}, and {said}.")
-        shape = self.shapes[name]
-        made = PlanStep("copy", (name,), (step.new[0].fill({}),), (shape,), (shape,), "tied")
-        self.steps.append((self.positions[name], made))
-
-    def _groups(self, step: PatternStep, claims: Sequence[dict[Binding, str]]) -> Iterator[tuple[dict[str, str], list[str]]]:
-        """The tensors that belong together, and the numbers that they have in common."""
-        if step.gathers is not None:
-            yield from _gathered(step, claims[0])
-            return
-        for binding, first in claims[0].items():
-            olds = [claimed.get(binding) for claimed in claims]
-            if None in olds:
-                lacking = step.old[olds.index(None)].fill(dict(binding))
-                raise MatchError(f"{step.label}: there is {first!r}, and no {lacking!r}.")
-            yield dict(binding), cast("list[str]", olds)
-        for claimed in claims[1:]:
-            if lone := next((binding for binding in claimed if binding not in claims[0]), None):
-                raise MatchError(f"{step.label}: there is {claimed[lone]!r}, and no {step.old[0].fill(dict(lone))!r}.")
+        elif any(claims):
+            for binding, olds in _gathered(step, claims[0]) if step.gathers is not None else _beside(step, claims):
+                self._add(step, olds, binding)
+        elif (name := self._tied(step)) is not None and step.tied is not None:
+            if step.tied.config is not None and self.values.config.says(step.tied.config, False):
+                said = f"{self.values.config.label} says {step.tied.config} = false"
+                raise MatchError(f"The checkpoint has no {step.old[0].text!r}, and {said}.")
+            shape = self.shapes[name]
+            made = PlanStep("copy", (name,), (step.new[0].fill({}),), (shape,), (shape,), "tied")
+            self.steps.append((self.positions[name], made))
 
     def _add(self, step: PatternStep, olds: list[str], binding: dict[str, str]) -> None:
         shapes = [self.shapes[name] for name in olds]
@@ -240,24 +196,33 @@ class _Expansion:
             told = ", ".join(f"{name} = {said}" for name, said in self.values.told().items())
             error.why = error.why or (f"The sizes are {told}." if told else "")
             raise
+        news = [pattern.fill(binding) for pattern in step.new if step.spreads is None]
         if step.spreads is not None:
             news = [step.new[0].fill({**binding, step.spreads: str(at)}) for at in range(len(made))]
-        else:
-            news = [pattern.fill(binding) for pattern in step.new]
         position = max(self.positions[name] for name in olds)
         plain = PlanStep(cast("StepName", step.step), tuple(olds), tuple(news), tuple(shapes), made, step.reason, 1.0, layout)
         self.steps.append((position, plain))
         for name, shape in zip(news, made, strict=True):
-            if name.startswith(BETWEEN):
-                self._hand_over(name, shape, position)
+            if not name.startswith(BETWEEN):
+                continue
+            if name in self.shapes:
+                raise MatchError(f"The plan makes {name!r} twice.")
+            self.shapes[name], self.positions[name] = shape, position
+            if not self.claim(name, name):
+                raise MatchError(
+                    f"The plan makes {name!r}, and no step takes it.", why=f"Names with {BETWEEN} are not written."
+                )
 
-    def _hand_over(self, name: str, shape: Shape, position: int) -> None:
-        """What a step makes for another one."""
-        if name in self.shapes:
-            raise MatchError(f"The plan makes {name!r} twice.")
-        self.shapes[name], self.positions[name] = shape, position
-        if not self._claimed(name, name):
-            raise MatchError(f"The plan makes {name!r}, and no step takes it.", why=f"Names with {BETWEEN} are not written.")
+
+def _beside(step: PatternStep, claims: Sequence[dict[Binding, str]]) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """The tensors that belong together, and the numbers that they have in common."""
+    for binding in dict.fromkeys(binding for claimed in claims for binding in claimed):
+        names = [claimed.get(binding) for claimed in claims]
+        olds = [name for name in names if name is not None]
+        if len(olds) < len(names):
+            lacking = step.old[names.index(None)].fill(dict(binding))
+            raise MatchError(f"{step.label}: there is {olds[0]!r}, and no {lacking!r}.")
+        yield dict(binding), olds
 
 
 def _gathered(step: PatternStep, claimed: Mapping[Binding, str]) -> Iterator[tuple[dict[str, str], list[str]]]:
@@ -270,30 +235,34 @@ def _gathered(step: PatternStep, claimed: Mapping[Binding, str]) -> Iterator[tup
             raise MatchError(f"{step.label}: {other!r} and {name!r} have one number.")
         groups[rest][number] = name
     for rest, parts in groups.items():
-        if lacking := next((number for number in range(len(parts)) if number not in parts), None):
+        lacking = next((number for number in range(len(parts)) if number not in parts), None)
+        if lacking is not None:
             raise MatchError(f"{step.label}: there are {len(parts)} parts, and none has the number {lacking}.")
-        if 0 not in parts:
-            raise MatchError(f"{step.label}: its parts are not numbered from 0, but from {min(parts)}.")
         yield dict(rest), [parts[number] for number in range(len(parts))]
 
 
 def _ordered(steps: Sequence[PatternStep]) -> list[int]:
     """The steps in an order in which what one makes for another is made first."""
-    makers: dict[str, int] = {}
-    for number, step in enumerate(steps):
-        makers.update((pattern.key, number) for pattern in step.new if pattern.text.startswith(BETWEEN))
+    makers = {
+        pattern.key: number
+        for number, step in enumerate(steps)
+        for pattern in step.new
+        if pattern.text.startswith(BETWEEN)
+    }  # fmt: skip
     needs: dict[int, set[int]] = {}
     for number, step in enumerate(steps):
         tied = () if step.tied is None else (NamePattern.read(step.tied.old),)
         wanted = [pattern for pattern in (*step.old, *tied) if pattern.text.startswith(BETWEEN)]
-        for pattern in wanted:
-            if pattern.key not in makers:
-                raise MatchError(f"{step.label}: no step makes {pattern.text!r}.")
+        if lone := next((pattern for pattern in wanted if pattern.key not in makers), None):
+            raise MatchError(f"{step.label}: no step makes {lone.text!r}.")
         needs[number] = {makers[pattern.key] for pattern in wanted}
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:
         raise MatchError(f"Steps of the plan wait for each other: {steps[error.args[1][0]].label}.") from None
+
+
+# --- the target
 
 
 @dataclass(slots=True)
@@ -426,14 +395,10 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
 
 def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> Wanted:
     if target is None:
-        return Wanted((), _no_blank, None, {}, label)
+        return Wanted((), dict[str, Blank]().__getitem__, None, {}, label)  # without a target no name's shape is asked for
     params = {param.name: param for param in target.params}
     own = _OwnValues(target, seed, stack)
     return Wanted(target.names, lambda name: blank_for(target, params[name]), own.content, target.ties, label)
-
-
-def _no_blank(name: str) -> Blank:
-    raise KeyError(name)  # without a target a name's shape is not known, and not asked for
 
 
 class _OwnValues:
@@ -457,26 +422,16 @@ class _OwnValues:
 
     def _read(self) -> Mapping[str, Any]:
         if self.target.build is not None:
-            with _seeded(self.seed):
+            import torch
+
+            with torch.random.fork_rng(devices=[]):  # the seed's numbers are as stable as torch's are
+                torch.manual_seed(self.seed)
                 made = self.target.build()
-            return made if isinstance(made, Mapping) else _state_dict(made)
+            tensors: Mapping[str, Any] = made if isinstance(made, Mapping) else made.state_dict()
+            return tensors
         if self.target.tensors is not None:
             return self.target.tensors
         checkpoint = self.stack.enter_context(open_whole(self.target.label))
         state_dict = choose_state_dict(checkpoint, of_target=True)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
         return tensors_by_name(as_dict(root))
-
-
-def _state_dict(module: torch.nn.Module) -> Mapping[str, Any]:
-    return module.state_dict()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """torch's generator with a seed, and as it was afterwards. What it gives is as stable as torch's numbers are."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

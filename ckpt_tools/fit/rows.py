@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.axes import names_in, read_arrow, read_side, size_of
-from ckpt_tools.fit.fields import (
-    check_known,
-    read_dim,
-    read_flag,
-    read_name,
-    read_names,
-    read_several,
-    read_size,
-    read_sizes,
-    tables,
-)
-from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form
-from ckpt_tools.fit.names import NamePattern, with_words, written_out
+from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form, names_in, read_arrow, read_side, size_of
 from ckpt_tools.io.parsers import brief
+from ckpt_tools.matching.records import Shape
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 BETWEEN = "@"  # begins the name of what one step makes for another, and nothing else gets
 _VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -90,17 +80,17 @@ class PatternPlan:
     def reversed(self) -> PatternPlan:
         """The plan from the other side to this one."""
         values = tuple(replace(row, old=row.new, new=row.old) for row in self.values)
-        steps = tuple(_reversed(step) for step in self.steps if not step.one_way)
+        steps = tuple(
+            replace(
+                step, step=_INVERSE.get(step.step, step.step), old=step.new, new=step.old, form=_inverse_form(step),
+                tied=None if step.tied is None else replace(step.tied, old=step.tied.new, new=step.tied.old),
+            )
+            for step in self.steps if not step.one_way
+        )  # fmt: skip
         return replace(self, steps=steps, values=values, prefix_old=self.prefix_new, prefix_new=self.prefix_old)
 
 
 _INVERSE = {"split": "concat", "concat": "split", "stack": "unstack", "unstack": "stack", "pad": "crop", "crop": "pad"}
-
-
-def _reversed(step: PatternStep) -> PatternStep:
-    tied = None if step.tied is None else replace(step.tied, old=step.tied.new, new=step.tied.old)
-    inverse = _INVERSE.get(step.step, step.step)
-    return replace(step, step=inverse, old=step.new, new=step.old, form=_inverse_form(step), tied=tied)
 
 
 def _inverse_form(step: PatternStep) -> Form:
@@ -124,35 +114,30 @@ def _inverse_form(step: PatternStep) -> Form:
 
 def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
     """What a document with `patterns = true` says."""
-    document = dict(document)
-    check_known(document, ("format", "patterns", "about", "prefix_old", "prefix_new", "numbered", "values", "drop", "tensor"),
-                "the plan")  # fmt: skip
-    dropped = [{"old": name, "step": "drop"} for name in read_names(document.get("drop", []), "drop")]
-    rows = [*((f"tensor {number}", row) for number, row in tables(document, "tensor")), *(("drop", row) for row in dropped)]
+    fields = Fields(
+        document, "the plan",
+        ("format", "patterns", "about", "prefix_old", "prefix_new", "numbered", "values", "drop", "tensor"),
+    )  # fmt: skip
+    dropped = [("drop", {"old": name, "step": "drop"}) for name in fields.read("drop", read_names, ())]
     steps: list[PatternStep] = []
-    for where, row in rows:
+    for where, row in (*fields.tables("tensor"), *dropped):
         steps += _steps(row, where)
         if len(steps) > _MOST_WRITTEN_OUT:
             raise MatchError(f"The plan has more than {_MOST_WRITTEN_OUT} steps, words written out.")
-    values = document.get("values", {})
-    if not isinstance(values, dict):
-        raise MatchError("'values' must be a table: [values].")
-    texts = {key: document.get(key, "") for key in ("about", "prefix_old", "prefix_new")}
-    for key, text in texts.items():
-        if not isinstance(text, str):
-            raise MatchError(f"{key} must be text, not {brief(text)}.")
-    return PatternPlan(label, texts["about"], tuple(steps), tuple(_value(name, row) for name, row in values.items()),
-                       texts["prefix_old"], texts["prefix_new"], _numbered(document.get("numbered", {}), steps))  # fmt: skip
-
-
-def _numbered(table: Any, steps: Iterable[PatternStep]) -> dict[str, tuple[str, ...]]:
-    """Placeholders whose numbers are complete, with the keys that say how many there are."""
-    if not isinstance(table, dict):
-        raise MatchError("'numbered' must be a table: [numbered].")
+    about, prefix_old, prefix_new = (fields.read(key, read_text, "") for key in ("about", "prefix_old", "prefix_new"))
+    values, numbered = fields.read("values", _read_table, {}), fields.read("numbered", _read_table, {})
     known = {name for step in steps for pattern in (*step.old, *step.new) for name in pattern.names}
-    if unknown := next((name for name in table if name not in known), None):
+    if unknown := next((name for name in numbered if name not in known), None):
         raise MatchError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
-    return {name: tuple(read_names(keys, f"numbered.{name[:40]}")) for name, keys in table.items()}
+    counted = {name: read_names(keys, f"numbered.{name[:40]}") for name, keys in numbered.items()}
+    rows = tuple(_value(name, row) for name, row in values.items())
+    return PatternPlan(label, about, tuple(steps), rows, prefix_old, prefix_new, counted)
+
+
+def _read_table(value: Any, label: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MatchError(f"{label} must be a table.")
+    return value
 
 
 def _value(name: str, row: Any) -> ValueRow:
@@ -161,12 +146,13 @@ def _value(name: str, row: Any) -> ValueRow:
         raise MatchError(f"{label} is not a name: letters, digits and _.")
     if not isinstance(row, dict):
         return ValueRow(name, check_value(row, label), (), None, None, None)
-    check_known(row, ("config", "old", "new", "axes"), label)
-    config = read_several(row["config"], read_name, f"{label}: config") if "config" in row else ()
-    old, new = (NamePattern.read(read_name(row[key], f"{label}: {key}")) if key in row else None for key in ("old", "new"))
-    if "axes" not in row:
+    fields = Fields(row, label, ("config", "old", "new", "axes"))
+    config, axes = fields.several("config", read_name, ()), fields.read("axes", read_name, None)
+    old, new = (
+        None if (text := fields.read(key, read_name, None)) is None else NamePattern.read(text) for key in ("old", "new")
+    )
+    if axes is None:
         return ValueRow(name, None, config, None, None, None)
-    axes = read_name(row["axes"], f"{label}: axes")
     if name not in {one for axis in read_side(axes).axes for one in names_in(axis)}:
         raise MatchError(f"{label}: it is not among the axes {axes!r}.")
     return ValueRow(name, None, config, old, new, axes)
@@ -184,66 +170,49 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
     step = row.get("step", "copy")
     if not isinstance(step, str) or step not in FIELDS:
         raise MatchError(f"{where}: step = {brief(step)} is not one of {', '.join(FIELDS)}.")
-    check_known(row, ("old", "new", "step", "reason", "optional", "one_way", "tied", *FIELDS[step]), where)
-    old, new = (read_several(row[key], read_name, f"{where}: {key}") if key in row else () for key in ("old", "new"))
-    label = f"{where}, {step} of {', '.join(old) or ', '.join(new)}"
-    form, tied = read_form(row, step, label), _tie(row.get("tied"), f"{label}: tied")
-    reason, optional = read_name(row.get("reason", "plan"), f"{label}: reason"), row.get("optional", False)
-    words = read_names(optional, f"{label}: optional") if isinstance(optional, list) else ()
-    one_way = read_flag(row.get("one_way", False), f"{label}: one_way")
-    if not isinstance(optional, list):
-        read_flag(optional, f"{label}: optional")
+    fields = Fields(row, where, ("old", "new", "step", "reason", "optional", "one_way", "tied", *FIELDS[step]))
+    old, new = fields.several("old", read_name, ()), fields.several("new", read_name, ())
+    fields.label = label = f"{where}, {step} of {', '.join(old) or ', '.join(new)}"
+    form, reason = read_form(fields, step), fields.read("reason", read_name, "plan")
+    tied = None
+    if "tied" in fields:
+        said = Fields(row["tied"], f"{label}: tied", ("old", "new", "config"))
+        tied = Tie(said.read("old", read_name), said.read("new", read_name), said.read("config", read_name, None))
+    one_way, words = fields.read("one_way", read_flag, False), row.get("optional", False)  # true, or the words that are
+    optional = fields.read("optional", read_names if isinstance(words, list) else read_flag, False)
     for chosen in written_out((*old, *new), label):
         olds, news = (tuple(NamePattern.read(with_words(text, chosen)) for text in texts) for texts in (old, new))
-        may_miss = optional is True or not set(words).isdisjoint(chosen.values())
+        may_miss = optional if isinstance(optional, bool) else not set(optional).isdisjoint(chosen.values())
         made = PatternStep(step, olds, news, form, may_miss, tied, reason, label, one_way)
         _check_step(made)
         yield made
 
 
-def _tie(value: Any, label: str) -> Tie | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise MatchError(f"{label} must be a table: {{old = ..., new = ...}}.")
-    check_known(value, ("old", "new", "config"), label)
-    config = read_name(value["config"], f"{label}: config") if "config" in value else None
-    return Tie(read_name(value.get("old"), f"{label}: old"), read_name(value.get("new"), f"{label}: new"), config)
-
-
-def read_form(row: Mapping[str, Any], step: str, label: str) -> Form:
+def read_form(fields: Fields, step: str) -> Form:
     """The fields that say how a step is done."""
-    form = Form(axes=_axes(row.get("axes"), step, f"{label}: axes"))
-    if "axis" in row:
-        axis = row["axis"]
-        form = replace(form, axis=axis if isinstance(axis, str) and axis else read_dim(axis, f"{label}: axis"))
-    sizes, to = (read_sizes(row[key], f"{label}: {key}") if key in row else None for key in ("sizes", "to"))
-    size, was = (read_size(row[key], f"{label}: {key}") if key in row else None for key in ("size", "was"))
-    form = replace(form, sizes=sizes, to=to, size=size, was=was)
-    for text in (*(form.sizes or ()), *(text for text in form.to or () if text != "-1"), form.size or "1", form.was or "1"):
+    given = {key for key in FIELDS[step] if key in fields}
+    sizes, to = (fields.read(key, read_sizes) if key in given else None for key in ("sizes", "to"))
+    size, was = (fields.read(key, read_size) if key in given else None for key in ("size", "was"))
+    for text in (*(sizes or ()), *(text for text in to or () if text != "-1"), size or "1", was or "1"):
         size_of(text, {})
-    if "dims" in row:
-        dims = row["dims"]
-        if not isinstance(dims, list) or len(dims) != 2:
-            raise MatchError(f"{label}: dims must be the first and the last dimension, not {brief(dims)}.")
-        form = replace(form, dims=(read_dim(dims[0], f"{label}: dims"), read_dim(dims[1], f"{label}: dims")))
-    fill = row.get("fill", 0)
-    if type(fill) not in (int, float) or not abs(fill) < 1e300:
-        raise MatchError(f"{label}: fill must be a number, not {brief(fill)}.")
-    return replace(form, fill=float(fill))
+    axes: str | tuple[int, ...] | None = None
+    if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
+        axes = tuple(read_dim(dim, f"{fields.label}: axes") for dim in fields.row["axes"])
+    elif "axes" in given:
+        axes = fields.read("axes", read_name)
+        (read_arrow if step == "permute" else read_side)(axes)
+    axis = fields.row["axis"] if "axis" in given else 0
+    if not isinstance(axis, str) or not axis:
+        axis = read_dim(axis, f"{fields.label}: axis")
+    dims = fields.read("dims", _read_dims) if "dims" in given else None
+    fill = fields.read("fill", read_number) if "fill" in given else 0.0
+    return Form(axes, axis, sizes, to, dims, size, was, fill)
 
 
-def _axes(value: Any, step: str, label: str) -> str | tuple[int, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, list) and step == "permute":
-        return tuple(read_dim(dim, label) for dim in value)
-    text = read_name(value, label)
-    if step == "permute":
-        read_arrow(text)
-    else:
-        read_side(text)
-    return text
+def _read_dims(value: Any, label: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise MatchError(f"{label} must be the first and the last dimension, not {brief(value)}.")
+    return read_dim(value[0], label), read_dim(value[1], label)
 
 
 def _check_step(step: PatternStep) -> None:
@@ -266,3 +235,250 @@ def _check_step(step: PatternStep) -> None:
         lone = min(gathered or spread)
         why = "A stack or a concat of one name gathers the numbers of one placeholder, an unstack spreads them."
         raise MatchError(f"{step.label}: the placeholder {{{lone}}} is on one side only.", why=why)
+
+
+# --- names: in `layers.{i}.attn.wq.weight` a placeholder is a whole number; `{part:weight|bias}` is one of these words
+
+
+Binding: TypeAlias = tuple[tuple[str, str], ...]  # (placeholder, its digits), by placeholder
+_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_DIGITS = re.compile(r"[0-9]+")
+_PLACEHOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORDS = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):([^{}]*)\}")
+_MOST_WORDS = 64  # ways to write out the words of one step
+_MOST_DIGITS = 18
+_MOST_WAYS = 16  # in which patterns of one text write down some numbers and leave others open: a name is looked up in each
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A name with placeholders for whole numbers."""
+
+    text: str
+    pieces: tuple[str, ...]
+    placeholders: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> NamePattern:
+        """Read a pattern."""
+        pieces, placeholders, at = [""], [], 0
+        for part in _PART.finditer(text):
+            pieces[-1] += text[at : part.start()]
+            at = part.end()
+            if part[0] in ("{{", "}}"):
+                pieces[-1] += part[0][0]
+            elif part[1] is None or not _PLACEHOLDER.fullmatch(part[1]):
+                why = "One is {i}, a whole number, or {part:weight|bias}; a brace itself is written twice."
+                raise MatchError(f"{text!r}: {part[0]!r} is not a placeholder.", why=why)
+            else:
+                placeholders.append(part[1])
+                pieces.append("")
+        pieces[-1] += text[at:]
+        _check_apart(text, pieces)
+        return cls(text, tuple(pieces), tuple(placeholders))
+
+    @property
+    def key(self) -> str:
+        """The name with `#` for every number, written or not."""
+        return _DIGITS.sub("#", "0".join(self.pieces))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The placeholders, each once."""
+        return frozenset(self.placeholders)
+
+    def numbers(self) -> list[str]:
+        """What stands at each `#` of the key: digits, or a placeholder in braces."""
+        found: list[str] = []
+        for piece, placeholder in zip(self.pieces, (*self.placeholders, None), strict=True):
+            found += _DIGITS.findall(piece)
+            found += [f"{{{placeholder}}}"] if placeholder is not None else []
+        return found
+
+    def fill(self, binding: Mapping[str, str]) -> str:
+        """The name that has these numbers."""
+        filled = [self.pieces[0]]
+        for placeholder, piece in zip(self.placeholders, self.pieces[1:], strict=True):
+            filled += (binding[placeholder], piece)
+        return "".join(filled)
+
+
+def _check_apart(text: str, pieces: list[str]) -> None:
+    """What is a number must be told from the text: two that touch could be cut in several ways."""
+    inner = (*((piece, "") for piece in pieces[1:-1]), (pieces[-1], " "))
+    for number, (piece, end) in enumerate(inner if len(pieces) > 1 else ()):
+        before = pieces[number]
+        if (not piece and not end) or piece[:1].isdigit() or before[-1:].isdigit():
+            raise MatchError(f"{text!r}: a placeholder touches a digit or another placeholder.")
+
+
+def written_out(texts: Iterable[str], label: str) -> Iterator[dict[str, str]]:
+    """For all words that placeholders in the texts may be: placeholder -> word, every combination."""
+    words: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        for found in _WORDS.finditer(text):
+            listed = tuple(found[2].split("|"))
+            if words.setdefault(found[1], listed) != listed or len(set(listed)) < len(listed) or not all(listed):
+                raise MatchError(f"{label}: {found[0]!r} must list each word once, and the same words everywhere.")
+    count = 1
+    for listed in words.values():
+        count *= len(listed)
+        if count > _MOST_WORDS:
+            raise MatchError(f"{label}: its words can be written out in more than {_MOST_WORDS} ways.")
+    for chosen in product(*words.values()):
+        yield dict(zip(words, chosen, strict=True))
+
+
+def with_words(text: str, chosen: Mapping[str, str]) -> str:
+    """A text with words in the place of their placeholders."""
+
+    def word(found: re.Match[str]) -> str:
+        name = (found[1] or "").partition(":")[0]
+        return chosen.get(name, found[0])
+
+    return _PART.sub(word, text)
+
+
+class Index:
+    """Patterns by what a name looks like, each with what it stands for."""
+
+    def __init__(self) -> None:
+        # the key of a name -> the places of its numbers that a pattern writes down -> these numbers -> all numbers as the
+        # pattern has them, and what it stands for
+        self._by_key: dict[str, dict[tuple[int, ...], dict[tuple[str, ...], list[tuple[list[str], object]]]]] = {}
+
+    def add(self, pattern: NamePattern, what: object) -> None:
+        """Take in a pattern."""
+        numbers = pattern.numbers()
+        places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
+        written = tuple(numbers[place] for place in places)
+        by_places = self._by_key.setdefault(pattern.key, {})
+        by_places.setdefault(places, {}).setdefault(written, []).append((numbers, what))
+        if len(by_places) > _MOST_WAYS:
+            raise MatchError(f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down.")
+
+    def find(self, name: str) -> list[tuple[Any, Binding]]:
+        """What stands for a name, with the numbers in the place of its placeholders."""
+        by_places = self._by_key.get(_DIGITS.sub("#", name))
+        if by_places is None:
+            return []
+        numbers = _DIGITS.findall(name)
+        found = []
+        for places, by_numbers in by_places.items():
+            for wanted, what in by_numbers.get(tuple(numbers[place] for place in places), ()):
+                if (binding := _bound(wanted, numbers)) is not None:
+                    found.append((what, binding))
+        return found
+
+
+def _bound(wanted: list[str], numbers: list[str]) -> Binding | None:
+    """The numbers of a name by placeholder; None where one placeholder would be two numbers, or a number is too long."""
+    bound: dict[str, str] = {}
+    for number, place in zip(numbers, wanted, strict=True):
+        if place.startswith("{") and (len(number) > _MOST_DIGITS or bound.setdefault(place[1:-1], number) != number):
+            return None
+    return tuple(sorted(bound.items()))
+
+
+# --- the fields of a plan's tables, read one by one: what they may be, and the error that says which is not
+
+
+_NEEDED: Any = object()
+
+
+class Fields:
+    """One table. A field that is not there is an error, or its default; `label` begins the errors."""
+
+    def __init__(self, row: Any, label: str, known: Sequence[str]) -> None:
+        if not isinstance(row, dict):
+            raise MatchError(f"{label} must be a table.", why=f"Its fields are {', '.join(known)}.")
+        if unknown := [key for key in row if key not in known]:
+            raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(known)}.")
+        self.row, self.label = row, label
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.row
+
+    def read(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> Any:
+        """A field as `read` has it."""
+        if key not in self.row and default is not _NEEDED:
+            return default
+        return read(self.row.get(key), f"{self.label}: {key}")
+
+    def several(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> tuple[Any, ...]:
+        """One, or a list of several where a step has several."""
+        value = self.row.get(key)
+        if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
+            return tuple(read(item, f"{self.label}: {key}") for item in value)
+        found = self.read(key, read, default)
+        return found if key not in self.row and default is not _NEEDED else (found,)
+
+    def tables(self, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The tables of a name, with a label for each."""
+        rows = self.row.get(key, [])
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise MatchError(f"{key!r} must be tables: [[{key}]].")
+        yield from ((f"{key} {number}", row) for number, row in enumerate(rows, 1))
+
+
+def read_name(value: Any, label: str) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise MatchError(f"{label} must be text, not {brief(value)}.")
+    return value
+
+
+def read_text(value: Any, label: str) -> str:
+    """Any text."""
+    return value if value == "" else read_name(value, label)
+
+
+def read_names(value: Any, label: str) -> tuple[str, ...]:
+    """A list of names, each once."""
+    if not isinstance(value, list):
+        raise MatchError(f"{label} must be a list of names.")
+    names = tuple(read_name(name, label) for name in value)
+    if len(set(names)) < len(names):
+        raise MatchError(f"{label} has a name twice.")
+    return names
+
+
+def read_flag(value: Any, label: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
+    return value
+
+
+def read_number(value: Any, label: str) -> float:
+    """A number of a size that is said somewhere."""
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise MatchError(f"{label} must be a number, not {brief(value)}.")
+    return float(value)
+
+
+def read_shape(value: Any, label: str) -> Shape:
+    """A list of sizes."""
+    good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
+    if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
+    return tuple(value)
+
+
+def read_size(value: Any, label: str) -> str:
+    """A whole number, or a size by name, as text."""
+    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else read_name(value, label)
+
+
+def read_sizes(value: Any, label: str) -> tuple[str, ...]:
+    """A list of such."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_DIMENSIONS:
+        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
+    return tuple(read_size(size, label) for size in value)
+
+
+def read_dim(value: Any, label: str) -> int:
+    """The number of a dimension."""
+    if type(value) is not int or not -MAX_DIMENSIONS <= value < MAX_DIMENSIONS:
+        raise MatchError(f"{label} must be the number of a dimension, not {brief(value)}.")
+    return value

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,12 +68,6 @@ _KERAS = "model.weights.h5"
 _DOTTED = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")
 
 
-def _is_callable(text: str) -> bool:
-    """Whether text is `package.module:callable` or `folder/models.py:callable`."""
-    module, _, attribute = text.rpartition(":")
-    return bool(_DOTTED.fullmatch(attribute)) and (module.endswith(".py") or bool(_DOTTED.fullmatch(module)))
-
-
 def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None) -> Target:
     """The target that a path, `package.module:callable`, module or state dict stands for."""
     if not isinstance(spec, (str, os.PathLike)):
@@ -81,7 +75,9 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None) -> Ta
             raise UsageError("Arguments for the target are for package.module:callable only.")
         return _from_live(spec, f"a {type(spec).__name__}")
     text = os.fspath(spec)
-    if isinstance(spec, str) and _is_callable(text) and not Path(text).exists():
+    module, _, attribute = text.rpartition(":")
+    is_callable = _DOTTED.fullmatch(attribute) and (module.endswith(".py") or _DOTTED.fullmatch(module))
+    if isinstance(spec, str) and is_callable and not Path(text).exists():
         return _from_callable(text, _keywords(args))
     if args is not None:
         raise UsageError("`like_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
@@ -108,7 +104,10 @@ def _chosen(checkpoint: Checkpoint, select: str | None, *, of_target: bool) -> S
     if len(chosen) == 1:
         return chosen[0]
     if select is not None:
-        return _state_dict_at(select, checkpoint, root)
+        node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
+        if type(node) is not Dict or not StateDict((), node).names:
+            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
+        return StateDict((), node)
     if not found:
         raise NothingMatchedError(f"{checkpoint.path} holds no state dict.")
     if len(found) != 1:
@@ -120,13 +119,6 @@ def _chosen(checkpoint: Checkpoint, select: str | None, *, of_target: bool) -> S
         fix = printable(write) if of_target else "Choose one with `select=WHERE`."
         raise NothingMatchedError(f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=fix)
     return found[0]
-
-
-def _state_dict_at(select: str, checkpoint: Checkpoint, root: Node) -> StateDict:
-    node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
-    if type(node) is not Dict or not StateDict((), node).names:
-        raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
-    return StateDict((), node)
 
 
 def framework_of(checkpoint: Checkpoint) -> Framework | None:
@@ -181,8 +173,7 @@ def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
             made = build()
     except (Exception, SystemExit):  # a constructor that computes with values cannot run on the meta device
         made = _called(spec, build)
-    target = _from_live(made, spec)
-    return Target(spec, target.params, target.module, target.on_meta, build, target.tensors)
+    return replace(_from_live(made, spec), build=build)
 
 
 def _called(spec: str, build: Callable[[], Any]) -> Any:
@@ -223,20 +214,15 @@ def _from_here(module: str) -> Iterator[None]:
     """The current folder last on Python's path, where the module is in it: an installed one may try to import what is not."""
     here, before = str(Path.cwd()), list(sys.path)
     sys.path[:] = [place for place in before if place not in ("", here)]
+    package = module.partition(".")[0]
     try:
-        if sys.path != before or not _is_installed(module.partition(".")[0]):
+        found = importlib.util.find_spec(package) if package.isidentifier() and package not in sys.modules else None
+        is_installed = package in sys.modules or (found is not None and found.origin is not None)  # not a folder without code
+        if sys.path != before or not is_installed:
             sys.path.append(here)
         yield
     finally:
         sys.path[:] = before
-
-
-def _is_installed(package: str) -> bool:
-    """Whether Python finds a package on its path; a folder without code is none."""
-    if package in sys.modules:
-        return True
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    return spec is not None and spec.origin is not None
 
 
 def _run_file(path: str) -> Any:

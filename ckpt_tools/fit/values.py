@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import MatchError, NotACheckpointError
-from ckpt_tools.fit.axes import MissingSizesError, read_side
-from ckpt_tools.fit.names import Index, NamePattern
-from ckpt_tools.fit.rows import PatternPlan, ValueRow, check_value
+from ckpt_tools.fit.forms import MissingSizesError, read_side
+from ckpt_tools.fit.rows import Index, NamePattern, PatternPlan, ValueRow, check_value
 from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.records import Shape
@@ -110,7 +109,7 @@ class Values:
         self.said: dict[str, str] = {}
 
     def settle(self, plan: PatternPlan, shapes: Mapping[str, Shape]) -> None:
-        """Find the sizes that the plan names."""
+        """Find the sizes that the plan names: given ones, those of the plan or a config, those that tensors say."""
         names = {row.name for row in plan.values}
         if unknown := [name for name in self.given if name not in names]:
             why = f"It names {', '.join(sorted(names))}." if names else "It names none."
@@ -124,27 +123,21 @@ class Values:
                 self._say(row.name, *found)
         self._from_shapes([row for row in plan.values if row.old is not None and row.name not in self.sizes], plan, shapes)
 
-    def _say(self, name: str, size: int, who: str) -> None:
-        self.sizes[name], self.said[name] = size, who
-
-    def _from_shapes(self, rows: list[ValueRow], plan: PatternPlan, shapes: Mapping[str, Shape]) -> None:
+    def _from_shapes(self, left: list[ValueRow], plan: PatternPlan, shapes: Mapping[str, Shape]) -> None:
         """Sizes that tensors say, one after another: one may need another."""
-        if not rows:
-            return
         index = Index()
-        for row in rows:
+        for row in left:
             if row.old is not None:
                 index.add(NamePattern.read(row.old.text.removeprefix(plan.prefix_old)), row.name)
-        seen: dict[str, dict[Shape, str]] = {row.name: {} for row in rows}
-        for name, shape in shapes.items():
+        seen: dict[str, dict[Shape, str]] = {row.name: {} for row in left}
+        for name, shape in shapes.items() if left else ():
             for what, _ in index.find(name):
-                seen[str(what)].setdefault(shape, name)
-        left = rows
-        while left:
-            found = [row for row in left if self._from_shape(row, seen[row.name])]
-            if not found:
-                return
-            left = [row for row in left if row not in found]
+                seen[what].setdefault(shape, name)
+        while done := [row for row in left if self._from_shape(row, seen[row.name])]:
+            left = [row for row in left if row not in done]
+
+    def _say(self, name: str, size: int, who: str) -> None:
+        self.sizes[name], self.said[name] = size, who
 
     def _from_shape(self, row: ValueRow, seen: Mapping[Shape, str]) -> bool:
         sizes: dict[int, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -45,25 +47,15 @@ def is_zip(head: bytes) -> bool:
 
 
 TAR_BLOCK = 512
-_SUM = slice(148, 156)
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar:"""
-    block = head[:TAR_BLOCK]
-    if len(block) < TAR_BLOCK:
+    """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar: by its checksum."""
+    try:
+        tarfile.TarInfo.frombuf(head[:TAR_BLOCK], "utf-8", "surrogateescape")
+    except tarfile.TarError:
         return False
-    field = block[_SUM]
-    if field[0] in (0x80, 0xFF):
-        said = int.from_bytes(field[1:], "big") - (field[0] == 0xFF) * 256**7
-    else:
-        try:
-            said = int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
-        except ValueError:
-            return False
-    others = block[:148] + b" " * 8 + block[156:]
-    unsigned = sum(others)
-    return said in (unsigned, unsigned - 256 * sum(byte > 127 for byte in others))
+    return True
 
 
 def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
@@ -97,8 +89,6 @@ def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Warned:
-    """Something odd in a file that does not keep it from being read."""
-
     code: str
     found: str
     expected: str = ""
@@ -127,8 +117,6 @@ class Packed:
 
 @dataclass(slots=True, repr=False, eq=False)
 class Decoded:
-    """What a container's `read` makes of a file."""
-
     container: str
     root: Node
     source: Source
@@ -174,7 +162,6 @@ class Decoded:
 
 
 def state_dict(container: str, source: Source, items: Sequence[tuple[str, Node]]) -> Decoded:
-    """What a file of one flat state dict is decoded to."""
     if (twice := repeated(items)) is not None:
         raise DamagedFileError(f"Two tensors of the file would be called {twice!r}.", why="A name in it may have a dot.")
     made = Decoded(container, Dict([*items], ordered=True), source)
@@ -214,3 +201,49 @@ _MAY_BE_PICKLE = 16  # characters of metadata that could be one in base64
 # Readers say so of what they did not read, or of what lies behind the end of what they read.
 _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
+
+
+# --- reading a file from one place on, number by number: few reads, each length held against what is there
+
+_WINDOW = 64 << 10
+
+
+class Cursor:
+    """A place in a source. `what` names the format in errors; `order` is "<" or ">"."""
+
+    def __init__(self, source: Source, at: int, end: int, what: str, order: str = "<") -> None:
+        self.source, self.at, self.end, self.what, self.order = source, at, end, what, order
+        self._window, self._start = b"", at
+
+    def take(self, length: int) -> bytes:
+        self.check(length)
+        begin = self.at - self._start
+        if begin + length > len(self._window):
+            self._start, begin = self.at, 0
+            self._window = self.source.read(self.at, min(max(length, _WINDOW), self.end - self.at))
+        self.at += length
+        return self._window[begin : begin + length]
+
+    def skip(self, length: int) -> int:
+        """Pass over bytes; where they begin."""
+        self.check(length)
+        self.at += length
+        if self.at > self._start + len(self._window):
+            self._start, self._window = self.at, b""
+        return self.at - length
+
+    def check(self, length: int) -> None:
+        if length > self.end - self.at:
+            raise DamagedFileError(
+                f"The {self.what} is cut off.",
+                why=f"At byte {self.at} it claims {length} more bytes; {self.end - self.at} are left.",
+                fix="An interrupted download or a full disk does that: get it again.",
+            )  # fmt: skip
+
+    def number(self, code: str) -> int:
+        return int(self.numbers(code, 1)[0])
+
+    def numbers(self, code: str, count: int) -> tuple[int | float | bool, ...]:
+        self.check(count * struct.calcsize(f"{self.order}{code}"))  # before a format of any length is made
+        size = struct.calcsize(f"{self.order}{count}{code}")
+        return struct.unpack(f"{self.order}{count}{code}", self.take(size))

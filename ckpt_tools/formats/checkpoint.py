@@ -13,7 +13,7 @@ from ckpt_tools.formats.base import Decoded, Packed, Warned
 from ckpt_tools.formats.contents import Modules, StateDict, Tensor, find_state_dicts, list_state_dicts, list_tensors
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.weights_only import refused
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Node
 
 _LISTED_COST = 16  # of a tensor that is listed, beside the length of its path
@@ -89,7 +89,7 @@ class Checkpoint:
     @property
     def refused_globals(self) -> list[str]:
         """The globals that `torch.load(weights_only=True)` would refuse."""
-        return refused(self.decoded.globals)
+        return [str(name) for name in self.decoded.globals if name not in ALLOWED]
 
     @cached_property
     def tensors(self) -> list[Tensor]:

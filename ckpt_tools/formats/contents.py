@@ -27,8 +27,6 @@ class Tensor:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StateDict:
-    """A mapping name -> entry found in the tree."""
-
     where: Where
     node: Dict
 
@@ -38,16 +36,14 @@ class StateDict:
 
 
 def names_quantised(state_dict: StateDict) -> bool:
-    """Whether a state dict may hold quantised weights: by names of scales and codes, and by classes of torchao."""
     return any(
-        type(key) is str and (key.endswith(_OF_QUANTISED) or (type(value) is Object and _is_subclass(value)))
+        type(key) is str
+        and (
+            key.endswith(_OF_QUANTISED)
+            or (type(value) is Object and (unusual := unusual_tensor(value)) is not None and unusual.kind == "subclass")
+        )
         for key, value in state_dict.node.items
     )
-
-
-def _is_subclass(node: Object) -> bool:
-    unusual = unusual_tensor(node)
-    return unusual is not None and unusual.kind == "subclass"
 
 
 _OF_QUANTISED = (
@@ -61,16 +57,13 @@ def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
 
 
 def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
-    """The tensors that are values of a dict themselves, plain and unusual."""
     return {name: value for name, value in node.items if type(name) is str and (type(value) is Entry or is_tensor(value))}
 
 
 def find_tensors(root: Node) -> Iterator[Tensor]:
     for where, node in walk(root, stop=is_tensor, plain=False, bare=False):
-        if type(node) is Entry:
-            yield Tensor(where, node)
-        elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
-            yield Tensor(where, node, unusual)
+        if is_tensor(node):
+            yield Tensor(where, node, unusual_tensor(node))
 
 
 def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
@@ -115,16 +108,12 @@ def list_tensors(root: Node, modules: Modules) -> Iterator[Tensor]:
         state_dict = modules.state_dict(node)
         if state_dict is not None:
             named = tensors_by_name(state_dict)
-            yield from (_tensor((*where, name), value) for name, value in named.items())
+            yield from (Tensor((*where, name), value, unusual_tensor(value)) for name, value in named.items())
             shown = {id(value) for value in named.values()}
             rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
             yield from (Tensor((*where, *tensor.where), tensor.node, tensor.unusual) for tensor in rest)
         elif is_tensor(node):
-            yield _tensor(where, node)
-
-
-def _tensor(where: Where, node: Entry | Object) -> Tensor:
-    return Tensor(where, node, unusual_tensor(node) if type(node) is Object else None)
+            yield Tensor(where, node, unusual_tensor(node))
 
 
 def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
@@ -146,19 +135,13 @@ def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
 def find_state_dicts(root: Node) -> list[StateDict]:
     found = []
     holders = _Holders(root)
-    for where, node in walk(root, stop=_closed, plain=False, entries=False):
+    for where, node in walk(root, stop=lambda node: type(node) is Object or is_optimizer(node), plain=False, entries=False):
         if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders) and not any(map(is_extra, where)):
             found.append(StateDict(where, node))
     return found
 
 
-def _closed(node: Node) -> bool:
-    return type(node) is Object or (type(node) is Dict and is_optimizer(node))
-
-
 class Optimizer(NamedTuple):
-    """What an optimizer's `state_dict()` gave."""
-
     state: Dict
     groups: List
 
@@ -192,12 +175,10 @@ def is_extra(key: object) -> bool:
 
 
 def is_optimizer(node: Node) -> bool:
-    """Whether a node is what `optimizer.state_dict()` gives."""
     return as_optimizer(node) is not None
 
 
 def as_optimizer(node: Node) -> Optimizer | None:
-    """The parts of what `optimizer.state_dict()` gives, where a node is that."""
     if type(node) is not Dict:
         return None
     groups = node.get("param_groups")
@@ -245,7 +226,10 @@ class _Holders:
         while stack:
             for _, node in stack[-1]:
                 if is_tensor(node) or id(node) in found:
-                    _mark(path, found)
+                    for holder in reversed(path):
+                        if holder in found:  # above one that is known all are
+                            break
+                        found.add(holder)
                 elif type(node) in CONTAINERS and id(node) not in seen and not is_hollow(node):
                     seen.add(id(node))
                     path.append(id(node))
@@ -255,11 +239,3 @@ class _Holders:
                 stack.pop()
                 path.pop()
         return found
-
-
-def _mark(path: list[int], found: set[int]) -> None:
-    """Add what is on the path, from its end; above one that is known all are."""
-    for holder in reversed(path):
-        if holder in found:
-            return
-        found.add(holder)

@@ -66,7 +66,6 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
 
 
 def unknown(source: Source, head: bytes) -> CkptError:
-    """The error for a file that begins like nothing known."""
     return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")
 
 

@@ -18,7 +18,6 @@ import operator
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -134,16 +133,13 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if not _is_shape(shape) or type(fortran) is not bool:
+    sizes = [size for size in shape if type(size) is int and size >= 0] if isinstance(shape, tuple) else [-1]
+    if not isinstance(shape, tuple) or len(sizes) < len(shape) or len(shape) > MAX_DIMENSIONS or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
     code, order = _kind(fields["descr"], what)
     return Header(code, order == ">", fortran, shape, start + length)
-
-
-def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
-    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
@@ -162,10 +158,6 @@ _FIELD = re.compile(
 )
 
 
-class _Structure(str):
-    """The text of a structured dtype."""
-
-
 def _literal(text: bytes) -> dict[str, object] | None:
     """The fields of a header; None when it is not one."""
     inside = text.decode("latin-1").strip()
@@ -176,17 +168,14 @@ def _literal(text: bytes) -> dict[str, object] | None:
         found = _FIELD.match(inside, at)
         if found is None or found[2] in fields:
             return None
-        fields[found[2]] = _value(found)
+        if found[4] is not None or found[7] is not None:
+            fields[found[2]] = found[4] or found[7] or ""
+        elif found[5] is not None:
+            fields[found[2]] = found[5] == "True"
+        else:
+            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
         at = found.end()
     return fields
-
-
-def _value(found: re.Match[str]) -> object:
-    if found[4] is not None:
-        return found[4]
-    if found[5] is not None:
-        return found[5] == "True"
-    return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
 
 
 class Arrays:
@@ -284,7 +273,6 @@ class Arrays:
 
 
 def _numbers(kind: Node) -> tuple[DType | None, bool]:
-    """The dtype that a pickled numpy.dtype stands for, if it is one of numbers, and whether it is big-endian."""
     if type(kind) is not Object or kind.name != "numpy.dtype" or type(kind.args) is not tuple or not kind.args:
         return None, False
     if len(kind.steps) > 1:

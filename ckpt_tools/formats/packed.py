@@ -22,7 +22,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
-from ckpt_tools.formats.compressed import Kind, inflate, kind_of
+from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
@@ -32,18 +32,10 @@ _HEAD = 4096
 _TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
 
 
-class Member(Window):
-    """A member of an archive as a file of its own; its path is the archive's with the member's name behind a `!`."""
-
-    def __init__(self, archive: Source, name: str, start: int, size: int) -> None:
-        super().__init__(archive, start, size)
-        self.path = _inside(archive.path, name)
-
-
 class Folder(Files):
     """A folder in an archive, as the files of one checkpoint. `order` is the names of all members, sorted."""
 
-    def __init__(self, archive: Source, name: str, members: Mapping[str, Member], order: Sequence[str]) -> None:
+    def __init__(self, archive: Source, name: str, members: Mapping[str, Window], order: Sequence[str]) -> None:
         self.archive, self.files = archive, members
         if name:
             first, last = (bisect_left(order, f"{name}{end}") for end in ("/", chr(ord("/") + 1)))
@@ -106,20 +98,16 @@ def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decode
         if wanted not in ("", member):
             raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
         whole.path = _inside(source.path, member)
-        return _compressed(source, whole, kind, member, readers)
-
-
-def _compressed(source: Source, whole: Source, kind: Kind, member: str, readers: Readers) -> Decoded:
-    try:
-        decoded = _read(whole, readers)
-    except NotACheckpointError as error:
-        why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
-        raise NotACheckpointError(
-            f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
-            fix=f"Unpack it to see what it is: {kind.shell} FILE.",
-        ) from None  # fmt: skip
-    decoded.packed = Packed(kind.name, member, source, whole, source.path)
-    return decoded
+        try:
+            decoded = _read(whole, readers)
+        except NotACheckpointError as error:
+            why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
+            raise NotACheckpointError(
+                f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
+                fix=f"Unpack it to see what it is: {kind.shell} FILE.",
+            ) from None  # fmt: skip
+        decoded.packed = Packed(kind.name, member, source, whole, source.path)
+        return decoded
 
 
 def _read(place: Source, readers: Readers) -> Decoded:
@@ -132,9 +120,6 @@ def _read(place: Source, readers: Readers) -> Decoded:
         if "ckpt repair" in error.fix or (isinstance(error, DamagedFileError) and error.whole and not error.fix):
             error.fix = "Get it again, or unpack it and give ckpt repair the file that was in it."
         raise
-
-
-# --- tars
 
 
 def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Decoded:
@@ -174,9 +159,8 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
     return decoded
 
 
-def _members(tar: Source) -> dict[str, Member]:
-    """The files in a tar by their names, in order."""
-    found: dict[str, Member] = {}
+def _members(tar: Source) -> dict[str, Window]:
+    found: dict[str, Window] = {}
     try:
         for info in entries(tar, limits.RECORDS.value):
             name = info.name.removeprefix("./").rstrip("/")
@@ -187,7 +171,8 @@ def _members(tar: Source) -> dict[str, Member]:
             if name in found:
                 raise OddHeaderError(f"two members {name!r}")
             if is_file(info):
-                found[name] = Member(tar, name, info.offset_data, info.size)
+                found[name] = Window(tar, info.offset_data, info.size)
+                found[name].path = _inside(tar.path, name)
     except OddHeaderError as error:
         raise DamagedFileError(
             f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
@@ -200,7 +185,7 @@ def _members(tar: Source) -> dict[str, Member]:
 _DEEPEST = 100  # folders in one another
 
 
-def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers) -> Iterator[str]:
+def _candidates(archive: Source, members: Mapping[str, Window], readers: Readers) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
     held: dict[str, list[str]] = {}
     for path in members:
@@ -220,5 +205,5 @@ def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers
             yield path
 
 
-def _members_of(members: Mapping[str, Member], folder: str) -> Callable[[str], Source | None]:
+def _members_of(members: Mapping[str, Window], folder: str) -> Callable[[str], Source | None]:
     return lambda name: members.get(f"{folder}/{name}" if folder else name)

@@ -39,7 +39,7 @@ from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.pickling.calls import Call, LegacyStorages, Pickle, TarStorages, TarTensors, list_pickles
+from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
 from ckpt_tools.pickling.stream import Part
 from ckpt_tools.tree.nodes import Global
 
@@ -72,8 +72,6 @@ _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMP
 
 @dataclass(slots=True)
 class Pickles:
-    """Every pickle of a file, and what of it could not be examined."""
-
     pickles: list[Pickle] = field(default_factory=list)
     unexamined: list[tuple[str, str]] = field(default_factory=list)
     program: bool = False
@@ -98,8 +96,6 @@ class _FullError(Exception):
 
 
 class _InMemory(Source):
-    """Bytes that were inflated or lay in a pickle, as a source."""
-
     def __init__(self, data: bytes, source: Source) -> None:
         self.path, self.size, self.data = source.path, len(data), data
         self._fd, self._identity = -1, object()
@@ -118,10 +114,7 @@ class _Walk:
         self.found = Pickles()
         self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
 
-    def examine(
-        self, source: Source, where: str, depth: int, between: LegacyStorages | None = None, *, of_text: bool = False
-    ) -> None:
-        """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
+    def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
         self.count()
         if depth > limits.NESTED.value:
             self.skip_beyond(where, limits.NESTED, "It lies too deep.")
@@ -146,7 +139,7 @@ class _Walk:
         if head.startswith(NUMPY):
             self.arrays(source, where, depth)
         else:
-            self.stream(source, where, depth, between=between)
+            self.stream(source, where, depth, member=member)
         text = None if of_text else texts.text_in(source, head)
         if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
             with self.guarded(where):
@@ -194,10 +187,10 @@ class _Walk:
             start, end = _npy(head)
             at = self.stream(source, where, depth, at + start) if end is None else at + end
 
-    def stream(self, source: Source, where: str, depth: int, start: int = 0, between: LegacyStorages | None = None) -> int:
+    def stream(self, source: Source, where: str, depth: int, start: int = 0, member: str = "") -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
         last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
-        for pickle in list_pickles(Part(source, min(start, last), last), between):
+        for pickle in list_pickles(Part(source, min(start, last), last), member):
             certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
                 self.count()
@@ -211,21 +204,20 @@ class _Walk:
             self.nested(pickle, source, where, depth)
             self.count(_COST_OF_PICKLE)
         if any(pickle.has_arrays for pickle in self.found.pickles[first:]):
-            self.as_opcodes(source, where, depth, start, between)
+            self.as_opcodes(source, where, depth, start, member)
         return last
 
     def nested(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
-        """Bytes that a pickle loads, or may load."""
         for data in pickle.nested:
             held = _InMemory(data, source)
             if has_end(held) or _is_meant(data):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
-    def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: LegacyStorages | None) -> None:
+    def as_opcodes(self, source: Source, where: str, depth: int, start: int, member: str) -> None:
         """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
         told = {call.text for pickle in self.found.pickles for call in pickle.calls}
         part = Part(source, start, source.size)
-        for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
+        for pickle in list_pickles(part, member, arrays=False):
             pickle.where, pickle.calls = (
                 where,
                 [
@@ -310,8 +302,7 @@ class _Walk:
                     self.skip(_inside(where, info.name), "a link, or a file with holes, which has to be unpacked first")
                 elif info.isreg() or info.type not in tarfile.SUPPORTED_TYPES:  # Python unpacks what it does not know as a file
                     member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
-                    between = _IN_TAR.get(info.name.rstrip("/"), LegacyStorages)()
-                    self.examine(member, _inside(where, info.name), depth + 1, between)
+                    self.examine(member, _inside(where, info.name), depth + 1, info.name.rstrip("/"))
 
     def compressed(self, source: Source, where: str, depth: int, kind: Kind) -> None:
         """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
@@ -347,8 +338,6 @@ def _is_lzma(head: bytes) -> bool:
     return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
 
 
-# Raw bytes stand between the pickles of these members of a torch-tar.
-_IN_TAR: dict[str, type[LegacyStorages]] = {"storages": TarStorages, "tensors": TarTensors}
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
 _OF_PROGRAMS = (
     "/constants.pkl", "/archive_format", "/archive_version", "/model.json", "/serialized_exported_program.json",
@@ -377,7 +366,6 @@ def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Recor
 
 
 def _is_pickle(pickle: Pickle, head: bytes) -> bool:
-    """Whether bytes that could be read as a pickle, and begin so, are one."""
     if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
     if _STARTS.match(head):

@@ -42,7 +42,6 @@ _DAMAGED_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # of torch-legacy; what stands b
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a pickle that torch.save did not write."""
     return _START.match(head) is not None and _DAMAGED_MAGIC not in head[:32]
 
 
@@ -96,16 +95,12 @@ def _goes_on(pickles: Pickles) -> bool:
     """Whether the pickles may be those behind a magic number: protocol version, sys_info, object, keys."""
     try:
         for position in range(4):
-            node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))[1]
+            node = pickles.load(lambda data, offset: Machine(data, {}, lambda _: None, offset))[1]
             if position == 0 and type(node) is not Object:  # what a call gives may be the version
                 return type(node) is int and node == PROTOCOL_VERSION
     except CkptError as error:
         return isinstance(error, LimitError)
     return True
-
-
-def _anything(pid: Node) -> Node:
-    return None
 
 
 CONTAINER = Container(sniff, decode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.parsers import load_json
@@ -46,14 +47,11 @@ def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterato
     is_program = any(_FORMAT.fullmatch(record.name.lower()) for record in records)
     for record in records:
         if (is_program and _MODEL.match(record.name.lower())) or record.name.lower().endswith(_OLD_MODEL):
-            texts = _evaluated(read(record))
-            yield from ((record.name, _call(_SYMPIFY, text)) for text in texts if not is_size(text))
-
-
-def _evaluated(data: bytes) -> list[str]:
-    found: list[str] = []
-    load_json(data, pairs=lambda pairs: found.extend(text for key, text in pairs if key == "expr_str" and type(text) is str))
-    return found
+            pairs: list[tuple[str, Any]] = []
+            load_json(read(record), pairs=pairs.extend)
+            for key, text in pairs:
+                if key == "expr_str" and type(text) is str and not is_size(text):
+                    yield record.name, _call(_SYMPIFY, text)
 
 
 def _call(function: Global, given: str) -> Call:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import chain
 from math import prod
 from typing import Any, NoReturn
 
@@ -62,9 +61,10 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
         try:
             dtype, shape, begin, end = _tensor_info(name, info, warnings)
         except DamagedFileError as error:
-            if unread is None or not _has_place(info):
+            offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
+            if unread is None or not (_are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
                 raise
-            unread[name], (begin, end) = error.what, info["data_offsets"]
+            unread[name], (begin, end) = error.what, offsets
             dtype, shape = UINT8, (end - begin,)
         spans.append((begin, end, name))
         storage = Storage(str(index), dtype, end - begin, None, Range(source, data_start + begin, end - begin))
@@ -75,11 +75,6 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     root = Dict(restore_aliases(items, metadata), ordered=True)
     root.attributes = restore_state_dict_metadata(metadata)
     return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
-
-
-def _has_place(info: Any) -> bool:
-    offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
-    return _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def entries_of(decoded: Decoded) -> dict[str, Entry]:
@@ -96,10 +91,6 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
         raise DamagedFileError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
-    return _parse(raw), 8 + length
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
     try:
         # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
         whole = _no_minus_zero if b"-0" in raw else None
@@ -109,7 +100,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DamagedFileError("The safetensors header is not UTF-8.") from None
     except ValueError as error:
         raise DamagedFileError("The safetensors header is not JSON.", why=f"{error}.") from None
-    return header
+    return header, 8 + length
 
 
 def _no_minus_zero(text: str) -> int:
@@ -133,7 +124,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_surrogates(text: str) -> None:
-    """Raise DamagedFileError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise DamagedFileError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
 
@@ -152,11 +142,11 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
 
 
 def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
-    """dtype, torch's shape, and the bytes' begin and end."""
     if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
-        limits.check_depth(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
+        if isinstance(info[extra], dict | list):  # how deep safetensors reads is another matter
+            raise DamagedFileError(f"Tensor {name!r} has the unknown field {extra!r}, which is no plain value.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
@@ -192,17 +182,7 @@ def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // dtype.packed)
 
 
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
-        level = [*chain.from_iterable(nested)]
-    return depth
-
-
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
-    """The tensors cover the bytes exactly, one after another."""
     at = 0
     for begin, end, name in sorted(spans):
         if begin != at:
@@ -243,7 +223,6 @@ def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -
 
 
 def restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
-    """The `_metadata` attribute of the state dict, where one was kept."""
     paths = _json_map(metadata.get(STATE_DICT_METADATA))
     if not paths:
         return None

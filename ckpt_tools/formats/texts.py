@@ -41,7 +41,6 @@ _CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many
 
 
 def is_text(head: bytes) -> bool:
-    """Whether what begins so is text in UTF-8."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
@@ -70,7 +69,6 @@ def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
 
 
 def is_code(data: bytes) -> bool:
-    """Whether this is the code of a function, as marshal writes it."""
     return _CODE.match(data) is not None
 
 

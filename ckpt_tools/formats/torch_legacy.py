@@ -106,7 +106,6 @@ class Blobs:
 def load_with_blobs(
     pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", kind: type[Machine] = Machine
 ) -> tuple[Machine, Node, Blobs]:
-    """The next pickle, with what its strings of bytes hold."""
     blobs = Blobs()
 
     def make(data: bytes, offset: int) -> Machine:

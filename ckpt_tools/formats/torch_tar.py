@@ -20,7 +20,7 @@ import contextlib
 import struct
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -58,10 +58,10 @@ def decode(source: Source) -> Decoded:
     members, unread = _members(source)
     objects = _Objects()
     described = [Pickles(members["storages"], _SMALL_WINDOW)]
-    _read_storages(described[0], objects)
+    objects.read_storages(described[0])
     if "tensors" in members:
         described.append(Pickles(members["tensors"]))
-        _read_tensors(described[1], objects)
+        objects.read_tensors(described[1])
     if "sys_info" in members:  # about the machine, which only torch 0.1 read: for what it names
         described.append(Pickles(members["sys_info"]))
         with contextlib.suppress(CkptError):
@@ -76,7 +76,7 @@ def decode(source: Source) -> Decoded:
         shown = ", ".join(map(repr, unread[:5]))
         warnings.append(Warned("other-members", f"{len(unread)} members that torch does not read ({shown})", "none"))
     unusual = ["the tar format, which weights_only does not take", *machine.unusual]
-    size = sum(storage.nbytes for storage in objects.roots)
+    size = sum(storage.nbytes for storage, below, _ in objects.storages.values() if storage is below)
     return Decoded("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
 
 
@@ -84,7 +84,6 @@ def decode(source: Source) -> Decoded:
 
 
 def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
-    """The four members by name, and the names of others."""
     members: dict[str, Part] = {}
     others = []
     try:
@@ -110,31 +109,26 @@ def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
 
 # --- what the members say
 
+_MALFORMED = "The tar describes a storage or tensor otherwise than torch writes it."
 
-@dataclass(slots=True)
+
 class _Objects:
-    storages: dict[int, tuple[Storage, Storage, int]] = field(default_factory=dict)
-    tensors: dict[int, Entry] = field(default_factory=dict)
-    roots: list[Storage] = field(default_factory=list)
+    """Tensors, and storages with the one below each and where in it that begins, by their keys."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[Storage, Storage, int]] = {}
+        self.tensors: dict[int, Entry] = {}
 
     def load(self, pid: Node) -> Node:
         """The tensor or storage with this key, or the class of a (class, file, source)."""
         if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
             return pid[0]
-        key = _key(pid)
-        return self.tensors[key] if key in self.tensors else self.storage(key)[0]
+        return self.tensors.get(_key(pid)) or self.storage(pid)[0]
 
-    def storage(self, key: int) -> tuple[Storage, Storage, int]:
-        if key not in self.storages:
+    def storage(self, named: Node) -> tuple[Storage, Storage, int]:
+        if _key(named) not in self.storages:
             raise PickleError("The tar refers to a storage or tensor that is not in it.")
-        return self.storages[key]
-
-    def view(self, key: int, offset: Node, shape: Node, stride: Node) -> Entry:
-        """A tensor on a storage; on the one below it where that is a view itself."""
-        storage, root, start = self.storage(key)
-        entry = rebuild_tensor((storage, offset, shape, stride))
-        assert type(entry) is Entry
-        return entry if root is storage else replace(entry, storage=root, offset=entry.offset + start)
+        return self.storages[_key(named)]
 
     def makers(self) -> dict[Global, Maker]:
         """The usual makers; tensors may be built on a tuple that names the storage."""
@@ -145,15 +139,62 @@ class _Objects:
             named = args[0] if args else None
             if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
                 return maker(args)
-            storage = self.storage(_key(named[2]))[0]
+            storage = self.storage(named[2])[0]
             if storage_dtype(named[1]) is not storage.dtype or named[4] != storage.nbytes // (storage.dtype or UINT8).itemsize:
                 raise TensorError(f"Storage {storage.key!r} is used with two types or sizes.")
             return maker((storage, *args[1:]))
 
         return make
 
+    def read_storages(self, pickles: Pickles) -> None:
+        for named, location, kind in _records(pickles):
+            key = _key(named)
+            if type(location) is not str or key in self.storages:
+                raise PickleError(_MALFORMED)
+            if location == META:
+                raise on_meta(str(key))
+            dtype = storage_dtype(kind)
+            numel = struct.unpack("<q", pickles.take(8))[0]
+            nbytes = numel * (dtype or UINT8).itemsize
+            if not 0 <= nbytes <= pickles.left:
+                raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
+            storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
+            self.storages[key] = (storage, storage, 0)
+            pickles.position += nbytes
+        views = pickles.description() if pickles.left else List()
+        for view in views.items if type(views) is List else [None]:
+            if type(view) is not tuple or len(view) != 4:
+                raise PickleError(_MALFORMED)
+            self._add_view(*view)
 
-_MALFORMED = "The tar describes a storage or tensor otherwise than torch writes it."
+    def _add_view(self, named: Node, root_key: Node, offset: Node, numel: Node) -> None:
+        root, below, start = self.storage(root_key)
+        key, itemsize = _key(named), (root.dtype or UINT8).itemsize
+        if type(offset) is not int or type(numel) is not int:
+            raise PickleError(_MALFORMED)
+        if min(offset, numel) < 0 or (offset + numel) * itemsize > root.nbytes or key in self.storages:
+            raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
+        assert isinstance(root.content, Range)
+        content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
+        view = Storage(str(key), root.dtype, content.length, root.device, content)
+        self.storages[key] = (view, below, start + offset)
+
+    def read_tensors(self, pickles: Pickles) -> None:
+        for named, storage_key, _ in _records(pickles):
+            (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
+            if not 0 <= ndim <= MAX_DIMENSIONS:
+                raise TensorError(f"The tar has a tensor of {ndim} dimensions.")
+            numbers = struct.unpack(f"<{2 * ndim + 1}q", pickles.take(8 * (2 * ndim + 1)))
+            shape, stride = numbers[:ndim], numbers[ndim : 2 * ndim]
+            storage, below, start = self.storage(storage_key)
+            if not ndim and not storage.nbytes:
+                shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
+            entry = rebuild_tensor((storage, numbers[-1], shape, stride))
+            if _key(named) in self.tensors or type(entry) is not Entry:
+                raise TensorError(_MALFORMED)
+            if below is not storage:
+                entry = replace(entry, storage=below, offset=entry.offset + start)
+            self.tensors[_key(named)] = entry
 
 
 def _key(node: Node) -> int:
@@ -165,77 +206,17 @@ def _key(node: Node) -> int:
     raise PickleError(_MALFORMED)
 
 
-def _record(pickles: Pickles, length: int) -> tuple[Node, ...]:
-    node = pickles.description()
-    if type(node) is List:
-        node = tuple(node.items)
-    if type(node) is not tuple or len(node) != length:
+def _records(pickles: Pickles) -> Iterator[tuple[Node, ...]]:
+    """The pickles of three parts of which a count comes first; behind each whoever asks reads on."""
+    count = pickles.description()
+    if type(count) is not int or not 0 <= count <= pickles.left // 8:
         raise PickleError(_MALFORMED)
-    return node
-
-
-def _count(pickles: Pickles) -> int:
-    node = pickles.description()
-    if type(node) is not int or not 0 <= node <= pickles.left // 8:
-        raise PickleError(_MALFORMED)
-    return node
-
-
-def _read_storages(pickles: Pickles, objects: _Objects) -> None:
-    for _ in range(_count(pickles)):
-        named, location, kind = _record(pickles, 3)
-        key = _key(named)
-        if type(location) is not str:
+    for _ in range(count):
+        node = pickles.description()
+        parts = tuple(node.items) if type(node) is List else node
+        if type(parts) is not tuple or len(parts) != 3:
             raise PickleError(_MALFORMED)
-        if location == META:
-            raise on_meta(str(key))
-        dtype = storage_dtype(kind)
-        numel = struct.unpack("<q", pickles.take(8))[0]
-        nbytes = numel * (dtype or UINT8).itemsize
-        if not 0 <= nbytes <= pickles.left:
-            raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
-        if key in objects.storages:
-            raise TensorError(_MALFORMED)
-        storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
-        objects.storages[key] = (storage, storage, 0)
-        objects.roots.append(storage)
-        pickles.position += nbytes
-    views = pickles.description() if pickles.left else List()
-    rows = [view for view in views.items if type(view) is tuple and len(view) == 4] if type(views) is List else []
-    if type(views) is not List or len(rows) != len(views.items):
-        raise PickleError(_MALFORMED)
-    for view in rows:
-        _add_view(objects, *view)
-
-
-def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel: Node) -> None:
-    root, below, start = objects.storage(_key(root_key))
-    itemsize = (root.dtype or UINT8).itemsize
-    if type(offset) is not int or type(numel) is not int:
-        raise PickleError(_MALFORMED)
-    inside = min(offset, numel) >= 0 and (offset + numel) * itemsize <= root.nbytes
-    if not inside or _key(key) in objects.storages:
-        raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
-    assert isinstance(root.content, Range)
-    content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
-    view = Storage(str(_key(key)), root.dtype, content.length, root.device, content)
-    objects.storages[_key(key)] = (view, below, start + offset)
-
-
-def _read_tensors(pickles: Pickles, objects: _Objects) -> None:
-    for _ in range(_count(pickles)):
-        named, storage_key, _ = _record(pickles, 3)
-        key = _key(named)
-        (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
-        if not 0 <= ndim <= MAX_DIMENSIONS:
-            raise TensorError(f"The tar has a tensor of {ndim} dimensions.")
-        numbers = struct.unpack(f"<{2 * ndim + 1}q", pickles.take(8 * (2 * ndim + 1)))
-        shape, stride = numbers[:ndim], numbers[ndim : 2 * ndim]
-        if not ndim and not objects.storage(_key(storage_key))[0].nbytes:
-            shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
-        if key in objects.tensors:
-            raise TensorError(_MALFORMED)
-        objects.tensors[key] = objects.view(_key(storage_key), numbers[-1], shape, stride)
+        yield parts
 
 
 CONTAINER = Container(sniff, decode, in_zips=True)

@@ -107,7 +107,6 @@ def record_content(source: Source, record: Record) -> Content:
 
 
 def record_head(source: Source, record: Record, length: int) -> bytes:
-    """The first bytes of a record, `length` of them at most, inflated where it is deflated."""
     packed = source.read(record.data, min(record.compressed, length))
     if not record.deflated:
         return packed
@@ -118,7 +117,6 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
 
 
 def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
-    """Raise LimitError where a deflated record claims a longer pickle than a file of this size lists records."""
     if deflated and size > limits.budget(source.size).room(limits.MEMORY):
         raise limits.MEMORY.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
 

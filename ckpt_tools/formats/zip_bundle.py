@@ -18,8 +18,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
 from ckpt_tools.formats.base import Decoded, Keys, Warned
-from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.registry import Decode, containers
+from ckpt_tools.formats.single import refuse_polyglot
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read
@@ -51,7 +51,6 @@ def is_npz(source: Source, directory: Directory) -> bool:
 
 
 def _kind(head: bytes) -> Decode | None:
-    """The reader of a member that starts so, zips and pickles apart."""
     return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
 
 
@@ -70,8 +69,6 @@ def decode(source: Source, directory: Directory) -> Decoded:
 
 
 class _Bundle:
-    """The members of one archive, on their way into one tree."""
-
     def __init__(self, source: Source, decoded: Decoded) -> None:
         self.source, self.decoded = source, decoded
         self.inflated = Inflated(source)

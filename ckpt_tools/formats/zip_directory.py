@@ -34,8 +34,6 @@ FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip6
 class LocalHeader(
     namedtuple("LocalHeader", "signature needs flags method time date crc compressed size name_length extra_length")
 ):
-    """What stands before a record's name, extra field and bytes."""
-
     __slots__ = ()
 
     @classmethod
@@ -169,7 +167,7 @@ def read_directory(source: Source) -> Directory:
 def _read_directory(source: Source) -> Directory:
     tail_start = max(0, source.size - _MAX_COMMENT - END.size)
     tail = source.read(tail_start, source.size - tail_start)
-    end = _find_end(source, tail, tail_start)
+    end = _find_end(tail, tail_start)
     _, disk, first_disk, on_disk, count, size, start, _ = END.unpack_from(tail, end - tail_start)
     trailing = source.size - end - END.size - _comment_length(tail, end - tail_start)
     directory_end = end
@@ -195,7 +193,6 @@ def _read_directory(source: Source) -> Directory:
 
 
 def has_end(source: Source) -> bool:
-    """Whether an end record is where readers look for one: in the last 64 KiB."""
     start = max(0, source.size - _MAX_COMMENT - END.size)
     return b"PK\x05\x06" in source.read(start, source.size - start)
 
@@ -204,7 +201,7 @@ def _comment_length(tail: bytes, at: int) -> int:
     return int.from_bytes(tail[at + 20 : at + 22], "little")
 
 
-def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
+def _find_end(tail: bytes, tail_start: int) -> int:
     """The offset of the end record: the last signature, unless it lies inside the comment of an earlier one."""
     last = len(tail)
     while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
@@ -215,18 +212,12 @@ def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
         raise DamagedFileError("The zip's end record claims a comment longer than the file.")
     earlier = last
     while (earlier := tail.rfind(b"PK\x05\x06", 0, earlier)) >= 0:
-        if earlier + END.size + _comment_length(tail, earlier) > last and _plausible_end(source, tail, earlier, tail_start):
+        if earlier + END.size + _comment_length(tail, earlier) > last:
             raise DamagedFileError(
                 "The zip has an end record inside the comment of another.",
                 why="Two programs would read two different archives.",
             )
     return tail_start + last
-
-
-def _plausible_end(source: Source, tail: bytes, at: int, tail_start: int) -> bool:
-    """Whether these bytes, found by their signature alone, point to a central directory."""
-    *_, size, start, _ = END.unpack_from(tail, at)
-    return start == FULL_32 or (start + size <= tail_start + at and source.read(start, 4) in (b"PK\x01\x02", b"PK\x05\x06"))
 
 
 def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
@@ -339,8 +330,13 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
         if size or compressed or not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
             raise _two_ways(name, "it is marked as a folder, and has data or no name of one")
         return name, following
-    if flags & _ODD_FLAGS or method not in (0, 8) or (not method and size != compressed):
-        _check_kind(flags, method, name)
+    if flags & _ODD_FLAGS or method not in (0, 8):
+        raise DamagedFileError(
+            f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate.",
+            why=f"torch cannot read it (flags {flags:#06x}, method {method}).",
+        )
+    if not method and size != compressed:
+        raise _two_ways(name, "it is stored with two sizes")
     return Record(name, header, 0, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
@@ -362,16 +358,6 @@ def _checked_name(raw: bytes) -> str:
     if not is_record_name(name.removesuffix("/")):
         raise DamagedFileError(f"The zip record name {name!r} is not one that torch writes.")
     return name
-
-
-def _check_kind(flags: int, method: int, name: str) -> None:
-    if flags & _ODD_FLAGS or method not in (0, 8):
-        raise DamagedFileError(
-            f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate.",
-            why=f"torch cannot read it (flags {flags:#06x}, method {method}).",
-        )
-    if method == 0:
-        raise _two_ways(name, "it is stored with two sizes")
 
 
 def _check_local(headers: _Headers, record: Record) -> None:

@@ -68,7 +68,6 @@ class ZipLayout:
             self.put(Computed(count, lambda: (bytes(min(CHUNK, count - at)) for at in range(0, count, CHUNK))))
 
     def copy(self, source: Source, records: Sequence[Record]) -> None:
-        """Records of a source that lie one after another, as they are, with their zip headers and descriptors."""
         first, last = records[0], records[-1]
         self.pad((first.header - self.position) % ALIGNMENT)
         shift = self.position - first.header
@@ -80,7 +79,6 @@ class ZipLayout:
         self.put(Range(source, first.header, last.following - last.dead - first.header))
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
-        """How many bytes these records take at most."""
         fixed = LOCAL.size + len(self.folder) + 1 + 20 + 4 + ALIGNMENT + DESCRIPTOR_64
         return sum(fixed + len(name.encode()) + content.length for name, content in records)
 

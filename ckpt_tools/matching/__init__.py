@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile, zip_longest
 from typing import Literal, TypeAlias
 
 from ckpt_tools.edit.renaming import parse_rename
@@ -26,7 +25,6 @@ from ckpt_tools.tree.parametrized import part_of
 
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _MOST_WRAPPERS = 8  # around one model; a stranger's name may be made of a million
-_Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
@@ -58,9 +56,8 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     for side in ("source", "target"):
         names = sources if side == "source" else targets
         for _ in range(_MOST_WRAPPERS):
-            wrapper = _around(names.values()) if names else ""
-            if not wrapper:
-                break
+            wanted = [name for name in names.values() if name != _AVERAGED]
+            wrapper = next((each for each in LEADING_WRAPPERS if all(name.startswith(each) for name in wanted)), "")
             shorter = {name: known if known == _AVERAGED else known.removeprefix(wrapper) for name, known in names.items()}
             if shorter == names or not all(shorter.values()):
                 break
@@ -72,12 +69,6 @@ def match_whole_wrapper(pairing: Pairing) -> None:
             pairing.pair(old, new, _said(pairing, old, "wrapper"))
 
 
-def _around(names: Iterable[str]) -> str:
-    """The wrapper that every name starts with, or the empty text."""
-    wanted = [name for name in names if name != _AVERAGED]
-    return next((wrapper for wrapper in LEADING_WRAPPERS if all(name.startswith(wrapper) for name in wanted)), "")
-
-
 def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, str]:
     """Source -> target where both are known by one name; none at all where two of a side are."""
     by_name = {name: new for new, name in targets.items()}
@@ -86,29 +77,20 @@ def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, s
     return {old: by_name[name] for old, name in sources.items() if name in by_name}
 
 
-def match_wrappers(pairing: Pairing) -> None:
-    """Names that are equal without wrappers: at the front and known ones anywhere first, then `module.` anywhere."""
-    for key in (unwrap, without_module):
-        _match_by_key(pairing, key, "wrapper")
+def _as_part(name: str) -> str:
+    """A part of weight norm or spectral norm, the same in torch's old form and its new one, as torch's load hooks have it."""
+    part = part_of(unwrap(name))
+    return f"{part[0]} {part[1]}" if part else unwrap(name)
 
 
-def match_parametrized(pairing: Pairing) -> None:
-    """The parts of weight norm and spectral norm in torch's old form and its new one, as torch's own load hooks rename them."""
-
-    def key(name: str) -> str:
-        part = part_of(unwrap(name))
-        return f"{part[0]} {part[1]}" if part else unwrap(name)
-
-    _match_by_key(pairing, key, "wrapper")
-
-
-def without_module(name: str) -> str:
+def _without_module(name: str) -> str:
     """A name without any wrapper at any depth, `module` included."""
     *modules, leaf = strip_inner(name).split(".")
     return ".".join([part for part in modules if f"{part}." != MODULE] + [leaf])
 
 
-def _match_by_key(pairing: Pairing, key: Callable[[str], str], reason: Reason) -> None:
+def _match_by_key(pairing: Pairing, key: Callable[[str], str]) -> None:
+    """Names that are equal once they are read in this way."""
     sources: dict[str, list[str]] = defaultdict(list)
     targets: dict[str, list[str]] = defaultdict(list)
     for param in pairing.sources_left():
@@ -118,7 +100,7 @@ def _match_by_key(pairing: Pairing, key: Callable[[str], str], reason: Reason) -
     for name, news in targets.items():
         olds = sources.get(name, [])
         if len(olds) == len(news) == 1:
-            pairing.pair(olds[0], news[0], _said(pairing, olds[0], reason))
+            pairing.pair(olds[0], news[0], _said(pairing, olds[0], "wrapper"))
         elif olds:
             for new in news:
                 pairing.doubt(new, sorted(olds), "without wrappers these names are the same")
@@ -131,76 +113,8 @@ def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
 
 # --- a common prefix or suffix
 
-
-def match_affixes(pairing: Pairing) -> None:
-    """Names that become equal when one prefix, or one suffix, is taken from, put before or exchanged in all that are left."""
-    for ends in (prefixes, _suffixes):
-        _match_affix(pairing, ends)
-
-
-def _match_affix(pairing: Pairing, ends: Callable[[str], Iterator[tuple[str, str]]]) -> None:
-    """Take the pair of affixes under which most names meet; where another would give a name another partner: a doubt."""
-    olds = [(param.name, unwrap(pairing.known[param.name])) for param in pairing.sources_left()]
-    news = [(param.name, unwrap(param.name)) for param in pairing.targets_left()]
-    sources, targets = _by_rest(olds, ends), _by_rest(news, ends)
-    found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-    for rest in sources.keys() & targets.keys():
-        for (before, old), (after, new) in _one_bare(sources[rest], targets[rest]):
-            if not {before, after} & _ROLES and _same_shape(pairing, old, new):
-                found[before, after].append((old, new))
-    if ends is prefixes:
-        for exchange, pairs in exchanged(olds, news).items():
-            found[exchange] = [pair for pair in pairs if _same_shape(pairing, *pair)]
-    most = max(map(len, found.values()), default=0)
-    _pair_best(pairing, [pairs for pairs in found.values() if pairs and len(pairs) == most])
-
-
-def _same_shape(pairing: Pairing, old: str, new: str) -> bool:
-    return pairing.source[old].shape == pairing.target[new].shape
-
-
-def _pair_best(pairing: Pairing, best: list[list[tuple[str, str]]]) -> None:
-    """Pair what the best affixes say; a doubt where they say different things."""
-    said = list(dict.fromkeys(pair for pairs in best for pair in pairs))
-    olds, news = (Counter(pair[side] for pair in said) for side in (0, 1))
-    candidates: dict[str, list[str]] = defaultdict(list)
-    for old, new in said:
-        candidates[new].append(old)
-    for old, new in said:
-        if olds[old] == news[new] == 1:
-            pairing.pair(old, new, _said(pairing, old, "prefix"))
-        elif not pairing.is_settled(new):
-            pairing.doubt(new, sorted(candidates[new]), "several prefixes fit equally well")
-
-
-def _one_bare(sources: list[_Affixed], targets: list[_Affixed]) -> Iterator[tuple[_Affixed, _Affixed]]:
-    """Pairs of which one is the whole name; all that end in `weight` with all others would be too many to look at."""
-    bare = [row for row in targets if not row[0]]
-    for row in sources:
-        for other in bare if row[0] else targets:
-            yield row, other
-
-
-def _by_rest(names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tuple[str, str]]]) -> dict[str, list[_Affixed]]:
-    """What remains of a name -> (affix, the name) for each of its affixes."""
-    found: dict[str, list[_Affixed]] = defaultdict(list)
-    for own, name in names:
-        for affix, rest in ends(name):
-            found[rest].append((affix, own))
-    return found
-
-
-def _suffixes(name: str) -> Iterator[tuple[str, str]]:
-    """The name whole, and without its last part, cut at a dot or an underscore."""
-    yield "", name
-    for mark in ("_", "."):
-        at = name.rfind(mark)
-        if at > 0:
-            yield name[at:], name[:at]
-
-
-Rows: TypeAlias = Iterable[tuple[str, str]]  # a tensor's own name, and the name that is compared
-Exchange: TypeAlias = tuple[str, str]
+_Pair: TypeAlias = tuple[str, str]  # a name of the checkpoint, one of the target
+_Splits: TypeAlias = Callable[[str], Iterator[tuple[str, str]]]
 _DIGITS = re.compile(r"[0-9]+")
 MAX_PREFIX_PARTS = 4
 _MOST_WAYS = 4  # in which a rest may be met, to count; all that ends in `weight` with all else that does would be too many
@@ -224,38 +138,78 @@ def prefixes(name: str) -> Iterator[tuple[str, str]]:
         yield name[:at], name[at:]
 
 
-def exchanged(sources: Rows, targets: Rows) -> dict[Exchange, list[tuple[str, str]]]:
-    """Two prefixes, neither of them empty -> the pairs of own names that are one when one stands for the other."""
-    olds, news = ({name: own for own, name in rows} for rows in (sources, targets))
-    found: dict[Exchange, list[tuple[str, str]]] = {}
-    for before, after in _likely(olds, news):
-        pairs = [
-            (own, news[after + name[len(before) :]])
-            for name, own in olds.items()
-            if name.startswith(before) and after + name[len(before) :] in news
+def _suffixes(name: str) -> Iterator[tuple[str, str]]:
+    """The name whole, and without its last part, cut at a dot or an underscore."""
+    yield "", name
+    for mark in ("_", "."):
+        at = name.rfind(mark)
+        if at > 0:
+            yield name[at:], name[:at]
+
+
+def match_affixes(pairing: Pairing) -> None:
+    """Names that become equal when one prefix, or one suffix, is taken from, put before or exchanged in all that are left.
+
+    The pair of affixes under which most names meet; where another would give a name another partner: a doubt.
+    """
+    for splits in (prefixes, _suffixes):
+        olds = [(unwrap(pairing.known[param.name]), param.name) for param in pairing.sources_left()]
+        news = [(unwrap(param.name), param.name) for param in pairing.targets_left()]
+        found = _one_bare(_by_rest(olds, splits), _by_rest(news, splits))
+        if splits is prefixes:
+            found.update(_exchanged(dict(olds), dict(news)))
+        fitting = [
+            [(old, new) for old, new in pairs if pairing.source[old].shape == pairing.target[new].shape]
+            for pairs in found.values()
         ]
-        modules = {new.rpartition(".")[0] for _, new in pairs}
-        if len(modules) >= _FEWEST_MODULES and 2 * len(pairs) > min(len(olds), len(news)):
-            found[before, after] = pairs
+        most = max(map(len, fitting), default=0)
+        said = list(dict.fromkeys(pair for pairs in fitting if len(pairs) == most for pair in pairs))
+        counts, candidates = Counter(old for old, _ in said), defaultdict[str, list[str]](list)
+        for old, new in said:
+            candidates[new].append(old)
+        for old, new in said:
+            if counts[old] == len(candidates[new]) == 1:
+                pairing.pair(old, new, _said(pairing, old, "prefix"))
+            elif not pairing.is_settled(new):
+                pairing.doubt(new, sorted(candidates[new]), "several prefixes fit equally well")
+
+
+def _by_rest(names: Iterable[_Pair], splits: _Splits) -> dict[str, list[_Pair]]:
+    """What remains of a name -> (affix, the tensor's own name) for each of its affixes."""
+    found: dict[str, list[_Pair]] = defaultdict(list)
+    for name, own in names:
+        for affix, rest in splits(name):
+            found[rest].append((affix, own))
     return found
 
 
-def _likely(olds: Iterable[str], news: Iterable[str]) -> list[Exchange]:
-    """The exchanges that most names speak for."""
-    left, right = _prefixes_by_rest(olds), _prefixes_by_rest(news)
-    votes: Counter[Exchange] = Counter()
-    for rest in sorted(left.keys() & right.keys()):
-        if len(left[rest]) * len(right[rest]) <= _MOST_WAYS:
-            votes.update((before, after) for before in left[rest] for after in right[rest] if _may_be_one(before, after))
-    return [exchange for exchange, _ in sorted(votes.items(), key=lambda row: (-row[1], row[0]))[:_MOST_EXCHANGES]]
+def _one_bare(olds: Mapping[str, list[_Pair]], news: Mapping[str, list[_Pair]]) -> dict[_Pair, list[_Pair]]:
+    """Two affixes, one of them empty -> the pairs of own names that are one under them."""
+    found: dict[_Pair, list[_Pair]] = defaultdict(list)
+    for rest in olds.keys() & news.keys():
+        bare = [row for row in news[rest] if not row[0]]
+        for before, old in olds[rest]:
+            for after, new in bare if before else news[rest]:
+                if not {before, after} & _ROLES:
+                    found[before, after].append((old, new))
+    return found
 
 
-def _prefixes_by_rest(names: Iterable[str]) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        for prefix, rest in prefixes(name):
-            if prefix:
-                found[rest].append(prefix)
+def _exchanged(olds: Mapping[str, str], news: Mapping[str, str]) -> dict[_Pair, list[_Pair]]:
+    """Two prefixes, neither of them empty -> the pairs of own names that are one when one stands for the other."""
+    left, right = _by_rest(olds.items(), prefixes), _by_rest(news.items(), prefixes)
+    votes: Counter[_Pair] = Counter()
+    for rest in left.keys() & right.keys():
+        sides = [[affix for affix, _ in side[rest] if affix] for side in (left, right)]
+        if len(sides[0]) * len(sides[1]) <= _MOST_WAYS:
+            votes.update((before, after) for before in sides[0] for after in sides[1] if _may_be_one(before, after))
+    found: dict[_Pair, list[_Pair]] = {}
+    for before, after in sorted(votes, key=lambda exchange: (-votes[exchange], exchange))[:_MOST_EXCHANGES]:
+        others = {name: after + name[len(before) :] for name in olds if name.startswith(before)}
+        pairs = [(olds[name], news[other]) for name, other in others.items() if other in news]
+        modules = {new.rpartition(".")[0] for _, new in pairs}
+        if len(modules) >= _FEWEST_MODULES and 2 * len(pairs) > min(len(olds), len(news)):
+            found[before, after] = pairs
     return found
 
 
@@ -267,6 +221,102 @@ def _may_be_one(before: str, after: str) -> bool:
         return False
     return all(not (mine & group and theirs & group) or mine & group == theirs & group for group in _APART)
 
+
+# --- by position
+
+CONFIDENCE = 0.5  # equal shapes say little where many tensors have the same
+
+
+def match_position(pairing: Pairing) -> None:
+    """Pair what names have left, in order."""
+    olds, news = pairing.sources_left(), pairing.targets_left()
+    rows = list(enumerate(zip_longest(olds, news)))
+    body = len(rows) - _head_size(olds, news)
+    for number, (old, new) in rows[:body]:
+        if old is None or new is None or not pairing.fits(old.name, new.name):
+            sides = ["none left" if param is None else f"{param.name!r} {list(param.shape)}" for param in (old, new)]
+            raise MatchError(
+                f"By position, tensor {number + 1} of {len(rows)} disagrees.",
+                why=f"The checkpoint has {sides[0]}, the target {sides[1]}.",
+                fix="`match='structure'` looks for partners in any order.",
+            )
+    for _, (old, new) in rows:
+        pairing.pair(old.name, new.name, "position", CONFIDENCE)
+
+
+def _head_size(olds: list[Param], news: list[Param]) -> int:
+    """How many tensors the last module has, where it is the same but for its outputs: the first size of all of its tensors."""
+    counts = []
+    for params in (olds, news):
+        modules = [param.name.rpartition(".")[0] for param in reversed(params)]
+        counts.append(sum(1 for _ in takewhile(modules[0].__eq__, modules)) if modules else 0)
+    count = counts[0]
+    if not count or count != counts[1] or len(olds) != len(news) or count == len(olds):
+        return 0
+    rows = [(old.shape, new.shape) for old, new in zip(olds[-count:], news[-count:], strict=True)]
+    outputs = {(old[:1], new[:1]) for old, new in rows}
+    return count if len(outputs) == 1 and all(old and new and old[1:] == new[1:] for old, new in rows) else 0
+
+
+# --- pairs that the user names
+
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}|\*")
+_FIX = "For example: `pair='layers.{i}.wq=blocks.{i}.q'`"
+
+
+def apply_answers(pairing: Pairing, given: Iterable[str | tuple[str, str]]) -> None:
+    """Pair what the user named, before everything else."""
+    for answer in given:
+        old_text, equals, new_text = answer.partition("=") if isinstance(answer, str) else (answer[0], "=", answer[1])
+        if not (old_text and equals and new_text):
+            raise UsageError(f"`pair={answer!r}` is not OLD=NEW.", fix=_FIX)
+        sides = [[found[1] or "*" for found in _PLACE.finditer(side)] for side in (old_text, new_text)]
+        if set(sides[0]) != set(sides[1]) or sides[0].count("*") != sides[1].count("*"):
+            raise UsageError(f"`pair={answer!r}`: its two sides have different placeholders.", fix=_FIX)
+        pattern, said = re.compile(_expression(old_text)), f"`pair={f'{old_text}={new_text}'!r}`"
+        found = [(old, _named(pattern, new_text, old, pairing.target)) for old in pairing.source]
+        rows = [(old, new) for old, new in found if new is not None]
+        if not rows:
+            raise NothingMatchedError(
+                f"{said} pairs nothing: no tensor of the checkpoint and of the target have these names.",
+                fix="ckpt match --all lists the names of both.",
+            )
+        for old, new in rows:
+            if old in pairing.used or pairing.is_settled(new) or new in pairing.offered:
+                raise UsageError(f"{said} names {old!r} or {new!r}, which another `pair` has.")
+            pairing.pair(old, new, "pair")
+
+
+def _expression(text: str) -> str:
+    """The regular expression of one side: `{i}` is a whole number, the same everywhere; `*` is any text."""
+    parts, at, seen = [], 0, set()
+    for found in _PLACE.finditer(text):
+        parts.append(re.escape(text[at : found.start()]))
+        at = found.end()
+        if found[1] is None:
+            parts.append("(.*)")
+        elif found[1] in seen:
+            parts.append(f"(?P={found[1]})")
+        else:
+            seen.add(found[1])
+            parts.append(f"(?P<{found[1]}>[0-9]+)")
+    return "".join([*parts, re.escape(text[at:])])
+
+
+def _named(pattern: re.Pattern[str], new: str, old: str, target: Collection[str]) -> str | None:
+    """The target's name for one of the checkpoint: by the whole name, then by that of its module, with what follows."""
+    at = len(old)
+    while at > 0:
+        if (found := pattern.fullmatch(old[:at])) is not None:
+            stars = iter([text for number, text in enumerate(found.groups(), 1) if number not in pattern.groupindex.values()])
+            filled = _PLACE.sub(lambda place: found[place[1]] if place[1] else next(stars), new) + old[at:]  # noqa: B023
+            if filled in target:
+                return filled
+        at = old.rfind(".", 0, at)
+    return None
+
+
+# --- all stages
 
 __all__ = ["Ambiguous", "Framework", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
 
@@ -309,8 +359,7 @@ def match(
     apply_rules(pairing, rename)
     if framework is None:
         return _staged(pairing, stages, pairs).result()
-    from ckpt_tools.matching.frameworks import as_in_torch
-    from ckpt_tools.matching.frameworks_back import as_in_file
+    from ckpt_tools.matching.frameworks import as_in_file, as_in_torch
 
     reading = as_in_torch(source, pairing.known, framework)
     turned = Pairing(reading.params, target, allow_reshape=allow_reshape)
@@ -323,8 +372,8 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
     _start(pairing, stages, pairs)
     match_whole_wrapper(pairing)
     match_exact(pairing)
-    match_wrappers(pairing)
-    match_parametrized(pairing)
+    for key in (unwrap, _without_module, _as_part):  # known wrappers first, then `module.` anywhere
+        _match_by_key(pairing, key)
     if stages == "position":
         match_position(pairing)
     elif stages != "exact+wrappers":
@@ -355,129 +404,3 @@ def _start(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, st
         from ckpt_tools.matching.values import match_values
 
         match_values(pairing)
-
-
-CONFIDENCE = 0.5  # equal shapes say little where many tensors have the same
-
-
-def match_position(pairing: Pairing) -> None:
-    """Pair what names have left, in order."""
-    olds, news = pairing.sources_left(), pairing.targets_left()
-    rows = list(enumerate(zip_longest(olds, news)))
-    body = len(rows) - _head_size(olds, news)
-    for number, (old, new) in rows[:body]:
-        if old is None or new is None or not pairing.fits(old.name, new.name):
-            raise MatchError(
-                f"By position, tensor {number + 1} of {len(rows)} disagrees.",
-                why=f"The checkpoint has {_text(old)}, the target {_text(new)}.",
-                fix="`match='structure'` looks for partners in any order.",
-            )
-    for _, (old, new) in rows:
-        pairing.pair(old.name, new.name, "position", CONFIDENCE)
-
-
-def _head_size(olds: list[Param], news: list[Param]) -> int:
-    """How many tensors the last module has, where it is the same but for its outputs: the first size of all of its tensors."""
-    count = _last_module(olds)
-    if not count or count != _last_module(news) or len(olds) != len(news) or count == len(olds):
-        return 0
-    rows = [(old.shape, new.shape) for old, new in zip(olds[-count:], news[-count:], strict=True)]
-    outputs = {(old[:1], new[:1]) for old, new in rows}
-    return count if len(outputs) == 1 and all(old and new and old[1:] == new[1:] for old, new in rows) else 0
-
-
-def _last_module(params: list[Param]) -> int:
-    """How many tensors at the end are of one module."""
-    paths = [param.name.rpartition(".")[0] for param in params]
-    count = 0
-    while count < len(paths) and paths[-1 - count] == paths[-1]:
-        count += 1
-    return count
-
-
-def _text(param: Param | None) -> str:
-    return "none left" if param is None else f"{param.name!r} {list(param.shape)}"
-
-
-_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}|\*")
-_FIX = "For example: `pair='layers.{i}.wq=blocks.{i}.q'`"
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One pair as it was given: what it matches on the checkpoint's side, and the target's name with places to fill."""
-
-    text: str
-    old: re.Pattern[str]
-    new: str
-
-    @classmethod
-    def read(cls, given: str | tuple[str, str]) -> _Answer:
-        """Read `OLD=NEW`."""
-        old, equals, new = given.partition("=") if isinstance(given, str) else (given[0], "=", given[1])
-        if not (old and equals and new):
-            raise UsageError(f"`pair={given!r}` is not OLD=NEW.", fix=_FIX)
-        sides = [[found[1] or "*" for found in _PLACE.finditer(side)] for side in (old, new)]
-        if set(sides[0]) != set(sides[1]) or sides[0].count("*") != sides[1].count("*"):
-            raise UsageError(f"`pair={given!r}`: its two sides have different placeholders.", fix=_FIX)
-        return cls(f"{old}={new}", re.compile(_expression(old)), new)
-
-    def partner_of(self, name: str) -> Iterator[str]:
-        """The target's names for one of the checkpoint: by the whole name, then by that of its module."""
-        for own, leaf in _with_leaves(name):
-            if (found := self.old.fullmatch(own)) is not None:
-                named = set(self.old.groupindex.values())
-                stars = iter([text for number, text in enumerate(found.groups(), 1) if number not in named])
-                yield _filled(self.new, found.groupdict(), stars) + leaf
-
-
-def _filled(new: str, numbers: Mapping[str, str], stars: Iterator[str]) -> str:
-    return _PLACE.sub(lambda place: numbers[place[1]] if place[1] else next(stars), new)
-
-
-def _with_leaves(name: str) -> Iterator[tuple[str, str]]:
-    """A name and each of its modules, with what follows."""
-    at = len(name)
-    while at > 0:
-        yield name[:at], name[at:]
-        at = name.rfind(".", 0, at)
-
-
-def _expression(text: str) -> str:
-    """The regular expression of one side: `{i}` is a whole number, the same everywhere; `*` is any text."""
-    parts, at, seen = [], 0, set()
-    for found in _PLACE.finditer(text):
-        parts.append(re.escape(text[at : found.start()]))
-        at = found.end()
-        if found[1] is None:
-            parts.append("(.*)")
-        elif found[1] in seen:
-            parts.append(f"(?P={found[1]})")
-        else:
-            seen.add(found[1])
-            parts.append(f"(?P<{found[1]}>[0-9]+)")
-    return "".join([*parts, re.escape(text[at:])])
-
-
-def apply_answers(pairing: Pairing, given: Iterable[str | tuple[str, str]]) -> None:
-    """Pair what the user named, before everything else."""
-    for answer in map(_Answer.read, given):
-        rows = list(_pairs(answer, pairing))
-        if not rows:
-            raise NothingMatchedError(
-                f"`pair={answer.text!r}` pairs nothing: no tensor of the checkpoint and of the target have these names.",
-                fix="ckpt match --all lists the names of both.",
-            )
-        for old, new in rows:
-            if old in pairing.used or pairing.is_settled(new) or new in pairing.offered:
-                raise UsageError(f"`pair={answer.text!r}` names {old!r} or {new!r}, which another `pair` has.")
-            pairing.pair(old, new, "pair")
-
-
-def _pairs(answer: _Answer, pairing: Pairing) -> list[tuple[str, str]]:
-    found = []
-    for old in pairing.source:
-        new = next((name for name in answer.partner_of(old) if name in pairing.target), None)
-        if new is not None:
-            found.append((old, new))
-    return found

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from glob import escape
+from itertools import islice, product
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.matching import Matching, Stages
-from ckpt_tools.matching.extras import Extra, extras
-from ckpt_tools.matching.questions import Question, every_question, questions
-from ckpt_tools.matching.records import Param
+from ckpt_tools.matching.records import Ambiguous, Param, Shape
+from ckpt_tools.tree.parametrized import is_part
 
 # The matching by these stages, with or without other shapes, and with these pairs.
 Again = Callable[[Stages, bool, Sequence[str]], Matching]
@@ -109,27 +113,187 @@ def fewest_questions(found: Matching, answered: Answered) -> list[Question]:
     while len(chosen) + 1 < len(asked) and found.ambiguous:
         rows = [(question, old) for question in every_question(found.ambiguous) for old in question.candidates]
         tries -= len(rows)
-        best = _best(rows, given, answered) if tries >= 0 else None
+        best: tuple[Question, str, Matching] | None = None
+        for question, old in rows if tries >= 0 else ():
+            with suppress(CkptError):  # it says what another answer says
+                left = answered([*given, question.answer(old)])
+                if best is None or len(left.ambiguous) < len(best[2].ambiguous):
+                    best = question, old, left
+                if not left.ambiguous:
+                    break
         if best is None:
             return asked
-        question, given, found = best
+        question, old, found = best
+        given.append(question.answer(old))
         chosen.append(question)
     return chosen if not found.ambiguous and len(chosen) < len(asked) else asked
 
 
-def _best(
-    rows: Sequence[tuple[Question, str]], given: list[str], answered: Answered
-) -> tuple[Question, list[str], Matching] | None:  # fmt: skip
-    """The answer that leaves least open, with what is said then; None where none can be tried."""
-    best: tuple[Question, list[str], Matching] | None = None
-    for question, old in rows:
-        pairs = [*given, question.answer(old)]
-        try:
-            found = answered(pairs)
-        except CkptError:  # it says what another answer says
-            continue
-        if best is None or len(found.ambiguous) < len(best[2].ambiguous):
-            best = (question, pairs, found)
-        if not found.ambiguous:
-            break
-    return best
+# --- whole parts of a checkpoint that the target lacks: an auxiliary head, tables of positions; each as one glob
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Tensors that the target lacks.
+
+    Attributes:
+        glob: matches them, and nothing else in the checkpoint. names: they, in order.
+    """
+
+    glob: str
+    names: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """As it is said: 'AuxLogits.*', 14 tensors: not in the target."""
+        count = len(self.names)
+        return f"{self.glob!r}, {count} tensor{'s' * (count != 1)}: not in the target"
+
+
+def extras(unexpected: Sequence[str], source: Mapping[str, Shape], wanted: Mapping[str, Shape] | None = None) -> list[Extra]:
+    """What is left over of a checkpoint, in as few globs as say it:"""
+    names = list(source)
+    lone = set(unexpected)
+    counts = Counter(path for name in names for path in _paths(name))
+    free = Counter(path for name in lone for path in _paths(name))
+    tails, free_tails = (Counter(name.rpartition(".")[2] for name in side) for side in (names, lone))
+    found: dict[str, list[str]] = {}
+    for name in unexpected:
+        path = next((path for path in _paths(name) if counts[path] == free[path] < len(names)), None)
+        tail = name.rpartition(".")[2]
+        everywhere = free_tails[tail] == tails[tail] > 1 and tail != name
+        pattern = f"{escape(path)}.*" if path is not None else f"*.{escape(tail)}" if everywhere else escape(name)
+        found.setdefault(pattern, []).append(name)
+    # what is missing may be there in another form: beside these, under these last names, in these shapes
+    near = {path for name in wanted or () for path in _paths(name)}
+    shapes, lasts = set((wanted or {}).values()), {f"*.{name.rpartition('.')[2]}" for name in wanted or ()}
+    made = []
+    for glob, rows in found.items():
+        above = "" if glob.startswith("*") else glob.removesuffix(".*").rpartition(".")[0]
+        if glob not in lasts and above not in near and not any(is_part(name) or source[name] in shapes for name in rows):
+            made.append(Extra(glob, tuple(rows)))
+    return made
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules that a name is in, the highest first."""
+    at = name.find(".")
+    while at > 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+# --- the fewest questions that would settle what is ambiguous. Modules that differ in their numbers alone are one question
+
+
+_NUMBER = re.compile(r"[0-9]+")
+_LETTERS = "ijklmn"
+_MOST_CANDIDATES, _MOST_WAYS = 8, 64
+_Modules: TypeAlias = dict[str, tuple[frozenset[str], int]]  # a module of the target -> its candidates, how many tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which module, or tensor, of the checkpoint is this one of the target?
+
+    Attributes:
+        new: the target's name, with `{i}` for numbers. candidates: names of the checkpoint that it may be, so too.
+        tensors: how many names of the target the answer settles.
+    """
+
+    new: str
+    candidates: tuple[str, ...]
+    tensors: int
+
+    def answer(self, old: str) -> str:
+        """What `--pair` takes when `old`, one of the candidates, is the answer."""
+        return f"{old}={self.new}"
+
+
+def questions(ambiguous: Sequence[Ambiguous]) -> list[Question]:
+    """The questions that settle everything that has candidates; of as many modules as candidates the last needs none."""
+    groups: dict[tuple[str, ...], list[Question]] = defaultdict(list)
+    for question in every_question(ambiguous):
+        groups[question.candidates].append(question)
+    found: list[Question] = []
+    for candidates, group in groups.items():  # of two modules and two candidates one answer says both
+        found += group[:-1] if len(group) == len(candidates) > 1 else group
+    return found
+
+
+def every_question(ambiguous: Sequence[Ambiguous]) -> list[Question]:
+    """All questions that can be asked, in the order of the names, whatever that of the files is."""
+    found: dict[str, _Modules] = defaultdict(dict)
+    for new, (candidates, count) in _modules(sorted(ambiguous, key=_counting)).items():
+        found[_NUMBER.sub("#", new)][new] = (candidates, count)
+    return [question for members in found.values() for question in _folded(members)]
+
+
+def _counting(row: Ambiguous) -> list[tuple[str, int]]:
+    """By text, and by numbers as they count."""
+    *parts, text = _NUMBER.split(row.new)
+    return [*zip(parts, (int(digits[:18]) for digits in _NUMBER.findall(row.new)), strict=True), (text, 0)]
+
+
+def _modules(ambiguous: Sequence[Ambiguous]) -> _Modules:
+    """Modules whose tensors have partners of the same last names in the candidates; else the tensors themselves."""
+    rows: dict[str, list[Ambiguous]] = defaultdict(list)
+    for row in ambiguous:
+        path, _, leaf = row.new.rpartition(".")
+        plain = all(name.rpartition(".")[2] == leaf and "." in name for name in row.candidates)
+        if row.candidates:
+            rows[path if path and plain else row.new].append(row)
+    found: _Modules = {}
+    for new, members in rows.items():
+        whole = members[0].new != new
+        names = [frozenset(name.rpartition(".")[0] if whole else name for name in row.candidates) for row in members]
+        if len(set(names)) == 1:
+            found[new] = (names[0], len(members))
+        else:
+            found.update((row.new, (frozenset(row.candidates), 1)) for row in members)
+    return found
+
+
+def _folded(members: _Modules) -> Iterator[Question]:
+    """One question for all members where names with their numbers are candidates of each; else for those of one last name."""
+    question = _one_for_all(members) if len(members) > 1 else None
+    by_last: dict[str, _Modules] = defaultdict(dict)
+    for new, row in members.items() if question is None else ():
+        by_last[new.rpartition(".")[2]][new] = row
+    if question is not None:
+        yield question
+    elif 1 < len(by_last) < len(members):
+        for some in by_last.values():
+            yield from _folded(some)
+    else:
+        for new, (candidates, count) in members.items():
+            yield Question(new, tuple(sorted(candidates)[:_MOST_CANDIDATES]), count)
+
+
+def _one_for_all(members: _Modules) -> Question | None:
+    numbers = [_NUMBER.findall(new) for new in members]
+    varied = [place for place, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1][: len(_LETTERS)]
+    letters = dict(zip(varied, _LETTERS, strict=False))
+    common: frozenset[str] | None = None
+    for row, (candidates, _) in zip(numbers, members.values(), strict=True):
+        own = {letters[place]: row[place] for place in varied}
+        mine = frozenset(text for name in candidates for text in _lettered(name, own))
+        common = mine if common is None else common & mine
+    if not common:
+        return None
+    places = iter(range(len(numbers[0])))
+    new = _NUMBER.sub(lambda found: _braced(letters.get(next(places)), found[0]), next(iter(members)))
+    return Question(new, tuple(sorted(common)[:_MOST_CANDIDATES]), sum(count for _, count in members.values()))
+
+
+def _lettered(name: str, letters: dict[str, str]) -> Iterator[str]:
+    """A candidate with letters in the place of these numbers, each letter once and more; nothing where one is missing."""
+    choices = [[*(letter for letter, number in letters.items() if number == own), ""] for own in _NUMBER.findall(name)]
+    for chosen in islice(product(*choices), _MOST_WAYS):
+        if set(letters) <= set(chosen):
+            row = iter(chosen)
+            yield _NUMBER.sub(lambda found, row=row: _braced(next(row), found[0]), name)  # type: ignore[misc]
+
+
+def _braced(letter: str | None, number: str) -> str:
+    return f"{{{letter}}}" if letter else number

@@ -246,8 +246,7 @@ class _Flow:
         found = frozenset(
             feed._replace(words=frozenset(word for word in feed.words if not word.startswith("@"))) for feed in others
         )
-        self.room -= len(found)
-        self.arrivals.append(Arrival(found, owner, rows))
+        self.arrivals.append(Arrival(self._counted(found), owner, rows))
 
     def _make(self, operation: Operation, state: _State) -> None:
         for value in operation.made:

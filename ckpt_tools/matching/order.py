@@ -6,7 +6,7 @@ order is made of the names, and a matching is the same however a file is sorted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -65,7 +65,6 @@ def _of_tensor(part: str) -> Key:
 def _in_order(modules: Mapping[str, _Module]) -> list[str]:
     """The modules in one: what names put in front, what they number, blocks, what they put behind."""
     single = {part for part, module in modules.items() if not module.modules}
-    counted = {numbers(part) for part in single if not _is_norm(part)}
     beside_layers = any(not _is_norm(part) and not numbers(part) and end_of((part,)) is None for part in single)
     stages = not _BLOCKS.isdisjoint(modules)
 
@@ -74,18 +73,11 @@ def _in_order(modules: Mapping[str, _Module]) -> list[str]:
         said = numbers(part) or _NO_NUMBER
         if _is_norm(part):
             place = 1 if beside_layers or said != _NO_NUMBER else 3  # behind its layer; with none there, behind all blocks
-            said = _of_layer(said, counted)
         else:
             place = 0 if part in single or (stages and not _DOWNSAMPLING.isdisjoint(words(part))) else 2
         return (end, said, place, _rank(part), stem(part), part)
 
     return _norms_behind_layers(sorted(modules, key=key), single)
-
-
-def _of_layer(said: tuple[int, ...], counted: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """The numbers of the layer that a norm is behind: its own, or those that begin so (`norm1` and `conv1_1x1`)."""
-    longer = [other for other in counted if other[: len(said)] == said]
-    return longer[0] if len(longer) == 1 and said not in counted else said
 
 
 def _norms_behind_layers(parts: list[str], single: set[str]) -> list[str]:

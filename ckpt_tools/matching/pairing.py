@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.matching.lexicon import concepts
-from ckpt_tools.matching.records import Ambiguous, Match, Matching, Mismatch, Offer, Param, Reason, Shape, Step
+from ckpt_tools.matching.records import Ambiguous, Match, Matching, Mismatch, Offer, Param, Reason, Shape
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.parametrized import part_of
 
@@ -34,12 +34,6 @@ def flattened(shape: Shape) -> Shape:
     """A shape without its sizes of 1; a convolution over a whole map as the linear layer that it is."""
     is_map = len(shape) == 4 and min(shape[2:]) >= _SMALLEST_MAP and shape[1] > max(shape[2:])
     return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
-
-
-def _role(name: str) -> str:
-    """Which part of a weight a tensor is; the empty text for a whole one."""
-    part = part_of(name)
-    return part[1] if part else ""
 
 
 class Pairing:
@@ -84,22 +78,25 @@ class Pairing:
     def pair(self, old: str, new: str, reason: Reason, confidence: float = 1.0) -> None:
         """Two partners: a match, a mismatch where their shapes say so, an offer where one is kept as [in, out]."""
         before, after = self.source[old].shape, self.target[new].shape
-        if reason not in ("exact", "wrapper", "rule", "pair") and _role(old) != _role(new):
-            self.doubt(new, [old], "one of them is a part of a weight (weight norm, pruning), which `fold` makes whole")
-            return
+        if reason not in ("exact", "wrapper", "rule", "pair"):
+            roles = {part[1] if (part := part_of(name)) else "" for name in (old, new)}
+            if len(roles) > 1:
+                self.doubt(new, [old], "one of them is a part of a weight (weight norm, pruning), which `fold` makes whole")
+                return
+        match = Match(old, new, reason, confidence, before, after, "copy" if before == after else "reshape")
         if reason == "values":  # the same numbers in the same places, whatever the biases beside say
-            self.matches[new] = Match(old, new, reason, confidence, before, after, "copy" if before == after else "reshape")
+            self.matches[new] = match
             self.used[old] = new
             return
         if (old in self.oriented[0].unknown) != (new in self.oriented[1].unknown):
             self.doubt(new, [old], "a square matrix beside transposed ones: whether it is transposed cannot be told")
             return
-        if self.is_transposed(old, new) and before == after[::-1]:
+        is_transposed = (old in self.oriented[0].transposed) != (new in self.oriented[1].transposed)
+        if is_transposed and before == after[::-1]:
             self.offer(Offer("transpose", reason, (old,), (new,), (before,), (after,), min(confidence, TRANSPOSED)))
             return
         if self.fits(old, new):
-            step: Step = "copy" if before == after else "reshape"
-            self.matches[new] = Match(old, new, reason, confidence, before, after, step)
+            self.matches[new] = match
         else:
             self.mismatches[new] = Mismatch(old, new, reason, before, after)
         self.used[old] = new
@@ -107,19 +104,12 @@ class Pairing:
     def fits(self, old: str, new: str) -> bool:
         """Whether two tensors have one shape; where that is allowed, but for sizes of 1 and a flatten."""
         before, after = self.source[old].shape, self.target[new].shape
-        return before == after or (self.allow_reshape and self._reshapes(old, new))
-
-    def _reshapes(self, old: str, new: str) -> bool:
-        before, after = self.source[old].shape, self.target[new].shape
+        if before == after or not self.allow_reshape:
+            return before == after
         if squeezed(before) == squeezed(after):
             return True
-        names = (old, new)
-        is_last = any(_LAST in concepts(part) for name in names for part in name.split("."))
-        return is_last and flattened(before) == flattened(after) and not any("patch" in name.lower() for name in names)
-
-    def is_transposed(self, old: str, new: str) -> bool:
-        """Whether one of two matrices is kept as [in, out] and the other as [out, in]."""
-        return (old in self.oriented[0].transposed) != (new in self.oriented[1].transposed)
+        is_last = any(_LAST in concepts(part) for part in f"{old}.{new}".split("."))
+        return is_last and flattened(before) == flattened(after) and "patch" not in f"{old}.{new}".lower()
 
     def offer(self, offer: Offer) -> None:
         """What only a plan does; later stages leave its tensors alone."""

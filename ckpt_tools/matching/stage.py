@@ -12,13 +12,10 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
 
+from ckpt_tools.matching.align import Alignment, Cuts, Unit, UnitPair, conflicts, meaning, split_fused, units_of, untied
 from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
-from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
-from ckpt_tools.matching.structure import Alignment, take_back
-from ckpt_tools.matching.units import Unit, units_of, untied
 
 # How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
 LEVELS = ("plain", "roles", "all")
@@ -368,17 +365,15 @@ def doubt_contradicted(pairing: Pairing) -> None:
             pairing.doubt(new, [match.old], _WHY)
 
 
-def settle(pairing: Pairing, alignment: Alignment) -> None:
+def settle(pairing: Pairing, evidence: Evidence, alignment: Alignment) -> None:
     """Take back what the computations contradict, and pair what they decide among the units that are open."""
-    if (evidence := evidence_of(pairing)) is None:
-        return
     numbered = {id(pair): evidence.numbers(pair.old, pair.new) for pair in alignment.pairs}
     by_name = evidence.by_name(pairing)
     wrong = evidence.contradicted([*by_name, *(numbers for numbers in numbered.values() if numbers is not None)])
-    take_back(alignment, [pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
+    alignment.take_back([pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
     kept = [numbers for pair in alignment.pairs if (numbers := numbered[id(pair)]) is not None]
     decided = evidence.decide(alignment.undecided, [*by_name, *kept])
-    alignment.pairs += [UnitPair(old, new, "graph", 1, frozenset()) for old, new in decided]
-    gone = {id(unit) for pair in decided for unit in pair}
-    rest = [tuple([unit for unit in units if id(unit) not in gone] for units in group) for group in alignment.undecided]
-    alignment.undecided = [(olds, news) for olds, news in rest if olds and news]
+    alignment.pairs += (found := [UnitPair(old, new, "graph", 1) for old, new in decided])
+    undecided, alignment.undecided = alignment.undecided, []
+    for olds, news in undecided:
+        alignment.leave(olds, news, found)

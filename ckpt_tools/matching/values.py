@@ -7,9 +7,9 @@ mask, and integers that count say nothing. Matrices that agree once one of them 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import fsum, isfinite, prod, sqrt
 from operator import mul
 from typing import NamedTuple, TypeAlias
@@ -36,21 +36,31 @@ class _Told(NamedTuple):
     curve: Curve
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     old: str
     new: str
     confidence: float
 
 
+_ByShape: TypeAlias = Mapping[Shape, dict[str, _Told]]
+
+
 def match_values(pairing: Pairing) -> None:
     """Pair what is equal or alike in its numbers and in nothing else, and what lies beside it in the same module."""
     rows = pairing.allow_reshape
-    olds, news = _by_shape(pairing.sources_left(), rows=rows), _by_shape(pairing.targets_left(), rows=rows)
-    found: list[_Found] = []
-    for shape in olds.keys() & news.keys():
-        found += _pairs(olds[shape], news[shape])
-    offers = _turned(pairing, found)
+    found = _pairs(_by_shape(pairing.sources_left(), rows=rows), _by_shape(pairing.targets_left(), rows=rows))
+    taken = {name for row in found for name in (("old", row.old), ("new", row.new))}
+    # matrices of which one is the other's transpose, among those that are nothing's equal as they are
+    olds = [param for param in pairing.sources_left() if len(param.shape) == 2 and ("old", param.name) not in taken]
+    olds = [
+        replace(param, sample=param.sample and turned(param.sample, param.shape), digest=None, shape=param.shape[::-1])
+        for param in olds
+    ]
+    news = [param for param in pairing.targets_left() if len(param.shape) == 2 and ("new", param.name) not in taken]
+    offers = [
+        row._replace(confidence=min(row.confidence, TRANSPOSED))
+        for row in _pairs(_by_shape(olds, rows=False), _by_shape(news, rows=False))
+    ]
     for row in offers:
         shapes = (pairing.source[row.old].shape,), (pairing.target[row.new].shape,)
         pairing.offer(Offer("transpose", "values", (row.old,), (row.new,), *shapes, row.confidence))
@@ -58,42 +68,20 @@ def match_values(pairing: Pairing) -> None:
         pairing.pair(row.old, row.new, "values", row.confidence)
 
 
-def _by_shape(params: Iterable[Param], *, rows: bool) -> Mapping[Shape, dict[str, _Told]]:
+def _by_shape(params: Iterable[Param], *, rows: bool) -> _ByShape:
     """The tensors of each shape; a patch embedding that is a convolution goes with one that is linear where `rows` is said."""
     found: dict[Shape, dict[str, _Told]] = defaultdict(dict)
     for param in params:
-        if (told := _told(param.sample, param.digest)) is not None:
+        if param.sample is not None and (curve := _curve(param.sample)) is not None:
             is_kernel = rows and len(param.shape) == _KERNEL
             shape = (param.shape[0], prod(param.shape[1:])) if is_kernel else param.shape
-            found[shape][param.name] = told
+            found[shape][param.name] = _Told((param.sample, param.digest), curve)
     return found
 
 
-def _turned(pairing: Pairing, found: Sequence[_Found]) -> list[_Found]:
-    """Matrices of which one is the other's transpose, among those that are nothing's equal as they are."""
-    taken = {row.old for row in found}, {row.new for row in found}
-    olds: dict[Shape, dict[str, _Told]] = defaultdict(dict)
-    news: dict[Shape, dict[str, _Told]] = defaultdict(dict)
-    for param in pairing.sources_left():
-        is_matrix = len(param.shape) == 2 and param.sample is not None and param.name not in taken[0]
-        if is_matrix and (told := _told(turned(param.sample or (), param.shape), None)) is not None:
-            olds[param.shape[::-1]][param.name] = told
-    for param in pairing.targets_left():
-        is_matrix = len(param.shape) == 2 and param.name not in taken[1]
-        if is_matrix and (told := _told(param.sample, param.digest)) is not None:
-            news[param.shape][param.name] = told
-    rows = [row for shape in olds.keys() & news.keys() for row in _pairs(olds[shape], news[shape])]
-    return [_Found(row.old, row.new, min(row.confidence, TRANSPOSED)) for row in rows]
-
-
-def _told(sample: Sequence[float] | None, digest: bytes | None) -> _Told | None:
-    curve = _curve(sample)
-    return None if curve is None or sample is None else _Told((sample, digest), curve)
-
-
-def _curve(sample: Sequence[float] | None) -> Curve | None:
+def _curve(sample: Sequence[float]) -> Curve | None:
     """What a sample does, whatever its scale; None where it is too short, constant, a mask, a counter, or no number."""
-    if sample is None or len(sample) < _FEWEST or not all(map(isfinite, sample)):
+    if len(sample) < _FEWEST or not all(map(isfinite, sample)):
         return None
     if len(set(sample)) <= _MASK or (all(map(float.is_integer, sample)) and list(sample) == sorted(sample)):
         return None
@@ -105,58 +93,50 @@ def _curve(sample: Sequence[float] | None) -> Curve | None:
     return tuple(value / length for value in rest)
 
 
-def _pairs(olds: dict[str, _Told], news: dict[str, _Told]) -> list[_Found]:
-    """Pairs among tensors of one shape: the equal ones first."""
-    found = _equal(olds, news)
-    taken = {row.old for row in found}, {row.new for row in found}
-    left, right = (
-        {name: told.curve for name, told in side.items() if name not in gone and len(told.curve) >= _FEWEST_ALIKE}
-        for side, gone in zip((olds, news), taken, strict=True)
-    )
-    return found + (_alike(left, right) if len(left) * len(right) <= _MOST_COMPARED else [])
+def _pairs(olds: _ByShape, news: _ByShape) -> list[_Found]:
+    """Pairs among tensors of one shape: the equal ones first, then those that are alike when neither is like anything else."""
+    found: list[_Found] = []
+    for shape in olds.keys() & news.keys():
+        left, right = dict(olds[shape]), dict(news[shape])
+        names: dict[Key, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        for side, tensors in enumerate((left, right)):
+            for name, told in tensors.items():
+                names[told.key][side].append(name)
+        for old, new in names.values():
+            if len(old) == len(new) == 1:
+                found.append(_Found(old[0], new[0], EQUAL))
+                del left[old[0]], right[new[0]]
+        left, right = (
+            {name: told for name, told in side.items() if len(told.curve) >= _FEWEST_ALIKE} for side in (left, right)
+        )
+        if len(left) * len(right) <= _MOST_COMPARED:
+            found += _alike(left, right)
+    return found
 
 
-def _equal(olds: dict[str, _Told], news: dict[str, _Told]) -> list[_Found]:
-    names: dict[Key, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side, tensors in enumerate((olds, news)):
-        for name, told in tensors.items():
-            names[told.key][side].append(name)
-    return [_Found(old[0], new[0], EQUAL) for old, new in names.values() if len(old) == len(new) == 1]
-
-
-def _alike(olds: dict[str, Curve], news: dict[str, Curve]) -> list[_Found]:
-    """Pairs that go up and down together, when neither does so with anything else."""
-    scores = {(old, new): sum(map(mul, one, other)) for old, one in olds.items() for new, other in news.items()}
-    close = {pair for pair, score in scores.items() if score >= _MOST_OTHER}
-    olds_close, news_close = (defaultdict[str, int](int) for _ in range(2))
+def _alike(olds: Mapping[str, _Told], news: Mapping[str, _Told]) -> Iterator[_Found]:
+    scores = {(old, new): sum(map(mul, one.curve, two.curve)) for old, one in olds.items() for new, two in news.items()}
+    close = [pair for pair, score in scores.items() if score >= _MOST_OTHER]
+    counts = Counter(old for old, _ in close), Counter(new for _, new in close)
     for old, new in close:
-        olds_close[old] += 1
-        news_close[new] += 1
-    return [
-        _Found(old, new, ALIKE)
-        for old, new in scores
-        if (old, new) in close and scores[old, new] >= _LEAST and olds_close[old] == news_close[new] == 1
-    ]
+        if scores[old, new] >= _LEAST and counts[0][old] == counts[1][new] == 1:
+            yield _Found(old, new, ALIKE)
 
 
-def _beside(pairing: Pairing, found: Sequence[_Found]) -> list[_Found]:
+def _beside(pairing: Pairing, found: Sequence[_Found]) -> Iterator[_Found]:
     """What has the same last name and shape in two modules all of whose pairs are of these two: biases of zeros, counters."""
-    modules: dict[str, set[str]] = defaultdict(set)
+    modules: dict[str, dict[str, float]] = defaultdict(dict)
     back: dict[str, set[str]] = defaultdict(set)
-    sure: dict[tuple[str, str], float] = {}
     for row in found:
         old, new = row.old.rpartition(".")[0], row.new.rpartition(".")[0]
-        modules[old].add(new)
+        modules[old][new] = min(row.confidence, modules[old].get(new, 1.0))
         back[new].add(old)
-        sure[old, new] = min(row.confidence, sure.get((old, new), 1.0))
-    taken = {row.old for row in found}, {row.new for row in found}
-    free = {param.name for param in pairing.targets_left()} - taken[1]
-    rows = []
+    taken = {row.old for row in found}
+    free = {param.name for param in pairing.targets_left()} - {row.new for row in found}
     for param in pairing.sources_left():
         path, _, leaf = param.name.rpartition(".")
-        others = modules.get(path, set())
-        new = f"{next(iter(others), '')}.{leaf}"
-        alone = bool(path) and len(others) == 1 and back[next(iter(others))] == {path}
-        if alone and param.name not in taken[0] and new in free and pairing.target[new].shape == param.shape:
-            rows.append(_Found(param.name, new, sure[path, next(iter(others))]))
-    return rows
+        others = [*modules.get(path, ())]
+        new = f"{others[0]}.{leaf}" if len(others) == 1 else ""
+        alone = path and new in free and back[others[0]] == {path}
+        if alone and param.name not in taken and pairing.target[new].shape == param.shape:
+            yield _Found(param.name, new, modules[path][others[0]])

@@ -212,7 +212,7 @@ def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return {"schemes": gguf.schemes(checkpoint.decoded), "problems": []}
     if not any(map(names_quantised, checkpoint.state_dicts)):
         return None
-    from ckpt_tools.edit.quantised.summary import summary
+    from ckpt_tools.edit.quantised.finding import summary
 
     return summary(checkpoint)
 

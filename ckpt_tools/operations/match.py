@@ -8,8 +8,7 @@ from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
-from ckpt_tools.fit.graphs import Seen
-from ckpt_tools.fit.partners import look_at
+from ckpt_tools.fit.partners import Seen, look_at
 from ckpt_tools.fit.targets import choose_state_dict, read_target
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching, Stages

@@ -13,9 +13,16 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors
-from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.registry import begins_as_checkpoint, containers
-from ckpt_tools.formats.single import HEAD, collector_paused, decode_content, decode_file, may_be_packed, naming
+from ckpt_tools.formats.single import (
+    HEAD,
+    collector_paused,
+    decode_content,
+    decode_file,
+    may_be_packed,
+    naming,
+    refuse_polyglot,
+)
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource

@@ -32,8 +32,6 @@ _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
 class ArrayMachine(Machine):
-    """A reading that passes over arrays of joblib's, as joblib does."""
-
     def __init__(self, *args: Any, arrays: bool = True) -> None:
         super().__init__(*args)
         self.arrays, self.has_arrays = arrays, False
@@ -63,7 +61,11 @@ class ArrayMachine(Machine):
             made = self.run()
             self.protocol, self.arrays = protocol, True
             return cast("Node", made)
-        self._pass_padding(given.get("numpy_array_alignment_bytes"))
+        alignment = given.get("numpy_array_alignment_bytes")
+        if alignment is not None:  # a byte before an array tells how many more stand there
+            if type(alignment) is not int and type(alignment) is not bool:
+                raise Malformed("is followed by an array of joblib's whose alignment is not a number")
+            self.position += 1 + self.data[self.position]
         start, self.position = self.position, self.position + size * prod(cast("tuple[int, ...]", shape))
         if self.position > self.end:
             raise Malformed("is followed by an array that is cut off")
@@ -74,14 +76,6 @@ class ArrayMachine(Machine):
         if type(made) is Object:
             made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
         return made
-
-    def _pass_padding(self, alignment: Node) -> None:
-        """Go on behind the bytes before an array: where the wrapper has an alignment, one that tells how many more."""
-        if alignment is None:
-            return
-        if type(alignment) is not int and type(alignment) is not bool:
-            raise Malformed("is followed by an array of joblib's whose alignment is not a number")
-        self.position += 1 + self.data[self.position]
 
 
 def _class_of(node: Object) -> str:

@@ -24,7 +24,6 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _named(text: str) -> frozenset[Global]:
-    """Globals from a text of `module:name,name` blocks."""
     blocks = (block.partition(":") for block in text.split())
     return frozenset(Global(module, name) for module, _, names in blocks for name in names.split(","))
 
@@ -170,7 +169,6 @@ _EVERYWHERE = _words(
 
 
 def is_data(name: Global) -> bool:
-    """Whether a global makes data: what weights_only allows, what makes plain values, Python's own exceptions."""
     if name in _DATA or is_newer_dtype(name):
         return True
     if name.module == "builtins":

@@ -81,11 +81,6 @@ class Pickle:
     makes: bool = False
     has_arrays: bool = False
 
-    @property
-    def may_matter(self) -> bool:
-        """Whether it names something, or can be read, or loaders may come further than this reading did."""
-        return bool(self.names) or self.error is None or self.two_ways or isinstance(self.error, LimitError)
-
 
 class Lister(ArrayMachine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
@@ -220,7 +215,6 @@ class Lister(ArrayMachine):
             self.held.append(given)
 
     def nested(self) -> list[bytes]:
-        """Bytes that torch loads, and those that look like pickles in what instances are given."""
         found, seen, todo = self.loaded, set[int](), self.held[::-1]
         while todo:
             node = todo.pop()
@@ -233,7 +227,6 @@ class Lister(ArrayMachine):
         return list({id(data): data for data in found}.values())
 
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
-        """Keep a call that is dangerous."""
         if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
             text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
@@ -273,14 +266,16 @@ def _unpacked(args: Node) -> tuple[Node, ...]:
 # --- the pickles of a part
 
 
-def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
-    """The pickles of a part, one behind another from its start, and behind the raw bytes between them."""
-    between = between or LegacyStorages()
+def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterator[Pickle]:
+    """The pickles of a part, one behind another from its start, and behind the raw bytes between them; `member` of a tar."""
+    between = TarMember(member) if member in ("storages", "tensors") else LegacyStorages()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True
     while pickles.left:
         found, value, pids = list_one(pickles, arrays)
-        if not first and not found.may_matter:
+        # whether it names something, or can be read, or loaders may come further than this reading did
+        matters = found.names or found.error is None or found.two_ways or isinstance(found.error, LimitError)
+        if not first and not matters:
             return
         first = False
         if found.error is None:
@@ -295,7 +290,6 @@ def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: b
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
-    """A pickle, what it holds, the persistent ids in it."""
     start, lister, error = pickles.position, Lister(b""), None
 
     def make(data: bytes, offset: int) -> Machine:
@@ -343,8 +337,7 @@ class LegacyStorages:
         if self.number < _KEYS:
             return None
         self.number = -1
-        keys = value.items if type(value) is List else [None]
-        for key in keys:
+        for key in value.items if type(value) is List else [None]:
             pid = self.pids.get(key) if type(key) is str else None
             if pid is None:
                 return None if self.computed else _IS_COMPUTED
@@ -352,35 +345,32 @@ class LegacyStorages:
         return None
 
 
-class TarStorages(LegacyStorages):
-    """The member `storages` of a torch-tar: a count, a pickle (key, location, class) and a storage each, a list of views."""
+class TarMember(LegacyStorages):
+    """The members `storages` and `tensors` of a torch-tar: a count, and a pickle of three parts for each.
+
+    Behind that of a storage, (key, location, class), stand its elements; behind that of a tensor, (key, storage, class), its
+    sizes, strides and offset.
+    """
 
     window = 4096
 
-    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Behind a pickle of three parts a storage."""
-        self.number += 1
-        if self.number == 0 or (type(value) is List and all(type(part) is tuple for part in value.items)):
-            return None
-        record = _record(value)
-        if record is None:
-            return _IS_COMPUTED
-        _pass_storage(pickles, record[2])
-        return None
-
-
-class TarTensors(LegacyStorages):
-    """The member `tensors` of a torch-tar: a count, a pickle (key, storage, class), sizes, strides and an offset each."""
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.of_storages = name == "storages"
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Behind a pickle of three parts the sizes, the strides and the offset."""
         self.number += 1
-        if self.number == 0:
+        parts = tuple(value.items) if type(value) is List else value
+        are_views = type(value) is List and all(type(part) is tuple for part in value.items)
+        if self.number == 0 or (self.of_storages and are_views):
             return None
-        if _record(value) is None:
+        if type(parts) is not tuple or len(parts) != 3:
             return _IS_COMPUTED
-        ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
-        _skip(pickles, 8 * (2 * ndim + 1))
+        if self.of_storages:
+            _pass_storage(pickles, parts[2])
+        else:
+            ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
+            _skip(pickles, 8 * (2 * ndim + 1))
         return None
 
 
@@ -395,9 +385,3 @@ def _skip(pickles: Pickles, length: int) -> None:
     if not 0 <= length <= pickles.left:
         raise PickleError(f"{length} bytes are missing at offset {pickles.position}.")
     pickles.position += length
-
-
-def _record(value: Node) -> Pid | None:
-    """A tuple or list of three."""
-    parts = tuple(value.items) if type(value) is List else value
-    return parts if type(parts) is tuple and len(parts) == 3 else None

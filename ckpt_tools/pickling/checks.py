@@ -180,7 +180,6 @@ class _Keys:
         return stand_in
 
     def _spend(self, parts: int) -> None:
-        """Count what Python would hash."""
         self.parts += parts
         limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
 
@@ -227,7 +226,6 @@ def _check_counter(node: Object) -> None:
 
 
 def _keys_of(made: Node) -> list[Node]:
-    """The keys of a dict, or those that a Counter has been given."""
     if type(made) is Dict:
         return [key for key, _ in made.items]
     if type(made) is not Object:

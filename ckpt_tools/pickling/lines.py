@@ -28,7 +28,6 @@ def whole(text: bytes, base: int = 0) -> int:
 
 
 def value(op: int, line: bytes) -> int | float | str | bytes:
-    """What the opcode INT, LONG, FLOAT, UNICODE or STRING has."""
     if op == 0x49:  # INT
         text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
         octal = re.fullmatch(_OCTAL, text)

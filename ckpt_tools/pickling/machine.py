@@ -94,7 +94,6 @@ class Machine:
     # --- what opcodes share
 
     def _line(self, at: int) -> tuple[bytes, int]:
-        """The line at a position, and where the next one begins."""
         stop = self.data.find(b"\n", at)
         if stop >= 0:
             return self.data[at:stop], stop + 1
@@ -113,7 +112,6 @@ class Machine:
             return ByteString(data)
 
     def name(self, module: Node, name: Node) -> Node:
-        """The inert record of a global."""
         if type(module) is not str or type(name) is not str:
             raise Malformed("names a global by something that is not text")
         taken = Global(*python3_name(module, name))
@@ -343,26 +341,17 @@ class Machine:
                 elif op == 0x51:  # BINPERSID
                     self.position = at
                     stack[-1] = self.persistent(stack[-1])
-                elif op == 0x4D:  # BININT2
-                    stack.append(_U16(data, at)[0])
-                    at += 2
-                    if data[at : at + 10 : 3] == b"MMMM":
-                        at = _row(op, data, at, min(limit, end), stack)
-                elif op == 0x47:  # BINFLOAT
-                    stack.append(_F64(data, at)[0])
-                    at += 8
-                    if data[at : at + 28 : 9] == b"GGGG":
+                elif op in _NUMBERS:  # BININT2, BININT, BINFLOAT
+                    read, width, four = _NUMBERS[op]
+                    stack.append(read(data, at)[0])
+                    at += width
+                    if data[at : at + 3 * width + 4 : width + 1] == four:
                         at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     unusual["opcode SHORT_BINUNICODE"] = None
                     n = data[at]
                     at += 1 + n
                     stack.append(data[at - n : at].decode("utf-8", "surrogatepass"))
-                elif op == 0x4A:  # BININT
-                    stack.append(_I32(data, at)[0])
-                    at += 4
-                    if data[at : at + 16 : 5] == b"JJJJ":
-                        at = _row(op, data, at, min(limit, end), stack)
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     self.position = at
                     if op == 0x75:
@@ -530,6 +519,7 @@ class Machine:
 _BYTES = {
     0x42: (_U32, 4), 0x43: (_U8, 1), 0x54: (_U32, 4), 0x55: (_U8, 1), 0x8D: (_U64, 8), 0x8E: (_U64, 8), 0x96: (_U64, 8),
 }  # fmt: skip
+_NUMBERS = {0x4D: (_U16, 2, b"MMMM"), 0x4A: (_I32, 4, b"JJJJ"), 0x47: (_F64, 8, b"GGGG")}
 _TOO_MUCH = "The pickle makes more objects than a checkpoint of its size can hold."
 _TOLD: dict[type, str] = {
     KeyError: "reads a place in the memo that was never written",

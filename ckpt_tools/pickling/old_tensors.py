@@ -54,18 +54,16 @@ def _modern(node: Node) -> Node:
     assert type(function) is Global
     if function in _OF_VALUES:
         raise _of_values(node)
-    return _tensor(node, TENSOR_CLASSES[function]) if function in TENSOR_CLASSES else _variable(node)
+    if function not in TENSOR_CLASSES:
+        return _variable(node)
+    state = _state(node)
+    if node.args or len(state) != 4 or type(state[0]) is not Storage or state[0].dtype is not TENSOR_CLASSES[function]:
+        raise _of_values(node)
+    return rebuild_tensor(state)
 
 
 def _of_values(node: Object) -> TensorError:
     return TensorError(f"The pickle makes a {node.name} in a way that torch does not write.")
-
-
-def _tensor(node: Object, dtype: DType) -> Node:
-    state = _state(node)
-    if node.args or len(state) != 4 or type(state[0]) is not Storage or state[0].dtype is not dtype:
-        raise _of_values(node)
-    return rebuild_tensor(state)
 
 
 def _variable(node: Object) -> Node:

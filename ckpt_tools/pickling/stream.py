@@ -102,7 +102,6 @@ class Pickles:
                 self.unusual.update(machine.unusual)
 
     def tell(self, machine: Machine) -> None:
-        """Add what descriptions name to what a machine has found."""
         machine.globals.update(self.globals)
         machine.unusual.update(self.unusual)
 

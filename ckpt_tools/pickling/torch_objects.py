@@ -49,7 +49,6 @@ class Storages:
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
     def storage(self, pid: Node) -> Storage:
-        """The storage of a persistent id ("storage", class, key, location, number of elements)."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError(
                 "The pickle refers to something outside it that is not a storage.",
@@ -111,7 +110,6 @@ def _brief(node: Node) -> str:
 
 
 def dtype_of(node: Node) -> DType:
-    """The dtype that a global like `torch.float8_e5m2` names."""
     name = node.name if type(node) is Global and node.module == "torch" else ""
     dtype = DTYPES.get(name) or newer_dtype(name)
     if dtype is None or not dtype.in_torch:
@@ -162,13 +160,11 @@ def _check_gradient(dtype: DType, requires_grad: bool) -> None:
 
 
 def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
-    """A tensor on the meta device, in the form that `torch.save` has for it."""
     made = (Global("torch", dtype.name), shape, stride, requires_grad)
     return Object("reduce", Global("torch._utils", "_rebuild_meta_tensor_no_storage"), made)
 
 
 def parameter_of(tensor: Object, requires_grad: bool) -> Object:
-    """A parameter around an unusual tensor, as `torch.save` writes it."""
     return Object("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, requires_grad, Dict(ordered=True)))
 
 
@@ -289,7 +285,6 @@ _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "
 
 
 def _maker(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
-    """A maker that refuses calls with fewer or more arguments than the function takes."""
 
     def maker(args: tuple[Node, ...]) -> Node:
         made = make(*args) if low <= len(args) <= high else False
@@ -432,8 +427,6 @@ def _length(node: Any) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class SparseParts:
-    """What a sparse tensor is made of: the layout's name, entries of indices, the entry of values, the shape."""
-
     layout: str
     indices: tuple[Entry, ...]
     values: Entry

@@ -44,7 +44,6 @@ def of_call(function: Node, args: _Given) -> Rating:
 
 
 def of_instance(cls: Node) -> Rating:
-    """Rule 4: an instance of a class, made without its `__init__`."""
     if type(cls) is Object and cls.function == GETATTR and type(cls.args) is tuple:  # a class inside a class
         return _of_attribute(cls.args)
     if type(cls) is not Global:
@@ -82,7 +81,6 @@ _PARSER_TEXT = re.compile(
 
 
 def _of_text(made: Node, state: Node) -> Rating:
-    """The text in the state of a distribution of scipy.stats."""
     parts = [part for part in (state if type(state) is tuple else (state,)) if part is not None]
     pairs = [pair for part in parts if type(part) is Dict for pair in part.items]
     texts = [value for key, value in pairs if key == _PARSER]
@@ -97,7 +95,6 @@ def _of_text(made: Node, state: Node) -> Rating:
 
 
 def _of_handed(how: str, part: Node, given: _Given) -> Rating:
-    """What a maker calls, or makes an instance of."""
     if how == "new":
         return of_instance(part)
     if how == "name" and type(part) is Object:  # an instance, which is kept

@@ -81,10 +81,4 @@ ALLOWED_2_4 = frozenset(name for name in ALLOWED if str(name) not in _SINCE_2_4)
 
 
 def is_newer_dtype(name: Global) -> bool:
-    """Whether a global is a dtype of a newer PyTorch, which takes it as the others."""
     return name.module == "torch" and newer_dtype(name.name) is not None
-
-
-def refused(names: list[Global]) -> list[str]:
-    """The globals that torch refuses, as `module.name`, in order."""
-    return [str(name) for name in names if name not in ALLOWED]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
@@ -75,8 +74,6 @@ class _Done:
 
 @final
 class _Values:
-    """Plain values in a row, written without asking for each what it is."""
-
     __slots__ = ("items",)
 
     def __init__(self, items: Sequence[Node]) -> None:
@@ -133,7 +130,6 @@ class _Writer:
         return True
 
     def again(self, index: int) -> bytes:
-        """The opcode that takes what is in the memo."""
         return b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
 
     def begin(self, node: Node) -> None:
@@ -288,14 +284,7 @@ class _Writer:
         return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
-        """The same, with plain values that follow one another put together where there are many."""
-        if len(items) < _FEW:
-            return list(items)
-        rows: list[_Todo] = []
-        for plain, run in groupby(items, lambda item: type(item) in PLAIN):
-            members = list(run)
-            rows += [_Values(members)] if plain else members
-        return rows
+        return [_Values(items)] if len(items) >= _FEW and PLAIN.issuperset(map(type, items)) else list(items)
 
     # --- nodes without parts
 
@@ -308,7 +297,6 @@ class _Writer:
             self.remember(id(node))
 
     def values(self, items: Sequence[Node]) -> None:
-        """Plain values one after another."""
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
             if are_short(row):
@@ -382,7 +370,6 @@ class _Writer:
         self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + self.persid
 
     def key_of(self, storage: Storage) -> str:
-        """The key that the container gives a storage."""
         return storage.key if self.keys is None else self.keys[id(storage)]
 
 
@@ -448,7 +435,6 @@ U32 = struct.Struct("<I").pack
 
 
 def integer(value: int) -> bytes:
-    """A whole number, in the shortest opcode for it."""
     if 0 <= value < 256:
         return b"K%c" % value
     if 0 <= value < 65536:

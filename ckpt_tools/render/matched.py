@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ckpt_tools.fit.graphs import Seen
+from ckpt_tools.fit.partners import Seen
 from ckpt_tools.matching.advice import Advice
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching

@@ -31,7 +31,7 @@ class Builder:
         _check_map_location(map_location)
         self.path = checkpoint.path
         self.map_location = map_location
-        self.maps = _Maps() if mapped else None
+        self.maps: dict[int, mmap.mmap | None] | None = {} if mapped else None
         self.devices: dict[str, torch.device] = {}
         self.made: dict[int, Any] = {}
         self.pending: list[Dict | List | Entry] = []
@@ -124,9 +124,26 @@ class Builder:
         device = self.device(storage.device or "cpu")
         if device.type == "meta":
             return torch.UntypedStorage(storage.nbytes, device="meta")
-        made = self.maps.storage(storage) if self.maps is not None else None
-        made = made if made is not None else _read(storage)
+        mapped = None if self.maps is None else self.mapped(storage, self.maps)
+        made = _read(storage) if mapped is None else mapped
         return made if device.type == "cpu" else made.to(device=device)
+
+    @staticmethod
+    def mapped(storage: Storage, maps: dict[int, mmap.mmap | None]) -> torch.UntypedStorage | None:
+        """The mapped bytes of a storage, each file once and privately: what is written to a tensor stays in this process.
+
+        None where they are not in the file as they are, not aligned, or cannot be mapped.
+        """
+        content, align = storage.content, storage.dtype.itemsize if storage.dtype is not None else _ALIGN
+        if not isinstance(content, Range) or not content.length or content.offset % (align or 1):
+            return None
+        source = content.source
+        if id(source) not in maps:
+            maps[id(source)] = _map(source) if len(maps) < _MAPS else None
+        file = maps[id(source)]
+        if file is None or content.offset + content.length > len(file):
+            return None
+        return torch.frombuffer(file, dtype=torch.uint8, offset=content.offset, count=content.length).untyped_storage()
 
     def device(self, tag: str) -> torch.device:
         """Where a storage with this tag goes; made sure of once."""
@@ -160,27 +177,6 @@ def _read(storage: Storage) -> torch.UntypedStorage:
     read_into(storage.content, memoryview(data))
     tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     return tensor.untyped_storage()
-
-
-class _Maps:
-    """Files mapped into memory, each once, privately: what is written to a tensor stays in this process."""
-
-    def __init__(self) -> None:
-        self.maps: dict[int, mmap.mmap | None] = {}
-
-    def storage(self, storage: Storage) -> torch.UntypedStorage | None:
-        """The mapped bytes of a storage; None where they are not in the file as they are, not aligned, or cannot be mapped."""
-        content, align = storage.content, storage.dtype.itemsize if storage.dtype is not None else _ALIGN
-        if not isinstance(content, Range) or not content.length or content.offset % (align or 1):
-            return None
-        source = content.source
-        if id(source) not in self.maps:
-            self.maps[id(source)] = _map(source) if len(self.maps) < _MAPS else None
-        mapped = self.maps[id(source)]
-        if mapped is None or content.offset + content.length > len(mapped):
-            return None
-        tensor = torch.frombuffer(mapped, dtype=torch.uint8, offset=content.offset, count=content.length)
-        return tensor.untyped_storage()
 
 
 _ALIGN = 16  # an untyped storage may be viewed as anything

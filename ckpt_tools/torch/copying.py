@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ckpt_tools.io.content import Content, Range, chunks, read_into
+from ckpt_tools.io.content import Content, Range, read_into
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.numeric import blocks, row_major, torch_dtype
+from ckpt_tools.values.numeric import blocks, by_position, part, row_major, torch_dtype
 
 _STEP = 16 << 20
 _Read = tuple[Source, int, memoryview]
@@ -25,9 +25,7 @@ def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
             continue
         content, dtype = row_major(entry), torch_dtype(entry.dtype)
         if not _is_plain_memory(tensor) or tensor.dtype != dtype:
-            elements = _Elements(content, dtype)
-            for block in blocks(tensor.detach()):
-                block.copy_(elements.take(block.numel()).reshape(block.shape))
+            _copy_elements(by_position(content), dtype, tensor.detach())
         elif isinstance(content, Range) and content.source.fd >= 0:
             memory = memory_of(tensor)
             steps = range(0, len(memory), _STEP)
@@ -82,32 +80,13 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + span) * tensor.itemsize
 
 
-class _Elements:
-    """The elements of a content, some at a time, in one buffer that is used again."""
-
-    def __init__(self, content: Content, dtype: torch.dtype) -> None:
-        self.content, self.dtype = content, dtype
-        self.buffer = bytearray()
-        self.at = 0
-        self.chunks: Iterator[bytes | memoryview] = iter(()) if isinstance(content, Range) else chunks(content)
-        self.rest = memoryview(b"")
-
-    def take(self, count: int) -> torch.Tensor:
-        """The next elements; good until the next call."""
-        size = count * self.dtype.itemsize
-        if len(self.buffer) < size:
-            self.buffer = bytearray(size)
-        self._read(memoryview(self.buffer)[:size])
-        return torch.frombuffer(self.buffer, dtype=self.dtype, count=count)
-
-    def _read(self, out: memoryview) -> None:
-        if isinstance(self.content, Range):
-            self.content.source.read_into(self.content.offset + self.at, out)
-            self.at += len(out)
-            return
-        while len(out):
-            if not len(self.rest):
-                self.rest = memoryview(next(self.chunks)).cast("B")
-            size = min(len(self.rest), len(out))
-            out[:size] = self.rest[:size]
-            self.rest, out = self.rest[size:], out[size:]
+def _copy_elements(content: Content, dtype: torch.dtype, tensor: torch.Tensor) -> None:
+    """Copy a block at a time, through one buffer that is used again."""
+    buffer, at = bytearray(), 0
+    for block in blocks(tensor):
+        size = block.numel() * dtype.itemsize
+        if len(buffer) < size:
+            buffer = bytearray(size)
+        read_into(part(content, at, size), memoryview(buffer)[:size])
+        block.copy_(torch.frombuffer(buffer, dtype=dtype, count=block.numel()).reshape(block.shape))
+        at += size

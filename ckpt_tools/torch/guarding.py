@@ -99,7 +99,6 @@ def _held(model: torch.nn.Module) -> list[Held]:
 
 
 def _before(model: torch.nn.Module) -> dict[str, Before]:
-    """What is to be remembered of a model's tensors, by name."""
     return {held.name: Before(held.written, sample(held.tensor, 2) if held.plain else None) for held in _held(model)}
 
 
@@ -167,7 +166,6 @@ class Judge:
 
     @staticmethod
     def _unsampled(held: Held, *, written: bool) -> Fate:
-        """The fate of a tensor whose elements cannot be looked at."""
         if _is_lazy(held.tensor):
             return Fate(held.name, held.kind, "untouched", how="lazy, without a shape")
         if held.tensor.is_meta:

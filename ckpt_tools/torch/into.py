@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt_tools.edit import casts
 from ckpt_tools.edit.account import Account
 from ckpt_tools.edit.parametrized import fold_for, told_fold
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.fit import Fitted, Wanted, fit, left_out
+from ckpt_tools.fit.fit import Choices, Fitted, Wanted, fit, left_out
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of
@@ -24,7 +22,7 @@ from ckpt_tools.fit.targets import Target, names_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.content import Computed, Content, Deflated, Joined, chunks, read
+from ckpt_tools.io.content import Content, Deflated, chunks, made_of
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
@@ -35,7 +33,7 @@ from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import is_dtensor, own_box
-from ckpt_tools.torch.live_names import renamed_state_dict
+from ckpt_tools.torch.live_names import inside_wrappers, renamed_state_dict
 from ckpt_tools.torch.loading import choose, load_state_dict, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
@@ -45,6 +43,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, as_dict
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.values.numeric import row_major, torch_dtype
+from ckpt_tools.values.same_bytes import same_content
 
 # --- what `load_into` will do
 
@@ -102,7 +101,9 @@ class Planner:
         )
         matching = self._tolerate(found)
         label = f"{self.checkpoint.path} does not fit the model"
-        wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
+        first: dict[object, str] = {}
+        firsts = {name: first.setdefault(slot.place, name) for name, slot in slots.items()}
+        wanted = Wanted(list(slots), self._blank, None, firsts, label)
         account, plan = Account(), plan_of(replace(matching, offers=()))
         account.open(str(self.checkpoint.path), self.node)
         fitted = fit(self.node, plan, wanted, self.choices)
@@ -114,22 +115,22 @@ class Planner:
 
     def _tolerate(self, matching: Matching) -> Matching:
         """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
-        old = [name for name in matching.missing if name.endswith("num_batches_tracked") and not self._is_chosen(name)]
+        old = [
+            name for name in matching.missing
+            if name.endswith("num_batches_tracked") and self.choices.reinit.of(name) is None
+            and not self.slots.tensors[name].tensor.is_meta
+        ]  # fmt: skip
         has_any = any(name.endswith("num_batches_tracked") for name in self.source)
         if not old or has_any:
             return matching
         self.report.notes.append(f"{len(old)} num_batches_tracked are not in a file this old; they stay as they are.")
         return replace(matching, missing=tuple(name for name in matching.missing if name not in set(old)))
 
-    def _is_chosen(self, name: str) -> bool:
-        return self.choices.reinit.of(name) is not None or self.slots.tensors[name].tensor.is_meta
-
     def _blank(self, name: str) -> Blank:
         slot = self.slots.tensors[name]
         return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
 
     def _copies(self, fitted: Fitted) -> tuple[Copy, ...]:
-        """A copy for each tensor of the model that gets a value, checked."""
         copies = []
         taken: dict[object, tuple[str, Entry]] = {}
         for name, node in fitted.tensors.items():
@@ -157,7 +158,7 @@ class Planner:
     def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
         """One tensor of the model under two names takes one value."""
         view, seen = ((e.storage, e.offset, e.shape, e.stride) for e in (node, other))
-        if view != seen and _bytes_of(node) != _bytes_of(other):
+        if view != seen and not same_content(row_major(node), row_major(other)):
             raise ConvertError(
                 f"{first!r} and {name!r} are one tensor in the model, and two different ones in {self.checkpoint.path}.",
                 fix="Untie them in the model, or choose one in the file: ckpt convert --drop.",
@@ -208,11 +209,6 @@ class Planner:
         return tuple(given)
 
 
-def _first_names(slots: Slots) -> dict[str, str]:
-    first: dict[object, str] = {}
-    return {name: first.setdefault(slot.place, name) for name, slot in slots.tensors.items()}
-
-
 def _check_assignable(name: str, entry: Entry, slot: Slot) -> None:
     """A new Parameter takes any dtype that torch has, but one that needs a gradient takes floats only."""
     packed = entry.dtype.packed > 1 and entry.dtype.name != slot.dtype
@@ -237,19 +233,10 @@ def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
 
 def _check_readable(content: Content) -> None:
     """Inflate what is deflated once, so that damage is found before the model changes."""
-    if isinstance(content, Computed) and content.of is not None:
-        for source in content.of if isinstance(content.of, tuple) else (content.of,):
-            _check_readable(source)
-    elif isinstance(content, Joined):
-        for part in content.parts:
-            _check_readable(part)
-    if isinstance(content, Deflated):
-        for _ in chunks(content):
-            pass
-
-
-def _bytes_of(entry: Entry) -> bytes:
-    return read(row_major(entry))
+    for one in made_of(content):
+        if isinstance(one, Deflated):
+            for _ in chunks(one):
+                pass
 
 
 # --- load hooks
@@ -285,16 +272,6 @@ def _registered(module: torch.nn.Module) -> Iterator[str]:
 def _counts(function: Callable[..., Any]) -> bool:
     home = getattr(function, "__module__", None) or type(function).__module__
     return not home.startswith(_NEEDLESS)
-
-
-def inside_wrappers(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that DataParallel, DistributedDataParallel and torch.compile were given."""
-    while True:
-        parallel = isinstance(model, DataParallel | DistributedDataParallel)
-        inner = model.module if parallel else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
 
 
 def load_with_hooks(
@@ -413,9 +390,16 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
     with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
-        with collector_paused(), _naming_hooks(model):
+        with collector_paused():
             chosen = choose(checkpoint, options.select)
-            plan = Planner(checkpoint, chosen, slots, model, options).plan()
+            try:
+                plan = Planner(checkpoint, chosen, slots, model, options).plan()
+            except MatchError as error:
+                if unrun := load_hooks(model):  # they may be what makes it fit
+                    error.fix += (
+                        f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. hooks=True runs them."
+                    )
+                raise
         if beside := [dotted(row.where) for row in checkpoint.tensors if row.where[: len(chosen.where)] != chosen.where]:
             plan.report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
         _carry_out(plan)
@@ -423,17 +407,6 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
             plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
         checkpoint.decoded.source.check_unchanged()
     return plan.report
-
-
-@contextlib.contextmanager
-def _naming_hooks(model: torch.nn.Module) -> Iterator[None]:
-    """Where a checkpoint does not fit, the model's own hooks may be what makes it fit."""
-    try:
-        yield
-    except MatchError as error:
-        if unrun := load_hooks(model):
-            error.fix += f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. hooks=True runs them."
-        raise
 
 
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
@@ -473,32 +446,22 @@ def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
     before: list[tuple[torch.nn.Module, Any]] = []
     for module, state in states:
         try:
-            before.append((module, _copied(module.get_extra_state())))
+            own = module.get_extra_state()
+            with contextlib.suppress(Exception):  # what cannot be copied is kept itself
+                own = deepcopy(own)
+            before.append((module, own))
             module.set_extra_state(state)
         except Exception as error:
-            _put_back(before)
+            for changed, old in reversed(before):
+                with contextlib.suppress(Exception):  # the module's own code, which has just raised
+                    changed.set_extra_state(old)
             raise ConvertError(
                 f"A {type(module).__name__} of the model does not take its extra state.",
                 why=f"set_extra_state raised {type(error).__name__}: {error}",
             ) from error
 
 
-def _put_back(before: Sequence[tuple[torch.nn.Module, Any]]) -> None:
-    for module, state in reversed(before):
-        with contextlib.suppress(Exception):  # the module's own code, which has just raised
-            module.set_extra_state(state)
-
-
-def _copied(state: Any) -> Any:
-    """A copy that the module cannot change; the state itself where it cannot be copied."""
-    try:
-        return deepcopy(state)
-    except Exception:
-        return state
-
-
 def _new_tensor(copy: Copy, assign: bool) -> torch.Tensor:
-    """Memory for a parameter that has none yet, or that is exchanged."""
     old = copy.slot.tensor
     device = torch.get_default_device() if old.is_meta else old.device
     dtype = torch_dtype(copy.entry.dtype) if assign else old.dtype
@@ -525,7 +488,6 @@ def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put(slot: Slot, tensor: torch.Tensor) -> None:
-    """Put a new tensor wherever the old one is."""
     for module, own in slot.owners:
         held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
         held[own] = tensor

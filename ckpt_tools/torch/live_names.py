@@ -65,3 +65,16 @@ def renamed_state_dict(state_dict: _StateDict, rename: Callable[[str], str]) -> 
 def _is_name(key: Any, value: Any) -> bool:
     """Whether a key names part of the model, as `ckpt convert` has it; an epoch beside the tensors does not."""
     return isinstance(key, str) and (isinstance(value, torch.Tensor) or key.endswith("_extra_state") or "." in key)
+
+
+def inside_wrappers(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that DataParallel, DistributedDataParallel, torch.compile and Opacus were given."""
+    while True:
+        opacus = type(model).__module__.startswith("opacus.")
+        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            inner: object = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None) or (getattr(model, "_module", None) if opacus else None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner

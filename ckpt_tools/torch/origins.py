@@ -26,7 +26,7 @@ from ckpt_tools.parts.open import open_checkpoint, open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import memory_of
-from ckpt_tools.torch.proving.relations import permuted
+from ckpt_tools.torch.proving.reasons import permuted
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import by_position, part, row_major, torch_dtype

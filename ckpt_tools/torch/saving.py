@@ -21,7 +21,7 @@ from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.gathering import has_parts, leaves, write_gathered
-from ckpt_tools.torch.live_names import renamed_state_dict
+from ckpt_tools.torch.live_names import inside_wrappers, renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
 from ckpt_tools.tree.dtypes import DTYPES, DType
@@ -65,10 +65,10 @@ def save(
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
     if kind in ("safetensors", "gguf"):
-        from ckpt_tools.formats.frameworks import gguf_writing
+        from ckpt_tools.formats.frameworks import gguf
 
         flat = flatten(_tree_of(data, kind), holder=kind)
-        lay_out = safetensors.lay_out if kind == "safetensors" else gguf_writing.lay_out
+        lay_out = safetensors.lay_out if kind == "safetensors" else gguf.lay_out
         pieces = lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
@@ -126,7 +126,7 @@ class _Stream(io.RawIOBase):
 def _without_modules(value: Any, wrapped: bool, above: set[int]) -> Any:
     """The same data with the state dicts of modules in their place; the very same object where there are none."""
     if isinstance(value, torch.nn.Module):
-        return _state_dict_of(value, wrapped)
+        return value.state_dict() if wrapped else renamed_state_dict(inside_wrappers(value).state_dict(), names.strip_inner)
     if type(value) not in (dict, collections.OrderedDict, list, tuple) or id(value) in above:
         return value
     old = list(value.values()) if isinstance(value, dict) else value
@@ -134,25 +134,6 @@ def _without_modules(value: Any, wrapped: bool, above: set[int]) -> Any:
     if all(one is other for one, other in zip(old, new, strict=True)):
         return value
     return type(value)(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
-
-
-def _state_dict_of(model: torch.nn.Module, wrapped: bool) -> Mapping[str, Any]:
-    if wrapped:
-        return model.state_dict()
-    while True:
-        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif (inner := _inside(model)) is not None:
-            model = inner
-        else:
-            return renamed_state_dict(model.state_dict(), names.strip_inner)
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What torch.compile or Opacus has wrapped."""
-    opacus = type(model).__module__.startswith("opacus.")
-    inner = getattr(model, "_orig_mod", None) or (getattr(model, "_module", None) if opacus else None)
-    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 _DEEPEST = 100  # mappings in mappings

@@ -132,7 +132,6 @@ def _unusual(tensor: torch.Tensor) -> str:
 
 
 def _unusual_part(tensor: Any) -> str:
-    """Why nothing can be written into this rank's part of a DTensor, or the empty text."""
     try:
         own_box(tensor)
     except TensorError as error:

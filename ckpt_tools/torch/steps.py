@@ -6,12 +6,15 @@ It imports torch for `state_dict` alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.member_paths import File, as_path
+from ckpt_tools.operations.convert.conversion import open_input
+from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.operations.convert.run import convert_with
@@ -157,6 +160,15 @@ class Steps:
             NothingMatchedError: none is left, or several. CkptError: see `convert`.
         """
         need_torch("Live tensors are PyTorch's.")
-        from ckpt_tools.torch.edited import load_edited
+        from ckpt_tools.torch.building import Builder
+        from ckpt_tools.torch.loading import choose, loadable
 
-        return load_edited(as_path(self.path), self.options)
+        path = as_path(self.path)
+        with ExitStack() as stack, open_input(path, self.options) as checkpoint:
+            checkpoint.root = Edits(self.options).apply(checkpoint, Converted(str(path), ""), stack).root
+            vars(checkpoint).pop("state_dicts", None)  # of the tree as it was
+            root = loadable(choose(checkpoint, None).node, path)
+            device = "cpu" if self.options.map_location is None else None
+            loaded: dict[str, torch.Tensor] = Builder(checkpoint, device).build(root)
+            checkpoint.decoded.source.check_unchanged()
+            return loaded

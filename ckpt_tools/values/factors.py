@@ -69,7 +69,6 @@ def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: boo
 
 
 def _measured(base: Matrix, tuned: Matrix, left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
-    """The norms of the difference, and of what is left of it."""
     size = error = 0.0
     for start, block in _differences(base, tuned):
         size += float(block.square().sum())

@@ -13,9 +13,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.io.content import Computed, Content, Range, equal_chunks, read
+from ckpt_tools.io.content import Computed, Content, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import one_thread, part, torch_dtype
+from ckpt_tools.values.numeric import one_thread, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
     """The bytes of a bias or a weight after what several adapters add to it."""
 
     def work() -> Iterator[memoryview]:
-        vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
+        vectors = [_load(addend.vector, base.dtype) * addend.scale for addend in addends]
         for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (prod(base.shape), 1))):
             before = block.clone()
             for vector in vectors:
@@ -122,38 +122,31 @@ def recast(matrix: Matrix, target: DType) -> Content:
 
 
 class _Layer:
-    """A delta at work: the factor that every block needs in memory, the other read for each block."""
+    """A delta at work, its factors in memory."""
 
     def __init__(self, delta: Delta, base: Matrix) -> None:
-        self.delta, self.base = delta, base.dtype
+        self.delta = delta
         self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
         self.wide = _wide(self.dtype)
         self.base_dtype = torch_dtype(base.dtype)
-        self.factor: torch.Tensor | None = None
-        self.magnitude: torch.Tensor | None = None
-        if delta.experts:
-            self.down, self.up = (_load(one, _in_memory(one.dtype, base.dtype), delta.read) for one in (delta.down, delta.up))
-            return
-        self.fixed = self.whole(delta.up if delta.turned else delta.down)
-        self.moving = _Rows(delta.down if delta.turned else delta.up, columns=delta.turned)
-        self.moving_dtype = _in_memory(self.moving.matrix.dtype, base.dtype)
+        self.down, self.up = (_load(one, base.dtype, delta.read) for one in (delta.down, delta.up))
+        if not delta.experts:  # of those some rows are wanted at a time
+            self.down, self.up = self.down.to(self.wide), self.up.to(self.wide)
         if delta.mid is not None:
-            self.fixed = _through(self.whole(delta.mid), self.fixed)
-        if delta.magnitude is not None:
-            self.magnitude = _load(delta.magnitude, _in_memory(delta.magnitude.dtype, base.dtype)).reshape(-1)
-
-    def whole(self, matrix: Matrix) -> torch.Tensor:
-        """A factor that every block needs, as it is multiplied."""
-        return _load(matrix, _in_memory(matrix.dtype, self.base)).to(self.wide)
+            self.down = _through(_load(delta.mid, base.dtype).to(self.wide), self.down)
+        self.factor: torch.Tensor | None = None
+        self.magnitude = None if delta.magnitude is None else _load(delta.magnitude, base.dtype).reshape(-1)
 
     def change(self, start: int, count: int) -> torch.Tensor:
         """What is added to `count` rows of the weight, in the factors' dtype."""
+        rows = slice(start, start + count)
         if self.delta.experts:
             product = self.of_experts(self.delta.first + start, count)
             product = product.to(self.dtype) if self.delta.experts > 1 else product
+        elif self.delta.turned:
+            product = (self.up @ self.down[:, rows].contiguous()).T
         else:
-            moving = self.moving.get(start, count, self.moving_dtype).to(self.wide)
-            product = (self.fixed @ moving).T if self.delta.turned else moving @ self.fixed
+            product = self.up[rows] @ self.down
         made = (product * self.delta.scale).to(self.dtype)
         return made.to(self.base_dtype) if self.delta.narrow and self.magnitude is None else made
 
@@ -204,29 +197,6 @@ class _Layer:
         self.factor = self.magnitude / squares.sqrt().to(torch.promote_types(self.base_dtype, self.dtype))
 
 
-class _Rows:
-    """Rows of a matrix as they are wanted, or columns."""
-
-    def __init__(self, matrix: Matrix, *, columns: bool) -> None:
-        self.matrix, self.columns = matrix, columns
-        self.whole: torch.Tensor | None = None
-
-    def get(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        matrix = self.matrix
-        if not isinstance(matrix.content, Range):  # what must be worked out or inflated is worked out once
-            if self.whole is None:
-                self.whole = _load(matrix, dtype)
-            return self.whole[:, start : start + count] if self.columns else self.whole[start : start + count]
-        item, width = matrix.dtype.itemsize, matrix.columns
-        if not self.columns:
-            data = bytearray(read(part(matrix.content, start * width * item, count * width * item)))
-            return _tensor(data, matrix, (count, width), dtype)
-        data = bytearray().join(
-            read(part(matrix.content, (row * width + start) * item, count * item)) for row in range(matrix.rows)
-        )
-        return _tensor(data, matrix, (matrix.rows, count), dtype)
-
-
 def _in_memory(dtype: DType, base: DType) -> torch.dtype:
     """The dtype of an adapter's tensors as PEFT has them beside a base: the base's, but 16 bits only where both are so."""
     import torch
@@ -243,14 +213,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 2 else torch.float32
 
 
-def _load(matrix: Matrix, dtype: torch.dtype, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
-    return _tensor(bytearray(reading(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
-
-
-def _tensor(data: bytearray, matrix: Matrix, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
     import torch
 
-    if not data:
+    shape, dtype = (matrix.rows, matrix.columns), _in_memory(matrix.dtype, base)
+    if not (data := bytearray(reading(matrix.content))):
         return torch.empty(shape, dtype=dtype)
     values = torch.frombuffer(data, dtype=torch_dtype(matrix.dtype)).reshape(shape)
     if not values.isfinite().all():

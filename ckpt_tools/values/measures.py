@@ -167,31 +167,6 @@ class Gap:
         }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Spread:
-    """How far several tensors of one shape are from their mean:"""
-
-    sources: int
-    apart: float = 0.0
-    squares: float = 0.0
-
-    def start(self) -> None:
-        """Begin anew: the content is worked out once more."""
-        self.apart = self.squares = 0.0
-
-    def add(self, values: Iterable[torch.Tensor], mean: torch.Tensor) -> None:
-        for block in values:
-            self.apart += float(real(block - mean).square_().sum())
-        self.squares += float(real(mean).square().sum())
-
-    @property
-    def relative(self) -> float | None:
-        """The spread; None where the mean is all zeros, or something is not finite."""
-        if not self.squares or not math.isfinite(self.squares) or not math.isfinite(self.apart):
-            return None
-        return math.sqrt(self.apart / self.sources) / math.sqrt(self.squares)
-
-
 def _apart(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """How far integers are apart, as floats: the difference is exact where it is small, and never 0 where they differ."""
     far = (left.double() - right.double()).abs()

@@ -34,7 +34,6 @@ from ckpt_tools.values.pytorch import need_torch
 if TYPE_CHECKING:
     import torch
 
-    from ckpt_tools.values.measures import Spread
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
@@ -414,17 +413,13 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 
-def weighted_mean(
-    parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None, count: CastCount | None = None
-) -> Computed:
+def weighted_mean(parts: list[tuple[Content, DType, float]], target: DType, count: CastCount | None = None) -> Computed:
     """The mean of contents, worked out in float64 (complex128) and rounded once, to `target`; of equal values that value."""
     largest = math.fsum(abs(weight) for *_, weight in parts)
     weights = [math.ldexp(weight, -math.frexp(largest)[1]) for *_, weight in parts]  # their sum cannot overflow
     whole, exact = math.fsum(weights), target.name in ("float64", "complex128")  # what is rounded needs no last bit
 
     def work() -> Iterator[memoryview]:
-        if spread is not None:
-            spread.start()
         streams = [numbers(content, dtype) for content, dtype, _ in parts]
         for first, *others in zip(*streams, strict=True):
             mean, same = first * weights[0], None
@@ -435,8 +430,6 @@ def weighted_mean(
             mean.div_(whole)
             if same is not None:
                 mean = first.where(same, mean)
-            if spread is not None:
-                spread.add([first, *others], mean)
             yield as_bytes(mean, target, count)
 
     content, dtype, _ = parts[0]

@@ -12,8 +12,6 @@ def same_bytes(left: Entry, right: Entry) -> bool:
     """Whether two entries of one dtype and shape hold the same bytes, row-major."""
     if (left.stride, left.lazy_bits) == (right.stride, right.lazy_bits) and same_content(_span(left), _span(right)):
         return True
-    if left.is_contiguous and right.is_contiguous and not left.lazy_bits and not right.lazy_bits:
-        return left.stride != right.stride and same_content(row_major(left), row_major(right))
     return same_content(row_major(left), row_major(right))
 
 

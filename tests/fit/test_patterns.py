@@ -212,7 +212,7 @@ def test_a_plan_that_is_not_clear_is_refused(plan: str, message: str, tmp_path: 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"e.0.w": X, "e.2.w": X}, "none has the number 1"), ({"e.1.w": X, "e.2.w": X}, "not numbered from 0"),
+        ({"e.0.w": X, "e.2.w": X}, "none has the number 1"), ({"e.1.w": X, "e.2.w": X}, "none has the number 0"),
         ({"e.0.w": X, "e.00.w": X}, "have one number"), ({"e.0.w": X, "e.1.w": X.T}, "cannot be stacked"),
         ({"e.0.w": X, "e.1.w": X.double()}, "cannot be put together"),
         ({"e.0.w": X, "e.99999999999999999999.w": X}, "not named in it"),

@@ -267,7 +267,7 @@ def code_of_a_program() -> bytes:
 # --- headers, JSON, other frameworks
 
 
-@bomb("inspect IN", 0)
+@bomb("inspect IN")
 def header_of_dicts() -> bytes:
     """A safetensors header with a field full of dicts."""
     field = '{"":0},' * (max(SIZE, 2_000_000) // 7)

@@ -169,7 +169,6 @@ def _check_float(name: str, entry: Entry, path: str) -> None:
 def _by_module(
     tensors: Mapping[str, Node], parts: Mapping[str, Part], path: str
 ) -> dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]]:
-    """The factors and their like of each component's modules, by what each is there."""
     modules: dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]] = {}
     for name, part in parts.items():
         if part.role is None:
@@ -182,7 +181,6 @@ def _by_module(
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
-    """The tensors of the one state dict that an adapter is."""
     checkpoint.locate()
     root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
     found = find_state_dicts(root)
@@ -198,7 +196,6 @@ def _entry(node: Node, name: str, path: str) -> Entry:
 
 
 def _check_plain(name: str, path: str) -> None:
-    """Raise ConvertError for a tensor of another kind of adapter."""
     if is_factor(name):
         raise ConvertError(
             f"{path}: {name!r} is not a part of a LoRA.",
@@ -246,7 +243,6 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, o
 
 
 def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, path: str) -> Change:
-    """The change of one module, its parts checked against each other."""
     embedding = "embedding_down" in roles or "embedding_up" in roles
     down, up = (roles.get("embedding_down"), roles.get("embedding_up")) if embedding else (roles.get("down"), roles.get("up"))
     if down is None or up is None:

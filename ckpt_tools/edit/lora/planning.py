@@ -331,7 +331,6 @@ def _matrix(entry: Entry, change: Change) -> Matrix:
 
 
 def _quantised(tensors: Mapping[str, Node]) -> dict[str, str]:
-    """The modules whose weights are quantised, and the tensor that says so."""
     found = {}
     for name in tensors:
         for ending in _QUANTISED:
@@ -341,7 +340,6 @@ def _quantised(tensors: Mapping[str, Node]) -> dict[str, str]:
 
 
 def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found) -> ConvertError:
-    """The error for modules that have no partner, or several."""
     if found.several:
         places = listed([repr(way.add or "(the names as they are)") for way in found.several], 3)
         return ConvertError(
@@ -527,7 +525,6 @@ class Merging:
         return root
 
     def _made(self, key: tuple[int, str], number: int) -> Entry:
-        """A changed weight or bias, on a storage of its own."""
         name, entry = self.entries[key]
         if (own := self.based.get(key, ("", None))[1]) is not None:
             content = _as_dtype(name, own, entry.dtype)

@@ -68,7 +68,6 @@ def _rank(config: Config, module: str, rows: int, beside: list[int], problem: st
 
 
 def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
-    """The two factors of a module, where they are factors of one product."""
     down, up = roles.get("down", roles.get("embedding_down")), roles.get("up", roles.get("embedding_up"))
     if down is None or up is None or min(len(down.shape), len(up.shape)) < 2:
         return None

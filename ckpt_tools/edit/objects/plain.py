@@ -331,13 +331,10 @@ def newer_dtypes(root: Node) -> list[str]:
     return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 
-def _makes_array(node: Node) -> bool:
-    return type(node) is Object and type(node.function) is Global and is_array(node.function)
-
-
 def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
     """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
-    if not any(map(_makes_array, (node for _, node in visit.walk(root, plain=False, entries=False)))):
+    found = (node for _, node in visit.walk(root, plain=False, entries=False))
+    if not any(type(node) is Object and type(node.function) is Global and is_array(node.function) for node in found):
         return root, []
     numbers = iter(range(1 << 62))
     return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])

@@ -14,7 +14,7 @@ from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import nodes
-from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES, UINT8
+from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.modules import attributes, is_module, mapping, module_state_dict
 from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Storage, array_bytes, contiguous_stride
@@ -121,7 +121,7 @@ def _made_from(args: Node) -> Node | Drop:
 def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
     """A plain node as torch 2.4 takes it: a set as a list, bytes as a uint8 tensor, a complex number as a 0-d tensor."""
     if type(node) is bytes:
-        return _bytes_tensor(node, key)
+        return _tensor("uint8", (len(node),), node, key)
     if type(node) is not Object or node.call != "reduce" or node.steps or type(node.args) is not tuple:
         return node
     name, args = node.name, node.args
@@ -129,10 +129,11 @@ def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
         return List(list(args[0].items)) if args and type(args[0]) is List else List()
     if name == "builtins.complex":
         number = _complex(args)
-        return DROP if number is None else _number_tensor("complex128", struct.pack("<2d", number.real, number.imag), key)
+        packed = b"" if number is None else struct.pack("<2d", number.real, number.imag)
+        return _tensor("complex128", (), packed, key) if packed else DROP
     if name == "builtins.bytearray":
         data = _buffer(args)
-        return DROP if data is None else _bytes_tensor(data, key)
+        return DROP if data is None else _tensor("uint8", (len(data),), data, key)
     return node
 
 
@@ -169,14 +170,9 @@ def _buffer(args: tuple[Node, ...]) -> bytes | None:
     return args[0] if type(args[0]) is bytes else None
 
 
-def _bytes_tensor(data: bytes, key: Key) -> Entry:
-    dtype = UINT8
-    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, (len(data),), (1,), 0)
-
-
-def _number_tensor(name: str, data: bytes, key: Key) -> Entry:
+def _tensor(name: str, shape: tuple[int, ...], data: bytes, key: Key) -> Entry:
     dtype = DTYPES[name]
-    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, (), (), 0)
+    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, shape, contiguous_stride(shape), 0)
 
 
 # --- known objects, one converter each
@@ -198,10 +194,6 @@ def _path(node: Object, key: Key) -> Node:
     separator = "\\" if windows else "/"
     head, *tail = parts or ["."]
     return head + (separator if tail and not head.endswith(separator) else "") + separator.join(tail)
-
-
-def _items_dict(node: Object, key: Key) -> Node:
-    return Dict(mapping(node))
 
 
 def _items_list(node: Object, key: Key) -> Node:
@@ -232,10 +224,6 @@ def _zone(node: Object) -> Any:
     if node.name != "datetime.timezone":
         raise ValueError("not a fixed time zone")
     return datetime.timezone(datetime.timedelta(*_args(_args(node)[0])))
-
-
-def _timezone(node: Object, key: Key) -> Node:
-    return str(_zone(node))
 
 
 def _timedelta(node: Object, key: Key) -> Node:
@@ -347,7 +335,9 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     if code[:1] in ("S", "U"):
         return _text_array(shape, code, order, fortran, data)
     if code not in BY_NUMPY:
-        return _object_array(shape, code, data)
+        if not code.startswith("O") or type(data) is not List or shape != (len(data.items),):
+            raise ValueError("not plain numbers")
+        return List(list(data.items))  # of Python objects, with one dimension
     dtype = BY_NUMPY[code]
     data = array_bytes(data, prod(shape) * dtype.itemsize)
     if type(data) is not bytes or any(type(size) is not int or size < 0 for size in shape):
@@ -376,28 +366,21 @@ def _text_array(shape: Any, code: str, order: str, fortran: Any, data: Any) -> N
     return List(cells) if shape else cells[0]
 
 
-def _object_array(shape: Any, code: str, data: Any) -> Node:
-    """An array of Python objects with one dimension: a list of them."""
-    if not code.startswith("O") or type(data) is not List or shape != (len(data.items),):
-        raise ValueError("not plain numbers")
-    return List(list(data.items))
-
-
 _ARRAYS = (_numpy_array, _numpy_frombuffer, _masked_array, _dills_array)
 _CONVERSIONS: dict[str, Converter] = {
     "argparse.Namespace": _attributes_dict,
     "types.SimpleNamespace": _attributes_dict,
-    "collections.defaultdict": _items_dict,
+    "collections.defaultdict": lambda node, _: Dict(mapping(node)),
     "collections.deque": _items_list,
     "builtins.frozenset": _as_set,
     "builtins.set": _as_set,
     "builtins.list": _items_list,
-    "builtins.dict": _items_dict,
+    "builtins.dict": lambda node, _: Dict(mapping(node)),
     "datetime.datetime": _timestamp,
     "datetime.date": _timestamp,
     "datetime.time": _timestamp,
     "datetime.timedelta": _timedelta,
-    "datetime.timezone": _timezone,
+    "datetime.timezone": lambda node, _: str(_zone(node)),
     "uuid.UUID": _uuid,
     "builtins.range": _range,
     "builtins.slice": _range,

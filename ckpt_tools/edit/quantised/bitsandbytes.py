@@ -6,12 +6,10 @@ import math
 import struct
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
-from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch, said_in
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
 from ckpt_tools.values.quantised import Rows, Scales, as_matrix, nested, nibbles, repeated, scaled
 
@@ -40,14 +38,7 @@ class _State:
     """What the JSON says, each value checked."""
 
     def __init__(self, part: Part) -> None:
-        self.part = part
-        try:
-            content = load_json(part.small()) if part.dtype == "uint8" else None
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise ConvertError(f"{part.name!r} says how a weight is quantised, and is not JSON.")
-        self.content: dict[str, Any] = content
+        self.part, self.content = part, said_in(part.name, part.small() if part.dtype == "uint8" else b"")
 
     def whole(self, key: str) -> int:
         value = self.content.get(key)

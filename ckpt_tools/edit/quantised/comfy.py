@@ -11,9 +11,8 @@ from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.fp4 import check_one
-from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, mismatch
+from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, mismatch, said_in
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.values.quantised import Rows, multiplied, nibbles, tiled
 
 _AS_OTHERS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
@@ -24,7 +23,7 @@ def marked(tensor: Quantised, mark: Part | None) -> Quantised:
     """The same weight, refused by `settle` where a mark says another layout than its names do."""
 
     def settle(config: Config) -> Plain:
-        said = _json(mark.name, mark.small()) if mark is not None else _of_layer(tensor.name, config)
+        said = said_in(mark.name, mark.small()) if mark is not None else _of_layer(tensor.name, config)
         if said is not None and said.get("format") == tensor.scheme == "nvfp4" and not said.get("convrot"):
             return _tiled(*tensor.parts)
         if said is not None and (said.get("format") not in _AS_OTHERS or said.get("convrot")):
@@ -57,16 +56,6 @@ def _of_layer(name: str, config: Config) -> dict[str, Any] | None:
     text = config.metadata.get(_METADATA)
     if text is None:
         return None
-    layers = _json(_METADATA, text.encode()).get("layers")
+    layers = said_in(_METADATA, text.encode()).get("layers")
     said = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
     return said if isinstance(said, dict) else None
-
-
-def _json(name: str, data: bytes) -> dict[str, Any]:
-    try:
-        found = load_json(data)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConvertError(f"{name!r} says how weights are quantised, and is not JSON.")
-    return found

@@ -149,7 +149,6 @@ def _says(content: dict[str, Any], key: str) -> bool:
 
 
 def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What compressed-tensors says of the weights of each group of layers."""
     groups = found.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

@@ -52,7 +52,6 @@ def _exchange(
     state_dict: StateDict, tensors: Sequence[Quantised], entries: dict[str, Entry], beside: dict[str, str], maker: _Maker,
     done: Dequantised,
 ) -> None:  # fmt: skip
-    """Put the plain tensors into a state dict, each in the place of its first part."""
     where, node = state_dict.where, state_dict.node
     places = {tensor.parts[0].name: tensor for tensor in tensors}
     gone = {part.name for tensor in tensors for part in tensor.parts} | beside.keys()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from ckpt_tools.edit.quantised.bitsandbytes import match_4bit, match_bnb_int8
 from ckpt_tools.edit.quantised.comfy import marked
+from ckpt_tools.edit.quantised.config import Config, read_config
 from ckpt_tools.edit.quantised.fp4 import match_fp4, match_mxfp4
 from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.mlx import match_mlx
@@ -17,8 +20,10 @@ from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, role
 from ckpt_tools.edit.quantised.quanto import match_quanto
 from ckpt_tools.edit.quantised.scaled import FP8, match_scaled
 from ckpt_tools.edit.quantised.torchao import match_flat, read_subclass
-from ckpt_tools.errors import ConvertError
+from ckpt_tools.errors import CkptError, ConvertError
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
+from ckpt_tools.io.output import is_address
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Object
 
@@ -82,7 +87,6 @@ def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
 
 
 def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
-    """Add the tensor that these parts are, if they are one."""
     single = {role: parts[0] for role, parts in roles.items() if len(parts) == 1 or role == "input"}
     matches = [tensor for scheme in _SCHEMES if (tensor := scheme(name, single)) is not None]
     several = [parts for role, parts in roles.items() if len(parts) > 1 and role != "input"]
@@ -147,3 +151,39 @@ _WHOLE = "Get the whole checkpoint."
 def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
     others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
     return f"Beside it: {'; '.join(others[:4])}." if others else ""
+
+
+# --- what `inspect` says of them: schemes, sizes, and what is not whole
+
+
+_PLAIN_BYTES = 2  # of a number in bf16
+_SHOWN = 20
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The schemes of the quantised weights with their sizes, and what looks quantised and is not whole; None without any."""
+    found = [find(state_dict.node) for state_dict in checkpoint.state_dicts]
+    tensors = [tensor for one in found for tensor in one.quantised.values()]
+    if not tensors:  # a scale may be a parameter of its own
+        return None
+    unread = is_address(str(checkpoint.path)) or checkpoint.decoded.locate is not None
+    config = None if unread else read_config(checkpoint)
+    rows = dict[str, dict[str, Any]]()
+    for tensor in tensors:
+        scheme, elements = _told(tensor, config)
+        row = rows.setdefault(scheme, {"scheme": scheme, "tensors": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += tensor.nbytes
+        row["elements"] = None if elements is None or row["elements"] is None else row["elements"] + elements
+        row["bf16_bytes"] = None if row["elements"] is None else row["elements"] * _PLAIN_BYTES
+    return {"schemes": list(rows.values()), "problems": [problem.what for one in found for problem in one.problems][:_SHOWN]}
+
+
+def _told(tensor: Quantised, config: Config | None) -> tuple[str, int | None]:
+    if tensor.elements is not None or config is None:
+        return tensor.scheme, tensor.elements
+    try:
+        plain = tensor.settle(config)
+    except CkptError:
+        return tensor.scheme, None
+    return tensor.scheme + plain.detail, prod(plain.shape)

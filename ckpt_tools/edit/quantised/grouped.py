@@ -76,7 +76,6 @@ def _awq(parts: tuple[Part, ...], config: Config) -> Plain:
 
 
 def _check_groups(zeros: Part, scales: Part) -> tuple[int, int]:
-    """How many groups and rows of the plain weight there are."""
     if zeros.shape[0] != scales.shape[0] or not scales.shape[0]:
         raise mismatch(zeros, scales, "A scale and a zero point for each group are wanted.")
     return scales.shape[0], scales.shape[1]
@@ -94,7 +93,6 @@ def _check_variant(weight: Part, bits: int, config: Config) -> None:
 
 
 def _run(weight: Part, scales: Part, columns: int, cells: int, config: Config) -> int:
-    """How many columns have one scale."""
     if config.group and -(-columns // config.group) == cells:
         return config.group
     if columns % cells:

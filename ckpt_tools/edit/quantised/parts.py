@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import read
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import row_major
@@ -121,6 +123,17 @@ def roles_of(name: str) -> Iterable[tuple[str, str]]:
     yield f"{stem}{replacement}" if stem else replacement.removeprefix("."), role
     if ending == ".scales":  # of the tensor `mlp1_weight.blocks` too, as OpenAI names them
         yield stem, "block_scales"
+
+
+def said_in(name: str, data: bytes) -> dict[str, Any]:
+    """What a text in JSON says of how weights are quantised."""
+    try:
+        found = load_json(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConvertError(f"{name!r} says how weights are quantised, and is not JSON.")
+    return found
 
 
 def mismatch(one: Part, other: Part, wanted: str = "") -> ConvertError:

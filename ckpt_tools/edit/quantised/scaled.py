@@ -27,18 +27,15 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
     zero = roles.get("zero_point")
     parts = (weight, scale, *([zero] if zero else []))
     label = f"{SHORT.get(weight.dtype, weight.dtype)}, {granularity(weight.shape, scale.shape)}"
-    return Quantised(
-        name, label, parts, weight.entry.numel, lambda config: _scaled_settle(weight, scale, zero, config, exponents)
-    )
 
+    def settle(config: Config) -> Plain:
+        shape = weight.shape or (1,)
+        grid, boxes = lay_out(weight, shape, scale, config)
+        if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
+            raise mismatch(scale, zero, "A zero point for each scale is wanted.")
+        return Plain(weight.shape, scaled_plain(weight, scale, zero, shape, grid, boxes, exponents=exponents).make)
 
-def _scaled_settle(weight: Part, scale: Part, zero: Part | None, config: Config, exponents: bool) -> Plain:
-    shape = weight.shape or (1,)
-    grid, boxes = lay_out(weight, shape, scale, config)
-    if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
-        raise mismatch(scale, zero, "A zero point for each scale is wanted.")
-    plain = scaled_plain(weight, scale, zero, shape, grid, boxes, exponents=exponents)
-    return Plain(weight.shape, plain.make)
+    return Quantised(name, label, parts, weight.entry.numel, settle)
 
 
 def scaled_plain(

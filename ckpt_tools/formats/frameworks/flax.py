@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, repeated, row_major, state_dict, trailing
-from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.base import Cursor, Decoded, repeated, row_major, state_dict, trailing
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 
 # A map, and the text of its first key.
@@ -81,15 +80,11 @@ def _flat(root: Dict, budget: limits.Budget) -> list[tuple[str, Node]]:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes that stay in the file."""
-
     at: int
     length: int
 
 
 class _Reader:
-    """msgpack as nodes, arrays as entries on ranges of the file."""
-
     def __init__(self, source: Source) -> None:
         self.source, self.cursor = source, Cursor(source, 0, source.size, "msgpack file", ">")
         self.budget = limits.budget(source.size)
@@ -126,7 +121,6 @@ class _Reader:
         return self._map(size, depth) if kind == "map" else List([self.value(depth + 1) for _ in range(size)])
 
     def _kind(self, code: int) -> tuple[str, int]:
-        """What the byte before a value says that it is, and its size, which may follow."""
         if code < 0xC0:
             return ("map", code & 15) if code < 0x90 else ("list", code & 15) if code < 0xA0 else ("text", code & 31)
         if code in _FIXED_EXTENSIONS:
@@ -166,9 +160,9 @@ class _Reader:
         code = self.cursor.take(1)[0]
         match [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]:
             case [float() | int() as real, float() | int() as imaginary] if kind == _COMPLEX:
-                made = self._complex(real, imaginary)
+                made = self._entry("complex128", [], Literal(struct.pack("<2d", real, imaginary)))
             case [List() as sizes, str() as name, _Bytes() as data] if kind != _COMPLEX:
-                made = self._array(sizes.items, name, Range(self.source, data.at, data.length))
+                made = self._entry(name, sizes.items, Range(self.source, data.at, data.length))
             case _:
                 raise _malformed()
         if self.cursor.at != self.cursor.end:
@@ -176,19 +170,13 @@ class _Reader:
         self.cursor.end = outer
         return made
 
-    def _complex(self, real: float, imaginary: float) -> Entry:
-        try:
-            return self._entry(DTYPES["complex128"], (), Literal(struct.pack("<2d", real, imaginary)))
-        except OverflowError:
-            raise _malformed() from None
-
-    def _array(self, sizes: list[Node], name: str, content: Content) -> Entry:
+    def _entry(self, name: str, sizes: list[Node], content: Content) -> Entry:
         dtype = DTYPES.get(_DTYPES.get(name, ""))
         if dtype is None:
             raise UnsupportedContainerError(f"The msgpack file holds an array of {name[:40]!r}, which torch does not have.")
-        return self._entry(dtype, _shape(sizes), content)
-
-    def _entry(self, dtype: DType, shape: tuple[int, ...], content: Content) -> Entry:
+        shape = tuple(size for size in sizes if type(size) is int and size >= 0)
+        if len(shape) < len(sizes):
+            raise _malformed()
         self.count += 1
         limits.NODES.check(limits.LISTED * self.count, f"The file holds {self.count} arrays.", self.source.size)
         return row_major(str(self.count - 1), dtype, shape, content, "An array of the msgpack file")
@@ -199,14 +187,7 @@ class _Reader:
         if not entries or len(entries) < len(pieces) or len({entry.dtype for entry in entries}) > 1:
             raise _malformed()
         whole = Joined(tuple(entry.storage.content for entry in entries))
-        return self._entry(entries[0].dtype, _shape(_in_order(node.get("shape"))), whole)
-
-
-def _shape(sizes: list[Node]) -> tuple[int, ...]:
-    shape = tuple(size for size in sizes if type(size) is int and size >= 0)
-    if len(shape) < len(sizes):
-        raise _malformed()
-    return shape
+        return self._entry(entries[0].dtype.name, _in_order(node.get("shape")), whole)
 
 
 def _in_order(node: Node) -> list[Node]:

@@ -14,6 +14,7 @@ Source: ggml's docs/gguf.md, gguf-py's `gguf_reader.py` and `constants.py`.
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +22,18 @@ from math import prod
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
-from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.errors import ConvertError, DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Cursor, Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
-from ckpt_tools.io.content import Computed, Content, Range
+from ckpt_tools.io.content import Computed, Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Entry, as_dict
-from ckpt_tools.values.ggml import BY_NUMBER, UNREAD, BlockType, numbers_of
+from ckpt_tools.values.ggml import BY_NAME, BY_NUMBER, Q8_0, UNREAD, BlockType, numbers_of, quantised
 from ckpt_tools.values.numeric import swapped
+from ckpt_tools.values.pytorch import need_torch
 
 MAGIC = b"GGUF"
 _MAX_NAME = 1 << 16
@@ -51,8 +52,6 @@ def sniff(head: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Info:
-    """What the header says of a tensor: torch's shape, and where it is in the data."""
-
     name: str
     shape: tuple[int, ...]
     kind: BlockType
@@ -184,7 +183,6 @@ def _info(cursor: Cursor) -> _Info:
 
 
 def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int) -> None:
-    """Every tensor is at a multiple of the alignment, inside the file, and apart from the others."""
     at = 0
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset % alignment:
@@ -201,7 +199,6 @@ def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int)
 
 
 def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Entry:
-    """A tensor of plain numbers as its bytes, one of blocks as the numbers that they mean."""
     raw = Range(source, start + info.offset, info.nbytes)
     content: Content = raw
     dtype = info.kind.dtype
@@ -225,7 +222,6 @@ def types_in(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
-    """What tensors are stored as, where that is another type than they are read as."""
     if not encodings:
         return []
     counts = Counter(encodings.values())
@@ -235,7 +231,6 @@ def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
 
 
 def schemes(decoded: Decoded) -> list[dict[str, Any]]:
-    """The quantised types with the sizes of their tensors, as `inspect` shows them."""
     found: dict[str, dict[str, Any]] = {}
     for name, entry in as_dict(decoded.root).named.items():
         kind = decoded.encodings.get(name)
@@ -248,6 +243,102 @@ def schemes(decoded: Decoded) -> list[dict[str, Any]]:
         row["bytes"] += raw.length if isinstance(raw, Range) else 0
         row["bf16_bytes"] += 2 * entry.numel
     return list(found.values())
+
+
+# --- laying out: one flat state dict in plain types or Q8_0, its metadata as typed keys
+
+_ALIGNMENT = 32
+_LONGEST_NAME, _MOST_DIMENSIONS = 63, 4  # ggml's own: GGML_LONGEST_NAME with its end, GGML_MAX_DIMS
+_BY_DTYPE = {row.dtype: row for row in BY_NAME.values() if row.dtype is not None}
+_CODES = {name: (number, code) for number, (name, code) in NUMBERS.items()}
+OF_THE_INPUT = "general.file_type"  # says of which types the tensors of the input were
+
+
+def lay_out(
+    tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, quantise: bool = False
+) -> list[Piece]:
+    types = types_in(metadata)
+    keys = [
+        _text(key, key) + _value(types.get(key, "string"), key, text)
+        for key, text in metadata.items()
+        if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
+    ]
+    said = metadata.get("general.alignment", "")
+    alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ConvertError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
+    infos, pieces, at = [], list[Piece](), 0
+    for name, (entry, content) in tensors.items():
+        kind, made = _stored(name, entry, content, quantise=quantise)
+        infos.append(_info_bytes(name, entry, kind, at))
+        padding = -made.length % alignment
+        pieces += [Piece(made), Piece(Literal(bytes(padding)))]
+        at += made.length + padding
+    head = MAGIC + struct.pack("<I2Q", 3, len(infos), len(keys)) + b"".join([*keys, *infos])
+    return [Piece(Literal(head + bytes(-len(head) % alignment))), *pieces]
+
+
+def becomes_q8_0(entry: Entry) -> bool:
+    size = Q8_0.elements
+    known = entry.dtype.family == "float" and entry.dtype.packed == 1 and entry.dtype.in_torch
+    return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % size == 0
+
+
+def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tuple[BlockType, Content]:
+    dtype = entry.dtype
+    if quantise and becomes_q8_0(entry):
+        need_torch("`dtype='q8_0'` works blocks out with it.")
+        return Q8_0, quantised(content, dtype, name)
+    kind = _BY_DTYPE.get(dtype)
+    if kind is None:
+        raise ConvertError(
+            f"{name!r} is {dtype.name}, which GGUF has no type for.",
+            fix="`dtype` casts floats; or write a .pth, which holds any tensor.",
+        )
+    return kind, content
+
+
+def _info_bytes(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
+    raw = _text(name, name)
+    if len(raw) - 8 > _LONGEST_NAME:
+        raise ConvertError(f"The name {name!r} is longer than the {_LONGEST_NAME} bytes that GGUF has.", fix="Use `rename`.")
+    if len(entry.shape) > _MOST_DIMENSIONS:
+        raise ConvertError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MOST_DIMENSIONS} at most.")
+    sizes = reversed(entry.shape)
+    return raw + struct.pack(f"<I{len(entry.shape)}QIQ", len(entry.shape), *sizes, kind.number, at)
+
+
+def _value(kind: str, key: str, text: str) -> bytes:
+    if kind == "string":
+        return struct.pack("<I", STRING) + _text(key, text)
+    try:
+        number, raw = _encoded(kind, key, json.loads(text))
+    except (ValueError, TypeError, KeyError, struct.error, RecursionError):
+        raise ConvertError(f"The metadata {key!r} is not of the type {kind[:20]}, which it has in GGUF.") from None
+    return struct.pack("<I", number) + raw
+
+
+def _encoded(kind: str, key: str, value: Any) -> tuple[int, bytes]:
+    if kind == "string":
+        return STRING, _text(key, value)
+    if not kind.startswith("["):
+        number, code = _CODES[kind]
+        return number, struct.pack(f"<{code}", value)
+    inner = kind[1:-1]
+    if inner in _CODES:
+        number, code = _CODES[inner]
+        return ARRAY, struct.pack(f"<IQ{len(value)}{code}", number, len(value), *value)
+    found = [_encoded(inner, key, one) for one in value]
+    number = STRING if inner == "string" else ARRAY
+    return ARRAY, struct.pack("<IQ", number, len(value)) + b"".join(raw for _, raw in found)
+
+
+def _text(key: str, text: str) -> bytes:
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise ConvertError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
+    return struct.pack("<Q", len(raw)) + raw
 
 
 CONTAINER = Container(sniff, decode)

@@ -11,11 +11,11 @@ Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -50,21 +50,6 @@ _MARKS = frozenset((
 _NAMED = re.compile(r"(?:^|\.)vars\.\d+$|:0$")  # a variable of Keras 3, and of older ones
 
 
-class _Opened:
-    """The HDF5 file of a source, opened once for all arrays that h5py reads: opening takes longer than reading most of them."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self._lock = source, threading.Lock()
-        self._file: Any = None
-
-    def __getitem__(self, path: str) -> Any:
-        with self._lock:
-            if self._file is None:
-                self._file = _h5py().File(_Stream(self._source), "r")
-                weakref.finalize(self, self._file.close)  # at the exit too: HDF5 crashes where Python goes first
-        return self._file[path]
-
-
 class _Stream(Reader):
     def readinto(self, buffer: Any, /) -> int:
         data = self.read(len(buffer))
@@ -87,9 +72,16 @@ def _h5py() -> types.ModuleType:
 def decode(source: Source) -> Decoded:
     h5py = _h5py()
     warnings: list[Warned] = []
+
+    @functools.cache  # once for all arrays that h5py reads: opening takes longer than reading most of them
+    def opened() -> Any:
+        file = h5py.File(_Stream(source), "r")
+        weakref.finalize(opened, file.close)  # at the exit too: HDF5 crashes where Python goes first
+        return file
+
     try:
         with h5py.File(_Stream(source), "r") as file:
-            items = list(_entries(h5py, file, _Opened(source), source, warnings))
+            items = list(_entries(h5py, file, opened, source, warnings))
             of_keras = not _MARKS.isdisjoint((*file.attrs, *file)) or any(_NAMED.search(str(name)) for name, _ in items)
     except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
@@ -98,7 +90,9 @@ def decode(source: Source) -> Decoded:
     return made
 
 
-def _entries(h5py: Any, file: Any, opened: _Opened, source: Source, warnings: list[Warned]) -> Iterator[tuple[str, Entry]]:
+def _entries(
+    h5py: Any, file: Any, opened: Callable[[], Any], source: Source, warnings: list[Warned]
+) -> Iterator[tuple[str, Entry]]:
     """Every array under its dotted path; only what hard links lead to, each group once."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), file)]
     seen: set[Any] = set()
@@ -127,7 +121,7 @@ def _entries(h5py: Any, file: Any, opened: _Opened, source: Source, warnings: li
 
 
 def _entry(
-    h5py: Any, path: tuple[str, ...], data: Any, opened: _Opened, source: Source, warnings: list[Warned]
+    h5py: Any, path: tuple[str, ...], data: Any, opened: Callable[[], Any], source: Source, warnings: list[Warned]
 ) -> Entry | None:
     where = "/".join(path)
     kind = data.dtype
@@ -146,7 +140,7 @@ def _entry(
 _MOST_WARNINGS = 20
 
 
-def _content(h5py: Any, data: Any, where: str, opened: _Opened, source: Source, dtype: DType) -> Content:
+def _content(h5py: Any, data: Any, where: str, opened: Callable[[], Any], source: Source, dtype: DType) -> Content:
     """A range of the file where the elements lie in one run, as they are; else what h5py reads."""
     offset, nbytes = data.id.get_offset(), int(data.size) * dtype.itemsize
     # NumPy's type is the next larger one where HDF5's has other fields: bfloat16, numbers of 12 bits in 16
@@ -189,11 +183,11 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[int, ...], most: int) -> Iterat
         yield (slice(start, start + step),)
 
 
-def _rows(path: str, opened: _Opened) -> Iterator[bytes]:
+def _rows(path: str, opened: Callable[[], Any]) -> Iterator[bytes]:
     import numpy as np
 
     try:
-        data = opened[path]
+        data = opened()[path]
         kind = data.dtype.newbyteorder("<")
         shape = tuple(data.shape) if data.size else (0,)
         for box in _boxes(shape, data.chunks or (), CHUNK // kind.itemsize):

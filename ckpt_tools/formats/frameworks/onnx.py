@@ -17,8 +17,7 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
-from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.base import Cursor, Decoded, Warned, row_major, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
@@ -186,7 +185,6 @@ class _Reader:
         self.items.append((name, row_major(str(count), dtype, shape, content, called)))
 
     def _external(self, row: _Message, called: str) -> Content:
-        """The elements in a file beside the model."""
         said = dict(self.pair(place, _PAIR) for place in row.get(13, ()))
         texts = {key: self.text(value) if value else "" for key, value in said.items()}
         location = texts.get("location", "")
@@ -211,7 +209,6 @@ class _Reader:
 
 
 def _inside(row: _Message, kind: int, shape: tuple[int, ...], called: str) -> Content:
-    """The elements in the model itself, as bytes, little-endian."""
     fields = {number: row[number] for number in (_RAW, 6) if number in row}
     fields |= {number: parts for number in _IN_FIELD if (parts := [part for part in row.get(number, ()) if part.length])}
     number, parts = next(iter(fields.items()), (_RAW, []))
@@ -257,7 +254,6 @@ def _numbers(content: Content, width: int, count: int, called: str) -> Iterator[
 
 
 def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Computed:
-    """Numbers of four bits, two in a byte, as one in each."""
     if content.length != -(-count // 2):
         raise TensorError(f"{called} has {content.length} bytes, and its shape needs {-(-count // 2)}.")
     numbers = [half - 16 if kind == _INT4 and half > 7 else half for half in range(16)]
@@ -274,10 +270,4 @@ def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Compute
     return Computed(count, work, content)
 
 
-def _with_other_files(source: Source, files: Files) -> Decoded:
-    """A model, with the files beside it that have elements of it."""
-    with limits.of_file(source.size):
-        return decode(source, files)
-
-
-CONTAINER = Container(sniff, decode, _with_other_files)
+CONTAINER = Container(sniff, decode, decode)

@@ -150,21 +150,21 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
 
 def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
     from ckpt_tools.edit.flatten import flatten
-    from ckpt_tools.formats.frameworks import gguf_writing
+    from ckpt_tools.formats.frameworks import gguf
 
     flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts, holder="GGUF")
     report_flat(flat, report)
-    if gguf_writing.OF_THE_INPUT in flat.metadata:
-        report.dropped.append((gguf_writing.OF_THE_INPUT, "the types of the input's tensors"))
+    if gguf.OF_THE_INPUT in flat.metadata:
+        report.dropped.append((gguf.OF_THE_INPUT, "the types of the input's tensors"))
     if "general.architecture" not in flat.metadata:
         text = "llama.cpp reads a GGUF by 'general.architecture', which is not in the metadata; `set_metadata` sets it."
         report.notes.append(Note("no-architecture", text))
     if quantise := edits.options.quantises:
-        count = sum(gguf_writing.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
+        count = sum(gguf.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
         report.notes.append(
             Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
         )
-    return gguf_writing.lay_out(flat.tensors, flat.metadata, quantise=quantise)
+    return gguf.lay_out(flat.tensors, flat.metadata, quantise=quantise)
 
 
 def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +24,8 @@ from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Fault, Proved, Run, Setting, Unproved
 from ckpt_tools.torch import load_into
 from ckpt_tools.torch.proving import inputs
-from ckpt_tools.torch.proving.inputs import Done, Given, RaisedError, run, run_alone, seeded
+from ckpt_tools.torch.proving.inputs import Done, Given, Precision, RaisedError, cast, computing_in, run, run_alone, seeded
 from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, pair_tensors
-from ckpt_tools.torch.proving.precision import Precision, cast, computing_in
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
 from ckpt_tools.tree.arguments import Arguments
@@ -172,7 +171,7 @@ class Search:
             else:
                 last = both
         if last is None and moved is None:
-            return self._fault(old, new, "module", reasons=self.reasons.of_modules(old, new))
+            return Fault(*_both(old, new), "module", reasons=tuple(self.reasons.of_modules(old, new)))
         return self._in_code(old, new, last, moved)
 
     def _is_moved(self, left: ModuleCall, right: ModuleCall) -> bool:
@@ -180,15 +179,12 @@ class Search:
         return any(same_in_another_order(*pair, self.tolerance) for pair in pairs)
 
     def _in_code(self, old: ModuleCall, new: ModuleCall, after: CallPair | None, before: CallPair | None) -> Fault:
-        reasons = self.reasons.of_code(old, new, after, before)
-        return self._fault(
-            old, new, "code", after[0].path if after else "", before[0].path if before else "", reasons=reasons
-        )  # fmt: skip
+        reasons = tuple(self.reasons.of_code(old, new, after, before))
+        return Fault(*_both(old, new), "code", after[0].path if after else "", before[0].path if before else "", reasons)
 
-    @staticmethod
-    def _fault(old: ModuleCall, new: ModuleCall, place: str, after: str = "", before: str = "", *, reasons: list[str]) -> Fault:
-        kinds = type(old.module).__name__, type(new.module).__name__
-        return Fault(old.path, new.path, *kinds, "code" if place == "code" else "module", after, before, tuple(reasons))
+
+def _both(old: ModuleCall, new: ModuleCall) -> tuple[str, str, str, str]:
+    return old.path, new.path, type(old.module).__name__, type(new.module).__name__
 
 
 def count(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> int:
@@ -493,9 +489,8 @@ def make_both(old: Wanted, new: Wanted, seed: int) -> tuple[torch.nn.Module, tor
     """Both models with the numbers of their checkpoints, ready to be run."""
     first = _filled(_made(old, seed), old)
     second = _made(new, seed)
-    if _memory(first) & _memory(second):
-        second = copy.deepcopy(second)
-    return first, _filled(second, new)
+    tensors = [{id(tensor) for tensor in (*model.parameters(), *model.buffers())} for model in (first, second)]
+    return first, _filled(copy.deepcopy(second) if tensors[0] & tensors[1] else second, new)
 
 
 def _made(wanted: Wanted, seed: int) -> torch.nn.Module:
@@ -509,20 +504,14 @@ def _made(wanted: Wanted, seed: int) -> torch.nn.Module:
 def _from(wanted: Wanted) -> Any:
     if isinstance(wanted.spec, torch.nn.Module):
         return copy.deepcopy(wanted.spec)
-    if callable(wanted.spec):
-        return _called(wanted)
-    target = read_target(wanted.spec, args=wanted.arguments)
-    if target.build is None:
-        raise UsageError(f"{wanted.spec} does not make a model.", fix="Give package.module:callable or ./models.py:Net.")
-    return target.build()
-
-
-def _called(wanted: Wanted) -> Any:
-    make: Callable[..., Any] = wanted.spec
+    if not callable(wanted.spec):
+        if (build := read_target(wanted.spec, args=wanted.arguments).build) is None:
+            raise UsageError(f"{wanted.spec} does not make a model.", fix="Give package.module:callable or ./models.py:Net.")
+        return build()
     if isinstance(wanted.arguments, str):
         raise UsageError("`model_args` of a callable are a mapping.")
     try:
-        return make(**(wanted.arguments or {}))
+        return wanted.spec(**(wanted.arguments or {}))
     except Exception as error:  # whatever the user's function raises
         raise ConvertError(f"{wanted.label} raised {type(error).__name__} when it was called.", why=f"{error}") from error
 
@@ -533,7 +522,3 @@ def _filled(model: torch.nn.Module, wanted: Wanted) -> torch.nn.Module:
     for module in model.modules():
         module.training = False  # whatever an eval() of its own does
     return model
-
-
-def _memory(model: torch.nn.Module) -> set[int]:
-    return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch.nn import functional
 
 from ckpt_tools.text import listed
-from ckpt_tools.torch.proving import relations
 from ckpt_tools.torch.proving.recording import CallPair, ModuleCall, Numbers, shown_calls
 
 _SHOWN = 6
+_EPS = torch.finfo(torch.float32).eps
+_FEW = 0.25  # of the numbers of a weight
 _ENDINGS = ("lu", "sigmoid", "tanh", "swish", "mish")
 _PASSIVE = frozenset({"training", "inplace", "p", "track_running_stats"})  # nothing of these is seen when a model is evaluated
 
@@ -112,16 +114,16 @@ class Reasons:
             yield from self._weight(next(iter(left)), *left.values(), *right.values())
 
     def _weight(self, name: str, left: torch.Tensor, right: torch.Tensor) -> Iterator[str]:
-        if relations.same(left, right, self.tolerance):
+        if same(left, right, self.tolerance):
             return
-        how = relations.relation(left, right, self.tolerance)
+        how = relation(left, right, self.tolerance)
         if how is None and (other := self._elsewhere(right)) is not None:
             how = f"is the old model's {other}"
         yield f"{name} {how or 'has other numbers'}"
 
     def _elsewhere(self, value: torch.Tensor) -> str | None:
         for name, other in self.old.state_dict().items():
-            if other.shape == value.shape and relations.same(other, value, self.tolerance):
+            if other.shape == value.shape and same(other, value, self.tolerance):
                 return name
         return None
 
@@ -258,3 +260,53 @@ def activations(begin: Sequence[Sequence[Numbers]], end: Sequence[Sequence[Numbe
         names.append(next(fits, None))
     if len(names) == 2 and names[0] != names[1] and any(name not in (None, "identity") for name in names):
         yield f"another activation: {names[0] or 'an unknown one'}, and {names[1] or 'an unknown one'} in the new one"
+
+
+# --- what makes one weight the other
+
+
+def same(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
+    """Whether two tensors are equal, each number by itself."""
+    return left.shape == right.shape and bool(torch.allclose(left, right, rtol=tolerance, atol=0, equal_nan=True))
+
+
+def relation(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> str | None:
+    """How a new weight comes of the old one, as the end of a sentence about it; None where that is not known."""
+    if left.dim() == 2 and left.shape == right.shape[::-1] and same(left.t(), right, tolerance):
+        return f"is transposed ({'square' if left.shape[0] == left.shape[1] else 'x'.join(map(str, left.shape))})"
+    if left.shape != right.shape or left.dtype.is_complex or not left.is_floating_point():
+        return None
+    if same(left, right, 2 * _EPS):
+        return "is the old one, but for float32's rounding"
+    for how, made in _made_of(left, right):
+        if same(made, right, tolerance):
+            return how
+    more = right - left
+    if left.numel() > 1 and torch.allclose(more, more.mean(), rtol=0, atol=4 * _EPS * float(right.abs().max())):
+        return f"is the old one plus {float(more.mean()):.6g}"
+    for dim, word in enumerate(("rows are", "columns are")[: left.dim()]):
+        if permuted(left, right, dim, tolerance):
+            return f"{word} in another order"
+    count = int((~torch.isclose(left, right, rtol=tolerance, atol=0, equal_nan=True)).sum())
+    return f"has {count} other numbers, of {left.numel()}" if count <= _FEW * left.numel() else None
+
+
+def _made_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for half in (torch.bfloat16, torch.float16):
+        yield f"is the old one, rounded to {str(half).removeprefix('torch.')}", left.to(half).to(left.dtype)
+    yield "is all zeros", torch.zeros_like(left)
+    yield "is negated", -left
+    times = float((left * right).sum() / (left * left).sum()) if left.any() else 0.0
+    yield f"is {times:.6g} times the old one", left * times
+    for one, other in combinations(range(left.dim()), 2):
+        yield f"is transposed (dimensions {one} and {other})", left.transpose(one, other)
+    for dim in range(2, left.dim()):
+        yield f"is flipped along dimension {dim}", left.flip(dim)
+
+
+def permuted(left: torch.Tensor, right: torch.Tensor, dim: int, tolerance: float) -> bool:
+    """Whether the slices along a dimension are the same ones in another order."""
+    one, other = (value.movedim(dim, 0).reshape(value.shape[dim], -1) for value in (left, right))
+    weights = torch.linspace(1, 2, one.shape[1], dtype=one.dtype)
+    keys = [(value * weights).sum(1).sort() for value in (one, other)]
+    return same(one[keys[0].indices], other[keys[1].indices], tolerance)

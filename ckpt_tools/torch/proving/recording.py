@@ -113,12 +113,8 @@ def named(value: Any) -> Named:
     return {path: plain(tensor).clone() for path, tensor in walk(value)}
 
 
-def walk(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def walk(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Path and tensor of everything in what a model gives, as they are."""
-    yield from _walk(value, "", 0)
-
-
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, bool | int | float | complex):
@@ -127,7 +123,7 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor
         yield path, torch.as_tensor(value)
     elif depth < _DEEPEST:
         for step, item in _items(value):
-            yield from _walk(item, f"{path}{step}".removeprefix("."), depth + 1)
+            yield from walk(item, f"{path}{step}".removeprefix("."), depth + 1)
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
