@@ -23,7 +23,7 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, merged
+from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, check_world, merged
 from ckpt_tools.parts.sharded import partly, renewed
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Node
@@ -55,12 +55,8 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
 def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
     """The files by rank, every rank once, and those that are missing."""
     found = by_rank((int(name.split(".")[1]), name) for name in names)
+    check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1, partial=partial)
     missing = [rank for rank in range(max(found) + 1) if rank not in found]
-    if missing and not partial:
-        raise PartError(
-            f"{names[-1]} is one of {max(found) + 1} parts at least; missing: {these_ranks(missing)}.",
-            fix="Get the others too: a model needs the parts of all ranks.", rest=True,
-        )  # fmt: skip
     return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
 
 

@@ -38,7 +38,7 @@ from ckpt_tools.parts.deepspeed_files import (
     with_layers,
 )
 from ckpt_tools.parts.deepspeed_slice import Slice, optimizer_of
-from ckpt_tools.parts.merge import Merger, check_same, merged, wrong_ranks
+from ckpt_tools.parts.merge import Merger, check_same, check_world, merged
 from ckpt_tools.parts.names import ZeroFiles, zero_files
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import listed, some
@@ -53,7 +53,6 @@ _OF_PARTS = frozenset((
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
 ))  # fmt: skip
-_MOST_RANKS = 1 << 16  # of which some may be missing
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
@@ -132,7 +131,8 @@ class _Reading:
         check_same("number of the optimizer's steps", {state.file: state.steps for state in optimizers.values()})
         world = next((state.world for state in optimizers.values()), 1)
         if optimizers:
-            _check_world("files *_optim_states.pt, one a rank", optimizers, world, partial=self.partial)
+            said = f"The checkpoint has {world} files *_optim_states.pt, one a rank"
+            check_world(said, optimizers, world, partial=self.partial)
         models = self._models(number, optimizers, world)
         if not optimizers and any(model.shapes for model in models.values()):
             raise PartError(
@@ -163,7 +163,8 @@ class _Reading:
             check_experts(first, {(layer, expert) for layer, expert, _ in self.experts})
             models[min(models)] = replace(first, module=with_experts(first.module, roots))
         if is_stage_3:
-            _check_world("files *_model_states.pt, one a rank", models, world, partial=self.partial)
+            said = f"The checkpoint has {world} files *_model_states.pt, one a rank"
+            check_world(said, models, world, partial=self.partial)
         worlds = {model.file: model.world for model in models.values() if model.world is not None}
         if optimizers:
             check_same("number of ranks", {next(iter(optimizers.values())).file: world, **worlds})
@@ -178,8 +179,8 @@ class _Reading:
         check_same("step and number of ranks", steps)
         said = first.model.root.get("mp_world_size")
         count = said if type(said) is int else max(self.slices) + 1
-        kind = "slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
-        _check_world(kind, self.slices, count, partial=self.partial and bool(self.layers))
+        slices = f"The checkpoint has {count} slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
+        check_world(slices, self.slices, count, partial=self.partial and bool(self.layers))
         self.missing = [f"mp_rank_{number:02d}_*" for number in range(count) if number not in self.slices]
         return count
 
@@ -199,14 +200,6 @@ class _Reading:
                 fix=_SAVE,
             )
         return None
-
-
-def _check_world(kind: str, ranks: Mapping[int, object], world: int, *, partial: bool) -> None:
-    if what := wrong_ranks(ranks, world, partial=partial and world <= _MOST_RANKS):
-        raise PartError(
-            f"The checkpoint has {world} {kind}; {what}.", why=f"{len(ranks)} are there.",
-            fix="Get the others too: every rank holds a part of every weight.", rest=max(ranks) < world,
-        )  # fmt: skip
 
 
 # --- what `--select` takes instead of the weights

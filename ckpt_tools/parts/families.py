@@ -300,11 +300,8 @@ def layout(folder: Path, names: list[str]) -> Found:
     if found is not None:
         return found
     fix = "Name a checkpoint in it."
-    inside = [
-        name
-        for name in sorted(names)
-        if name.endswith(_OTHERS) or (os.path.isdir(folder / name) and _is_checkpoint(folder / name))
-    ]
+    folders = [name for name in sorted(names) if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+    inside = [*folders, *(name for name in sorted(names) if name.endswith(_OTHERS) and name not in folders)]
     if _ADAPTER in names:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:

@@ -161,15 +161,22 @@ def check_same(what: str, said: Mapping[str, object]) -> None:
 _NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
 
 
-def wrong_ranks(there: Collection[int], world: int, *, partial: bool) -> str:
-    """What is wrong with the ranks that are there of a world; "" where nothing is. `partial`: some may be missing."""
+_MOST_RANKS = 1 << 16  # of which some may be missing
+
+
+def check_world(what: str, there: Collection[int], world: int, *, partial: bool) -> None:
+    """Every rank of a world is there, and no other. `partial`: some may be missing."""
     missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
     beyond = sorted(rank for rank in there if rank >= world)
-    if not beyond and (partial or not missing):
-        return ""
+    if not beyond and (not missing or (partial and world <= _MOST_RANKS)):
+        return
+    wrong = f"{these_ranks(beyond)} would be beyond it"
     if missing:
-        return f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
-    return f"{these_ranks(beyond)} would be beyond it"
+        wrong = f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
+    raise PartError(
+        f"{what}; {wrong}.", why=f"{len(there)} of {world} are there.",
+        fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
+    )  # fmt: skip
 
 
 def _view(entry: Entry) -> tuple[int, int, Sizes]:

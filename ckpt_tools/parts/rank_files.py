@@ -22,7 +22,7 @@ from ckpt_tools.formats.base import Decoded, Keys, Warned
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Merger, Piece, Row, merged, wrong_ranks
+from ckpt_tools.parts.merge import Merger, Piece, Row, check_world, merged
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
 from ckpt_tools.text import dotted, some, these_ranks
@@ -55,12 +55,8 @@ def merge(
     if doubled := [name for name in group.every if name not in taken]:
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     world = group.world or max(group.names) + 1
-    if what := wrong_ranks(group.names, world, partial=partial):
-        there = next(iter(group.names.values()))
-        raise PartError(
-            f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
-            fix="Get the others too: a model needs the parts of all ranks.", rest=max(group.names) < world,
-        )  # fmt: skip
+    there = next(iter(group.names.values()))
+    check_world(f"{there} is one of {world} parts", group.names, world, partial=partial)
     keys, ranks = Keys(), sorted(group.names)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     roots = {rank: decoded.root for rank, decoded in parts.items()}
