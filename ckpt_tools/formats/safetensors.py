@@ -146,7 +146,7 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
         raise DamagedFileError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
         if isinstance(info[extra], dict | list):  # how deep safetensors reads is another matter
-            raise DamagedFileError(f"Tensor {name!r} has the unknown field {extra!r}, which is no plain value.")
+            raise DamagedFileError(f"Tensor {name!r} has the unknown field {extra!r}, a list or a map.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None

@@ -57,8 +57,9 @@ class Machine:
         self.makers, self.persistent_load = makers, persistent_load
         self.budget = limits.budget(self.end - offset)
         self.room = self.left = self.budget.room(limits.NODES)
-        # lists and dicts that a call or a state of an object has read at once, with their lengths then
+        # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
         self.given: list[tuple[List | Dict, int]] = []
+        self.states: list[tuple[Build, Dict, int]] = []
         self.protocol, self.remains = 0, False
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -170,9 +171,9 @@ class Machine:
         if type(target) is Object:
             if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
                 self.unusual[f"BUILD of {target.function}"] = None
-            target.steps.append(Build(state))
+            target.steps.append(step := Build(state))
             if type(state) is Dict:
-                self.given.append((state, len(state.items)))
+                self.states.append((step, state, len(state.items)))
             elif type(state) is tuple and (
                 (len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)})  # of an object with slots
                 or (type(target.function) is Global and target.function in BUILT)
@@ -241,7 +242,13 @@ class Machine:
         if self.remains:
             raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
         if any(len(node.items) != length for node, length in self.given):
-            raise PickleError("The pickle changes a list or dict after it was read.")
+            raise PickleError("The pickle changes a list or dict after a call has read it.")
+        for step, state, length in self.states:  # what came later is not in them
+            if len(state.items) != length:
+                self.left -= length
+                if self.left < 0:
+                    raise limits.NODES.error(_TOO_MUCH)
+                step.state = Dict(state.items[:length], ordered=state.ordered)
 
     # --- the loop
 
