@@ -38,14 +38,19 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.signing import Signed, Verified, sign, verify
     from ckpt_tools.parts.open import open_checkpoint
     from ckpt_tools.render.html import Reported, report
+    from ckpt_tools.torch.into import load_into
+    from ckpt_tools.torch.lazy import LazyFile, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
+    from ckpt_tools.torch.loading import load_state_dict
     from ckpt_tools.torch.proving.prove import prove
-    from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
+    from ckpt_tools.torch.saving import save
+    from ckpt_tools.torch.steps import Steps, steps
 
 __all__ = [
     "Averaged", "Checked", "Checkpoint", "CkptError", "Converted", "Description", "Difference", "Explanation", "Extracted",
-    "Matched", "Proved", "Repaired", "Reported", "Scanned", "Shown", "Signed", "Stats", "Steps", "Verified", "__version__",
-    "average", "check", "convert", "diff", "edit_in_place", "explain", "extract_lora", "inspect", "latest_good", "match",
-    "open", "open_checkpoint", "prove", "repair", "report", "scan", "show", "sign", "stats", "verify",
+    "LazyFile", "Matched", "Proved", "Repaired", "Reported", "Scanned", "Shown", "Signed", "Stats", "Steps", "Verified",
+    "__version__", "average", "check", "convert", "diff", "edit_in_place", "explain", "extract_lora", "inspect", "latest_good",
+    "load_into", "load_state_dict", "match", "open", "open_checkpoint", "prove", "repair", "report", "save", "scan", "show",
+    "sign", "stats", "steps", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -58,15 +63,38 @@ _HOMES = {
     "average": "operations.average", "check": "operations.check.run", "convert": "operations.convert.run",
     "diff": "operations.compare.differences", "edit_in_place": "operations.convert.in_place",
     "extract_lora": "operations.extract_lora", "explain": "operations.explain", "inspect": "operations.inspect",
-    "latest_good": "operations.check.latest", "match": "operations.match", "open": "torch.steps",
+    "latest_good": "operations.check.latest", "LazyFile": "torch.lazy", "match": "operations.match", "open": "torch.lazy",
     "open_checkpoint": "parts.open", "prove": "torch.proving.prove", "repair": "operations.repair.run",
     "report": "render.html", "scan": "operations.scan", "show": "operations.show", "sign": "operations.signing",
-    "stats": "operations.compare.stats", "verify": "operations.signing",
+    "stats": "operations.compare.stats", "steps": "torch.steps", "verify": "operations.signing",
 }  # fmt: skip
+
+
+_LOAD_CODE = ("load_into", "load_state_dict", "save")
+
+
+class _LoadCode:
+    # A function of `ckpt_tools.torch`, with its signature and its words; a call imports torch.
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+    @property
+    def __wrapped__(self) -> Any:
+        import ckpt_tools.torch
+
+        return getattr(ckpt_tools.torch, self.__name__)
+
+    __doc__ = property(lambda self: self.__wrapped__.__doc__)
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: `ckpt inspect` does not pay for `convert`."""
+    if name in _LOAD_CODE:
+        return globals().setdefault(name, _LoadCode(name))
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_tools' has no attribute {name!r}")
     from importlib import import_module

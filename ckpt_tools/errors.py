@@ -167,7 +167,7 @@ class ConvertError(CkptError):
     """What was asked for cannot be done without loss or guessing."""
 
 
-class NothingMatchedError(ConvertError, LookupError):
+class NothingMatchedError(ConvertError, KeyError):
     """An option matches nothing, or nothing would be left."""
 
 

@@ -112,7 +112,7 @@ def test_numbers_of_other_kinds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("function", "paths"), [
     (PUBLIC["match"], (SINGLE, SINGLE)), (PUBLIC["convert"], (SINGLE, "out.pth", "model")),
-    (ckpt_tools.open(SINGLE).fit, (SINGLE,)),
+    (ckpt_tools.steps(SINGLE).fit, (SINGLE,)),
 ])  # fmt: skip
 def test_options_go_by_name(function: Callable[..., Any], paths: tuple[Any, ...]) -> None:
     """An option without its name is a TypeError that says so, before any option is looked at."""

@@ -87,9 +87,10 @@ def test_train_is_never_imported_back() -> None:
 
 
 NAMES = """
-Averaged Checked Checkpoint CkptError Converted Description Difference Explanation Extracted Matched Proved Repaired Reported
-Scanned Shown Signed Stats Steps Verified __version__ average check convert diff edit_in_place explain extract_lora inspect
-latest_good match open open_checkpoint prove repair report scan show sign stats verify
+Averaged Checked Checkpoint CkptError Converted Description Difference Explanation Extracted LazyFile Matched Proved Repaired
+Reported Scanned Shown Signed Stats Steps Verified __version__ average check convert diff edit_in_place explain extract_lora
+inspect latest_good load_into load_state_dict match open open_checkpoint prove repair report save scan show sign stats steps
+verify
 """
 
 

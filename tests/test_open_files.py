@@ -40,7 +40,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "match": lambda file: ckpt_tools.match(file, like=SINGLE).to_json(),
     "load": lambda file: {name: tensor.tolist() for name, tensor in load_code.load(file).items()},
     "load_state_dict": lambda file: {name: tensor.tolist() for name, tensor in load_code.load_state_dict(file).items()},
-    "open": lambda file: {name: tensor.tolist() for name, tensor in ckpt_tools.open(file).unwrap().state_dict().items()},
+    "open": lambda file: {name: tensor.tolist() for name, tensor in ckpt_tools.steps(file).unwrap().state_dict().items()},
 }
 
 

@@ -154,13 +154,13 @@ LIBRARY = """
 import ckpt_tools, ckpt_tools.torch
 
 print(ckpt_tools.inspect("ddp.pth").container)
-print(ckpt_tools.open("ddp.pth").strip_module().save("opened.pth").tensors)
+print(ckpt_tools.steps("ddp.pth").strip_module().save("opened.pth").tensors)
 calls = [
     lambda: ckpt_tools.stats("ddp.pth"),
     lambda: ckpt_tools.prove,
     lambda: ckpt_tools.torch.load,
-    lambda: ckpt_tools.open("ddp.pth").state_dict(),
-    lambda: ckpt_tools.open("ddp.pth").cast("bf16").save("cast.pth"),
+    lambda: ckpt_tools.steps("ddp.pth").state_dict(),
+    lambda: ckpt_tools.steps("ddp.pth").cast("bf16").save("cast.pth"),
 ]
 for call in calls:
     try:

@@ -15,7 +15,6 @@ from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
 from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import printable
 
 
 @click.command(short_help="Write the mean of several checkpoints.")
@@ -54,9 +53,6 @@ def print_averaged(report: Averaged, out: Page) -> None:
         *rows_of("mean of", files),
         ("averaged", counted(report.averaged, "tensor")),
     ]
-    if report.spread is not None and report.spread["relative"]:
-        name, relative = report.spread["name"], report.spread["relative"]
-        rows.append(("spread", printable(f"largest in {name}: {100 * relative:.3g}% of the mean's length")))
     if report.kept:
         rows.append(("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files"))
     rows += rows_of("largest", report.largest) + rows_of("first", report.first) + object_rows(output)

@@ -59,7 +59,7 @@ def _asked(source: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The options, with the user's answers to one question after another: each may settle others."""
     from ckpt_tools.operations.match import match as match_checkpoint
 
-    if not _on_terminal():
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise click.UsageError("--ask is for a terminal; elsewhere answer with --pair OLD=NEW.")
     pairs, passed = [*options["pair"]], set[str]()
     while True:
@@ -73,10 +73,6 @@ def _asked(source: Path, options: dict[str, Any]) -> dict[str, Any]:
         answer = _answer(question)
         passed.add(question.new)
         pairs += [question.answer(answer)] if answer else []
-
-
-def _on_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _answer(question: Question) -> str:

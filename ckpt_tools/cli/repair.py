@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT, once, one_out, out_option, print_report, report_options
+from ckpt_tools.cli.options import LOCATION, OUT, one_out, out_option, print_report, report_options
 from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.render.plain import Page
@@ -22,16 +22,13 @@ from ckpt_tools.tree.findings import mending
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @out_option
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
-@once("--like", metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
-@click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
-@once("--seed", type=click.IntRange(0), metavar="N", help="Seed of the initial values; 0 by default.")
 @click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", "-n", is_flag=True, help="Report what would be saved, write nothing.")
 @report_options
 def repair(
-    source: Path, target: str | None, output: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...],
-    seed: int | None, tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, json: bool,
+    source: Path, target: str | None, output: str | None, keep_damaged: bool, tie_equal: bool,
+    overwrite: bool, dry_run: bool, quiet: bool, json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
 
@@ -40,7 +37,6 @@ def repair(
     \b
     ckpt repair cut.pth saved.pth
     ckpt repair --dry-run cut.pth saved.pth
-    ckpt repair cut.pth full.pth --like torchvision.models:resnet18 --reinit default
     ckpt repair folder
 
     Exit code: 0 all saved, 1 something could not be saved (OUT is written without it) or OUT is as dangerous
@@ -51,7 +47,7 @@ def repair(
 
     target = one_out(target, output)
     if target is None:
-        if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
+        if keep_damaged or tie_equal or overwrite:
             raise click.UsageError("Without OUT, repair writes the index that a folder lacks; its options are for an OUT.")
         if not os.path.isdir(source):
             raise click.UsageError(f"Name an OUT: {mending('repair', str(source))}")
@@ -59,7 +55,7 @@ def repair(
     else:
         with show_progress(quiet=quiet) as progress:
             report = repair_checkpoint(
-                source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
+                source, target, keep_damaged=keep_damaged, tie_equal=tie_equal,
                 overwrite=overwrite, dry_run=dry_run, progress=progress,
             )  # fmt: skip
     print_report(report, print_repaired, json=json, quiet=quiet)
@@ -77,7 +73,6 @@ def print_repaired(report: Repaired, out: Page) -> None:
         ("saved", f"{report.saved} of {report.tensors} tensors, {sizes}, {share}"),
         *rows_of("kept", [f"{path_text(row.where)}: {row.why}" for row in report.missing if row.kept]),
         *rows_of("missing", [f"{path_text(row.where)}: {row.why}" for row in report.missing if not row.kept]),
-        *rows_of("filled", [f"{name}: {scheme}" for name, scheme in report.filled.items()]),
         *rows_of("mended", [_line(row.where, row.text) for row in report.mended if not row.left]),
         *rows_of("left", [_line(row.where, row.text) for row in report.mended if row.left]),
         *rows_of("note", [text for _, text in report.notes]),

@@ -76,7 +76,9 @@ class _Page:
             packed = len(report.texts) // count  # two float4 are one element
         elif not sizes:
             packed = len(report.texts)
-        whole = _asked(report)
+        # How many places of each dimension were asked for; None where one was named, which leaves no dimension
+        named = iter(report.selected)
+        whole = [next(named) if is_range else None for is_range in report.ranges]
         kept = [dim for dim, size in enumerate(whole) if size is not None]
         self.sizes = [sizes[dim] for dim in kept]
         self.cuts = [sizes[dim] // 2 if sizes[dim] < (whole[dim] or 0) else None for dim in kept]
@@ -127,12 +129,6 @@ class _Page:
                 line = ""
             line += more if line == "[" else f" {more}"
         yield line if cells else "[]"
-
-
-def _asked(report: Shown) -> list[int | None]:
-    """How many places of each dimension were asked for; None where one was named, which leaves no dimension."""
-    named = iter(report.selected)
-    return [next(named) if is_range else None for is_range in report.ranges]
 
 
 def _product(sizes: Sequence[int]) -> int:

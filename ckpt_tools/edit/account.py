@@ -27,7 +27,6 @@ class Account:
         self.left: dict[int, Node] = {}  # the nodes themselves, so that their ids stay in use
 
     def open(self, path: str, root: Node) -> None:
-        """The tensors of an input."""
         self.opened.append((path, tensors_in(root)))
 
     def open_whole(self, root: Node) -> None:
@@ -69,7 +68,6 @@ class Account:
 
 
 def tensors_in(root: Node) -> list[tuple[Where, Node]]:
-    """Every tensor, where it is."""
     found = walk(root, stop=is_tensor, plain=False, bare=False)
     return [row for row in found if type(row[1]) is Entry or is_tensor(row[1])]
 
@@ -103,7 +101,6 @@ class _Written:
                 self.ranges.setdefault(id(content.source), []).append((content.offset + start, content.offset + end))
 
     def hold(self, node: Node) -> bool:
-        """Whether a tensor's bytes are among them."""
         if type(node) is Entry:
             return self._holds(node)
         return all(self._holds(entry) or id(entry.storage.content) in self.whole for entry in _entries(node))

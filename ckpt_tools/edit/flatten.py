@@ -106,7 +106,6 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
 
 
 def _several(found: Sequence[StateDict], holder: str) -> ConvertError:
-    """The error for more than one state dict."""
     wheres = [dotted(state_dict.where) for state_dict in found]
     others = _drops([where for where in wheres if where])
     return ConvertError(

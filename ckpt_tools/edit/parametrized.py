@@ -17,12 +17,10 @@ from ckpt_tools.values.pytorch import need_torch
 
 
 def find(node: Dict) -> list[Parametrized]:
-    """The weights in parts of a state dict."""
     return parametrized({name: value.shape for name, value in tensors_by_name(node).items() if type(value) is Entry})
 
 
 def fold_all(root: Node) -> list[Parametrized]:
-    """Fold every weight in parts of every state dict."""
     nodes = {id(state_dict.node): state_dict.node for state_dict in find_state_dicts(root)}
     found = {key: find(node) for key, node in nodes.items()}
     rows = [row for each in found.values() for row in each]
@@ -53,7 +51,6 @@ def fold_for(node: Dict, wanted: Iterable[str]) -> list[Parametrized]:
 
 
 def told_fold(rows: Sequence[Parametrized]) -> list[tuple[str, str]]:
-    """Notes on what was folded."""
     kinds: dict[str, list[str]] = {}
     for row in rows:
         kinds.setdefault(row.kind, []).append(row.name)

@@ -23,8 +23,7 @@ from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Entry, Storage, contiguous_stride
 from ckpt_tools.values.boxes import assemble
-from ckpt_tools.values.gather import View, by_position, gathered, is_by_position
-from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.numeric import View, by_position, gathered, is_by_position, part, row_major, torch_dtype
 from ckpt_tools.values.pytorch import need_torch
 
 # --- sizes and dimensions by name

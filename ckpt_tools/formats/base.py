@@ -41,7 +41,6 @@ CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begi
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be a zip: what torch.save writes, or another."""
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
 
 
@@ -113,14 +112,11 @@ def validate_tree(root: Node) -> list[Warned]:
 
 
 def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned]:
-    """The warning for bytes behind the end, if there are any."""
     return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Packed:
-    """What a checkpoint lies in."""
-
     kind: str
     member: str
     source: Source
@@ -193,12 +189,10 @@ class Keys:
         self.count = 0
 
     def next(self) -> str:
-        """A key that no storage has yet."""
         self.count += 1
         return str(self.count - 1)
 
     def renew(self, root: Node) -> Node:
-        """The tree with every storage under a key that no other file's has."""
         renewed: dict[int, Storage] = {}
 
         def new(storage: Storage) -> Storage:

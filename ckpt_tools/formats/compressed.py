@@ -25,8 +25,6 @@ Spend = Callable[[int], None]
 
 @dataclass(slots=True, unsafe_hash=True)
 class Kind:
-    """A way to compress a file."""
-
     name: str
     called: str
     magic: bytes
@@ -59,7 +57,6 @@ _ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package 
 
 
 def kind_of(head: bytes) -> Kind | None:
-    """How a file that starts with these bytes is compressed."""
     found = next((kind for kind in EVERY_KIND if head.startswith(kind.magic)), None)
     if found in _OF_PICKLES and found.make is not None:
         try:

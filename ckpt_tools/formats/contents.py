@@ -34,7 +34,6 @@ class StateDict:
 
     @property
     def names(self) -> list[str]:
-        """The names of its tensors, in order."""
         return list(tensors_by_name(self.node))
 
 
@@ -58,7 +57,6 @@ _OF_QUANTISED = (
 
 
 def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
-    """Whether a node is a tensor, plain or unusual."""
     return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
 
 
@@ -68,7 +66,6 @@ def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
 
 
 def find_tensors(root: Node) -> Iterator[Tensor]:
-    """Every tensor below `root` with its path, in order."""
     for where, node in walk(root, stop=is_tensor, plain=False, bare=False):
         if type(node) is Entry:
             yield Tensor(where, node)
@@ -83,7 +80,6 @@ def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor
 
 
 def count_tensors(root: Node) -> int:
-    """How many tensors `find_tensors` finds."""
     if type(root) is Dict and not root.attributes and all(type(value) is Entry for _, value in root.items):
         return len(root.items)  # most files
     return sum(1 for _, node in walk(root, stop=is_tensor, plain=False, bare=False) if is_tensor(node))
@@ -107,7 +103,6 @@ class Modules:
         return self.known[id(node)]
 
     def stop(self, node: Node) -> bool:
-        """Whether a walk ends here."""
         return is_tensor(node) or self.state_dict(node) is not None
 
 
@@ -149,7 +144,6 @@ def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
 
 
 def find_state_dicts(root: Node) -> list[StateDict]:
-    """Every state dict below `root`, wherever it is."""
     found = []
     holders = _Holders(root)
     for where, node in walk(root, stop=_closed, plain=False, entries=False):
@@ -170,7 +164,6 @@ class Optimizer(NamedTuple):
 
 
 def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
-    """Every optimizer with its path."""
     for where, node in walk(root, stop=is_tensor, plain=False, entries=False):
         if optimizer := as_optimizer(node):
             yield where, optimizer
@@ -245,7 +238,6 @@ class _Holders:
 
     @cached_property
     def ids(self) -> set[int]:
-        """Their ids."""
         found: set[int] = set()
         seen = {id(self.root)}
         path = [id(self.root)]

@@ -35,13 +35,11 @@ _SCALAR_TYPES = {  # of schema.ScalarType
 
 
 def sniff(names: set[str], folder: str) -> bool:
-    """Whether a zip with these records is an exported program whose weights are described beside them."""
     start = folder + _WEIGHTS
     return f"{folder}/archive_format" in names and any(name.startswith(start) and name.endswith(_CONFIG) for name in names)
 
 
 def decode(source: Source, directory: Directory, folder: str) -> Decoded:
-    """Read the names and views of the weights; no tensor bytes."""
     records = torch_zip.by_name(directory)
     start = folder + _WEIGHTS
     decoded = Decoded(
@@ -77,7 +75,6 @@ class _Weights:
         self.on_meta: dict[str, DType | None] = {}
 
     def read(self, name: str) -> Dict:
-        """The state dict that one model's table describes."""
         record = self.records[name]
         self.grads = {}
         with torch_zip.json_of(self.program.source, record, check=self.program.has_checksums, pairs=unique) as table:

@@ -23,14 +23,14 @@ from typing import TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import Blobs, load_with_blobs
 from ckpt_tools.formats.registry import Container
+from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
+from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
@@ -68,7 +68,6 @@ class Header:
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a .npy."""
     return head.startswith(_MAGIC)
 
 
@@ -76,7 +75,7 @@ def decode_npy(source: Source) -> Decoded:
     """Read the header of a .npy, and its pickle where it has one; no elements."""
     arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
-    root = arrays.node(header, Range(source, 0, source.size), FilePart(source, header.length, source.size), "the array")
+    root = arrays.node(header, Range(source, 0, source.size), Part(source, header.length, source.size), "the array")
     decoded = arrays.decoded("npy", root, source)
     decoded.warnings += trailing(arrays.left, "the array")
     return decoded
@@ -114,11 +113,11 @@ _OTHER_NAME = "numpy.load would read it as cp437, which gives another name."
 def _part(source: Source, record: Record, header: Header) -> Part:
     """What follows the header of a record; a deflated one is inflated where it holds a pickle."""
     if not record.deflated:
-        return FilePart(source, record.data + header.length, record.end)
+        return Part(source, record.data + header.length, record.end)
     if header.code != "O":
-        return BytesPart(b"")
+        return Part.of_bytes(b"")
     check_pickle(source, record.size, deflated=True)
-    return BytesPart(read(record_content(source, record))[header.length :])
+    return Part.of_bytes(read(record_content(source, record))[header.length :])
 
 
 def parse_header(head: bytes, name: str = "") -> Header:
@@ -148,7 +147,6 @@ def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def _kind(descr: object, what: str) -> tuple[str, str]:
-    """The code of a NumPy dtype, and its byte order."""
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
@@ -232,7 +230,6 @@ class Arrays:
             )  # fmt: skip
 
     def _text(self, header: Header, content: Content, what: str) -> Node:
-        """Text, or nested lists of it."""
         width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
         count = _elements(header.shape)
         if header.fortran or not width:
@@ -281,7 +278,6 @@ class Arrays:
         return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
 
     def decoded(self, container: str, root: Node, source: Source) -> Decoded:
-        """The result."""
         made = Decoded(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])
         made.warnings, made.storage_bytes = validate_tree(root), self.storage_bytes
         return made
@@ -331,7 +327,6 @@ _TOO_MANY = "The arrays make more lists, or texts, than a file of its size can h
 
 
 def _lists(shape: tuple[int, ...]) -> int:
-    """How many lists the cells of an array are nested in."""
     return sum(itertools.accumulate(shape[:-1], operator.mul, initial=1)) if shape else 0
 
 

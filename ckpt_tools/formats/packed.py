@@ -23,7 +23,7 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckp
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.base import Decoded, Packed
 from ckpt_tools.formats.compressed import Kind, inflate, kind_of
-from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
+from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.text import listed, printable
@@ -57,7 +57,6 @@ class Folder(Files):
         return self.files[name]
 
     def check_unchanged(self) -> None:
-        """As the archive."""
         self.archive.check_unchanged()
 
 
@@ -86,7 +85,6 @@ def unpack_command(source: Source, head: bytes) -> str:
 
 
 def is_packed(source: Source, head: bytes) -> bool:
-    """Whether a file that starts so is compressed, or a tar that torch did not write."""
     return kind_of(head) is not None or _is_tar(source, head)
 
 
@@ -223,5 +221,4 @@ def _candidates(archive: Source, members: Mapping[str, Member], readers: Readers
 
 
 def _members_of(members: Mapping[str, Member], folder: str) -> Callable[[str], Source | None]:
-    """Gives the member that a name means in a folder."""
     return lambda name: members.get(f"{folder}/{name}" if folder else name)

@@ -6,12 +6,13 @@ as both. What cannot be examined is told.
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import math
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -22,7 +23,7 @@ from ckpt_tools.formats import texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
-from ckpt_tools.formats.tars import Headers
+from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip_directory import (
     LOCAL,
@@ -38,9 +39,8 @@ from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
-from ckpt_tools.pickling.raw_between import LegacyStorages, TarStorages, TarTensors
-from ckpt_tools.pickling.stream import BytesPart, FilePart
+from ckpt_tools.pickling.calls import Call, LegacyStorages, Pickle, TarStorages, TarTensors, list_pickles
+from ckpt_tools.pickling.stream import Part
 from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
@@ -132,47 +132,50 @@ class _Walk:
             self.skip(where, f"{locked}, which has to be unpacked first")
         kind = next((kind for kind in _KINDS if head.startswith(kind.magic)), None)
         if kind and (kind.name != "lzma" or _is_lzma(head)):
-            self.guarded(where, lambda: self.compressed(source, where, depth, kind))
+            with self.guarded(where):
+                self.compressed(source, where, depth, kind)
         behind = source
         if is_tar(head):
             ends = [0]
-            self.guarded(where, lambda: self.tar(source, where, depth, ends))
+            with self.guarded(where):
+                self.tar(source, where, depth, ends)
             behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
         if is_zip(head) or has_end(behind):
-            self.guarded(where, lambda: self.archive(source, where, depth))
+            with self.guarded(where):
+                self.archive(source, where, depth)
         if head.startswith(NUMPY):
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, between=between)
         text = None if of_text else texts.text_in(source, head)
         if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
-            self.guarded(where, lambda: self.texts(text, where, depth))
+            with self.guarded(where):
+                self.texts(text, where, depth)
 
     def texts(self, source: Source, where: str, depth: int) -> None:
-        """The texts in a part that is text, where they stand for pickles."""
         for at, data in texts.bytes_in(source):
+            name = _inside(where, f"text at byte {at}")
             if texts.is_code(data):
-                self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
+                self.skip(name, "it is code of Python's, written by marshal")
             elif _is_meant(data):
-                self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
+                self.examine(_InMemory(data, source), name, depth + 1, of_text=True)
 
-    def guarded(self, where: str, look: Callable[[], None]) -> None:
-        """Look into a part; where that fails, it is told, and the rest goes on."""
+    @contextlib.contextmanager
+    def guarded(self, where: str) -> Iterator[None]:
+        """Looking into a part: where that fails, it is told, and the rest goes on."""
         try:
-            look()
+            yield
         except CkptError as error:
             self.skip(where, error.what + (f" {error.why}" if error.why else ""))
         except (tarfile.TarError, zlib.error, OSError, EOFError, lzma.LZMAError, ValueError, OverflowError) as error:
             self.skip(where, f"it cannot be read: {error}")
 
     def count(self, cost: int = 1) -> None:
-        """Count a member, or a pickle in it."""
         self.parts += cost
         if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
             raise _FullError
 
     def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
-        """Tell that a limit was reached, and which."""
         self.skip(where, f"{what} The limit {limit.name} is {limit.value} {limit.counts}.")
 
     def skip(self, where: str, why: str) -> None:
@@ -181,7 +184,6 @@ class _Walk:
     # --- pickles
 
     def arrays(self, source: Source, where: str, depth: int) -> None:
-        """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
         at = 0
         while at < source.size:
             self.count()
@@ -189,13 +191,13 @@ class _Walk:
             if not head.startswith(NUMPY):
                 self.stream(source, where, depth, at)
                 return
-            length = _array_bytes(head)
-            at = self.stream(source, where, depth, at + _npy_header(head)) if length is None else at + length
+            start, end = _npy(head)
+            at = self.stream(source, where, depth, at + start) if end is None else at + end
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: LegacyStorages | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
         last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
-        for pickle in list_pickles(FilePart(source, min(start, last), last), between):
+        for pickle in list_pickles(Part(source, min(start, last), last), between):
             certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
                 self.count()
@@ -222,9 +224,16 @@ class _Walk:
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: LegacyStorages | None) -> None:
         """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
         told = {call.text for pickle in self.found.pickles for call in pickle.calls}
-        part = FilePart(source, start, source.size)
+        part = Part(source, start, source.size)
         for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
-            pickle.where, pickle.calls = where, [call for call in pickle.calls if call.text not in told and not _is_dtype(call)]
+            pickle.where, pickle.calls = (
+                where,
+                [
+                    call
+                    for call in pickle.calls
+                    if call.text not in told and not (call.rating == "unknown" and call.function.endswith(".dtype"))
+                ],
+            )
             if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
                 self.skip(where, pickle.error.what)
             if pickle.calls:
@@ -248,17 +257,16 @@ class _Walk:
                 self.damaged_archive(source, where, depth, error)
             return
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
-        self.guarded(where, lambda: self.program(source, records, where))
-        raw = _raw_folders(records)
-        for record in records:
-            if not _is_raw(source, record, raw):
-                self.member(source, record, where, depth)
-
-    def program(self, source: Source, records: Sequence[Record], where: str) -> None:
-        """What torch.export.load runs of the records of a program."""
-        calls = harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
-        for name, call in islice(calls, _MOST_EVALUATED):
-            self.found.evaluated.append((_inside(where, name), call))
+        with self.guarded(where):  # what torch.export.load runs of the records of a program
+            calls = harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
+            for path, call in islice(calls, _MOST_EVALUATED):
+                self.found.evaluated.append((_inside(where, path), call))
+        for record in _to_be_examined(source, records):
+            name = _inside(where, record.name)
+            with self.guarded(name):
+                head = record_head(source, record, _HEAD) if record.deflated else b""
+                if _npy(head)[1] is None:  # else it is numbers alone
+                    self.examine(self.opened(source, record), name, depth + 1)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
@@ -279,17 +287,6 @@ class _Walk:
             else:
                 self.examine(member, _inside(where, name), depth + 1)
 
-    def member(self, source: Source, record: Record, where: str, depth: int) -> None:
-        """One record of a zip."""
-        name = _inside(where, record.name)
-
-        def look() -> None:
-            head = record_head(source, record, _HEAD) if record.deflated else b""
-            if not (head.startswith(NUMPY) and _array_bytes(head) is not None):  # numbers alone
-                self.examine(self.opened(source, record), name, depth + 1)
-
-        self.guarded(name, look)
-
     def opened(self, source: Source, record: Record) -> Source:
         """A record as a source of its own; a deflated one is inflated."""
         if not record.deflated:
@@ -300,7 +297,6 @@ class _Walk:
         return Spooled(source, chunks(record_content(source, record)))
 
     def spend(self, count: int) -> None:
-        """Count bytes that are inflated."""
         self.left -= count
         if self.left < 0:
             raise limits.MEMORY.error("The file inflates to more than any real one.")
@@ -362,29 +358,22 @@ _OF_PROGRAMS = (
 _OF_EXPORT = re.compile(r"(?:^|/)(?:archive_format|models/[^/]*\.json|[^/]*_config\.json|serialized_exported_program\.json)$")
 
 
-def _is_dtype(call: Call) -> bool:
-    return call.rating == "unknown" and call.function.endswith(".dtype")
-
-
-def _raw_folders(records: Sequence[Record]) -> set[str]:
-    """The folders of a zip in which only storages of `torch.load` and `torch.jit.load` lie:"""
+def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Record]:
+    """The records of a zip but those that hold the numbers of a storage: `data/7` beside `data.pkl`, and no .npy."""
     names = {record.name for record in records}
-    if any(_OF_EXPORT.search(name.lower()) for name in names):
-        return set()
     root = single_folder(records)
     folders = {"data", "constants"} if root is None else {f"{root}/data", f"{root}/constants"}
-    return {folder for folder in folders if f"{folder}.pkl" in names}
-
-
-def _is_raw(source: Source, record: Record, raw: set[str]) -> bool:
-    """Whether a record holds the numbers of a storage, `data/7` in one of the folders of those, and no .npy."""
-    folder, _, key = record.name.rpartition("/")
-    if folder not in raw or not key.isdecimal():
-        return False
-    try:
-        return not record.is_array or (record.deflated and not record_head(source, record, _HEAD).startswith(NUMPY))
-    except DamagedFileError:  # whoever looks at it will say so
-        return False
+    if any(_OF_EXPORT.search(name.lower()) for name in names):
+        folders = set()
+    for record in records:
+        folder, _, key = record.name.rpartition("/")
+        is_raw = folder in folders and f"{folder}.pkl" in names and key.isdecimal()
+        if is_raw and record.is_array:
+            is_raw = False
+            with contextlib.suppress(DamagedFileError):  # whoever looks at it will say so
+                is_raw = record.deflated and not record_head(source, record, _HEAD).startswith(NUMPY)
+        if not is_raw:
+            yield record
 
 
 def _is_pickle(pickle: Pickle, head: bytes) -> bool:
@@ -411,7 +400,7 @@ def _is_meant(data: bytes) -> bool:
         return False
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith(NUMPY) or _inflates(data):
         return True
-    for pickle in list_pickles(BytesPart(data)):
+    for pickle in list_pickles(Part.of_bytes(data)):
         head, is_named = data[pickle.start : pickle.start + 2], any(map(_can_be_imported, pickle.names))
         if _is_pickle(pickle, head) and (is_named or pickle.two_ways or not pickle.calls):
             return True
@@ -433,22 +422,18 @@ def _inflates(data: bytes) -> bool:
         return False
 
 
-def _npy_header(head: bytes) -> int:
-    """Where the bytes behind the header of a .npy start."""
+def _npy(head: bytes) -> tuple[int, int | None]:
+    """Where what is behind the header of a .npy starts, and ends; no end where it may hold Python objects, or is no .npy."""
     width = 2 if head[6:7] == b"\1" else 4
-    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def _array_bytes(head: bytes) -> int | None:
-    """How long a .npy of numbers or text is, its header included; None of any other, which may hold Python objects."""
+    start = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
     try:
         header = parse_header(head)
     except CkptError:
-        return None
+        return start, None
     if header.code == "O":
-        return None
+        return start, None
     itemsize = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)  # the sizes of texts are in characters
-    return header.length + math.prod(header.shape) * itemsize
+    return start, header.length + math.prod(header.shape) * itemsize
 
 
 def _inside(where: str, name: str) -> str:

@@ -19,15 +19,15 @@ import re
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import Decoded, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.registry import Container
+from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.stream import FilePart, Pickles
+from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.visit import walk
@@ -47,8 +47,7 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the pickle."""
-    pickles = Pickles(FilePart(source, 0, source.size))
+    pickles = Pickles(Part(source, 0, source.size))
     machine, root, blobs = load_with_blobs(pickles, _refuse, kind=ArrayMachine)
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
@@ -106,7 +105,6 @@ def _goes_on(pickles: Pickles) -> bool:
 
 
 def _anything(pid: Node) -> Node:
-    """A storage or class."""
     return None
 
 

@@ -72,13 +72,15 @@ _MODULE = re.compile(r"[\w.]+")  # what can be imported; in JSON there would be 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
     """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
-    from ckpt_tools.pickling.calls import list_one  # few files begin so
-    from ckpt_tools.pickling.raw_between import MAGIC_NUMBER
-    from ckpt_tools.pickling.stream import FilePart, Pickles
+    from ckpt_tools.pickling.calls import (
+        MAGIC_NUMBER,
+        list_one,  # few files begin so
+    )
+    from ckpt_tools.pickling.stream import Part, Pickles
 
     end = min(source.size, _LONGEST)
     with limits.of_file(source.size):
-        found, value, _ = list_one(Pickles(FilePart(source, 0, end)))
+        found, value, _ = list_one(Pickles(Part(source, 0, end)))
     if isinstance(found.error, LimitError):  # more than any accident
         return True
     if found.error is not None:

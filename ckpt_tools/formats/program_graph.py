@@ -39,7 +39,6 @@ class _Reader:
         self.values: dict[str, Value] = {}
 
     def read(self, module: dict[str, Any]) -> Graph:
-        """The whole graph."""
         graph = Graph()
         for spec in module["signature"]["input_specs"]:
             ((kind, row),) = spec.items()
@@ -66,7 +65,6 @@ class _Reader:
         return found
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The sizes of a value, where all are numbers."""
         row = self.sizes.get(name)
         if row is None or len(row["sizes"]) > _MOST_DIMENSIONS:
             return None
@@ -74,7 +72,6 @@ class _Reader:
         return tuple(sizes) if all(type(size) is int and size >= 0 for size in sizes) else None
 
     def argument(self, row: dict[str, Any]) -> Any:
-        """A value, several, or a plain constant."""
         ((kind, what),) = row.items()
         if kind == "as_tensor":
             return self.value(what["name"])
@@ -85,7 +82,6 @@ class _Reader:
         return list(what) if kind == "as_ints" else None
 
     def tensors(self, row: dict[str, Any]) -> Iterator[Value]:
-        """The values in an argument."""
         ((kind, what),) = row.items()
         if kind == "as_tensor":
             yield self.value(what["name"])

@@ -49,7 +49,6 @@ ROWS = {
 
 
 def containers() -> Iterator[Container]:
-    """Each container, in the order in which files are asked."""
     for module in ROWS.values():
         container = import_module(module).CONTAINER
         assert isinstance(container, Container)
@@ -57,5 +56,4 @@ def containers() -> Iterator[Container]:
 
 
 def begins_as_checkpoint(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is one of the containers of one file."""
     return any(container.sniff(head) for container in containers())

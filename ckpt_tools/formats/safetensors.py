@@ -36,7 +36,6 @@ GGUF_TYPES = "ckpt_tools.gguf_types"  # of what came from a GGUF: the type of ea
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be a safetensors file."""
     if head[8:9] != b"{" or head.startswith(b"GGUF") or (head[:8].isascii() and head[:8].decode().isprintable()):
         return False
     if not any(head[4:8]):
@@ -50,7 +49,6 @@ def sniff(head: bytes) -> bool:
 
 
 def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
-    """Read the header; no tensor bytes."""
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
@@ -80,13 +78,11 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
 
 
 def _has_place(info: Any) -> bool:
-    """Whether an entry says where its bytes are."""
     offsets: Any = info.get("data_offsets") if isinstance(info, dict) else None
     return _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def entries_of(decoded: Decoded) -> dict[str, Entry]:
-    """The tensors of a file by name."""
     return {name: entry for name, entry in as_dict(decoded.root).named.items() if type(entry) is Entry}
 
 
@@ -271,7 +267,6 @@ def _json_map(text: str | None) -> dict[str, Any] | None:
 
 
 def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, reserve: int = 0) -> list[Piece]:
-    """The pieces of a safetensors file."""
     offsets: dict[str, list[int]] = {}
     contents: list[Content] = []
     at = 0

@@ -19,13 +19,11 @@ HEAD = 4096
 
 
 def decode_file(source: Source) -> Decoded:
-    """Decode one file that stands for itself."""
     with naming(source), limits.of_file(source.size):
         return decode_content(source)
 
 
 def decode_content(source: Source) -> Decoded:
-    """Decode one file, in the budget of whoever reads it."""
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
     for container in containers():

@@ -8,33 +8,300 @@
     pickle   MUST   the keys of the storages, each once, in the order of their bytes
     storages MUST   for each key: the number of elements in 8 bytes, then the elements, little-endian, nothing between
 
-Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp (`writeFileRaw`).
+A pickle may hold such a stream in a string of bytes: so a storage pickles itself where `torch.save` is not there to help.
+
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp (`writeFileRaw`), torch/storage.py
+(`_load_from_bytes`).
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from ckpt_tools.errors import ConvertError
+from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
 from ckpt_tools.formats.registry import Container
-from ckpt_tools.io.content import Literal, Piece, Range
+from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.stream import FilePart
-from ckpt_tools.pickling.survey import Survey
-from ckpt_tools.pickling.writer import write_pickle
+from ckpt_tools.pickling.machine import Machine, Maker
+from ckpt_tools.pickling.old_tensors import modernise
+from ckpt_tools.pickling.stream import Part, Pickles
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
+from ckpt_tools.pickling.writer import Survey, write_pickle
+from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import Dict, List, Node, Object
-from ckpt_tools.tree.visit import reachable
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Storage
 
-_SIZES = Dict([("short", 2), ("int", 4), ("long", 4)])
-_SYS_INFO = Dict([("protocol_version", PROTOCOL_VERSION), ("little_endian", True), ("type_sizes", _SIZES)])
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+_MAX_BLOBS_IN_BLOBS = 8
+_BYTES_PER_NODE = 4  # of bytes that a pickle gives again and again
+_KEY = re.compile(r"[0-9]{1,40}")
+_NOWHERE = Literal(b"")
+NESTED = Global("torch._utils", "_rebuild_nested_tensor")
+
+
+@dataclass(slots=True)
+class Stream:
+    root: Node
+    machine: Machine
+    storage_bytes: int
+    end: int
+    classes: list[str] = field(default_factory=list)
+
+
+class Blobs:
+    """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage."""
+
+    def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
+        self.part, self.depth, self.prefix = part, depth, prefix
+        self.machine: Machine | None = None
+        self.count = self.anchor = self.given = 0
+        self.storage_bytes = 0
+
+    @property
+    def makers(self) -> Mapping[Global, Maker]:
+        return {**MAKERS, LOAD_FROM_BYTES: self.load}
+
+    def watch(self, machine: Machine, anchor: int = 0) -> Machine:
+        """Note which machine reads the pickle, and where in the part its bytes begin."""
+        self.machine, self.anchor = machine, anchor
+        return machine
+
+    def load(self, args: tuple[Node, ...]) -> Node:
+        """What the bytes hold; None, which leaves an object, where that is not a torch-legacy stream."""
+        data = args[0] if len(args) == 1 else None
+        if type(data) is not bytes or not is_stream(data) or self.machine is None:
+            return None
+        if self.depth == _MAX_BLOBS_IN_BLOBS:
+            raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
+        self.given += len(data)  # one string of bytes can be given again and again
+        again = max(0, self.given - (self.part.end - self.part.start)) if self.part is not None else len(data)
+        self.given -= again
+        self.machine.left -= again // _BYTES_PER_NODE
+        stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
+        self.count += 1
+        self.storage_bytes += stream.storage_bytes
+        self.machine.globals.update(stream.machine.globals)
+        self.machine.unusual.update(stream.machine.unusual)
+        return stream.root
+
+    def content(self, data: bytes) -> Content:
+        """A string of bytes of the pickle as a content: a range of the file where it lies there as it is."""
+        part = self.part_of(data)
+        return part.content(0, part.end)
+
+    def part_of(self, data: bytes) -> Part:
+        """The bytes, and where they lie in the file if they lie there as they are."""
+        place = self.machine.places.get(id(data)) if self.machine is not None else None
+        if place is None or self.part is None or self.part.source is None:
+            return Part.of_bytes(data)
+        return Part.of_bytes(data, self.part.source, self.part.at + self.anchor + place[0])
+
+
+def load_with_blobs(
+    pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", kind: type[Machine] = Machine
+) -> tuple[Machine, Node, Blobs]:
+    """The next pickle, with what its strings of bytes hold."""
+    blobs = Blobs()
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal blobs
+        blobs = Blobs(pickles.part, prefix=prefix)
+        return blobs.watch(kind(data, blobs.makers, persistent, offset), pickles.anchor)
+
+    machine, root = pickles.load(make)
+    return machine, root, blobs
+
+
+def is_stream(head: bytes) -> bool:
+    """Whether bytes begin with the pickled magic number, in any protocol that torch.save takes."""
+    return _MAGIC.match(head) is not None
+
+
+_MAGIC = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(MAGIC_NUMBER.to_bytes(10, "little")) + rb"\.|L%dL\n\." % MAGIC_NUMBER,
+    re.DOTALL,
+)
+
+
+def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: dict[int, int] | None = None) -> Stream:
+    """Decode a stream: its pickles, and where each storage lies."""
+    pickles = Pickles(part)
+    begin, version, info = pickles.description(), pickles.description(), pickles.description()
+    if begin != MAGIC_NUMBER or version != PROTOCOL_VERSION or type(info) is not Dict:
+        raise PickleError(f"The stream does not begin with torch's magic number, protocol {PROTOCOL_VERSION} and sys_info.")
+    storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal storages, blobs
+        storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
+        return blobs.watch(Machine(data, blobs.makers, storages.load, offset), pickles.anchor)
+
+    try:
+        machine, root = pickles.load(make)
+    except PickleError as error:
+        if not pickles.cut:
+            raise
+        what = "The file ends within the pickle that lists its tensors."
+        raise DamagedFileError(what, why=error.what, fix="It was cut off: get it again.") from None
+    for key in storages.views.keys() & storages.by_key.keys():
+        raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
+    if any(storage.dtype is None for _, storage in storages.by_key.values()):
+        machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
+    if NESTED in machine.globals:
+        machine.unusual["a nested tensor in torch-legacy, which torch saves and cannot load"] = None
+    keys = _read_keys(pickles, storages)
+    pickles.tell(machine)
+    _place(pickles, keys, storages, root, little=info.get("little_endian") is not False, available_bytes=available_bytes)
+    root = modernise(storages.without_views(root), machine.globals)
+    size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
+    return Stream(root, machine, size, pickles.position, storages.classes)
+
+
+class _LegacyStorages(Storages):
+    """Turns the persistent ids of a legacy pickle into storages and classes. Where the bytes lie is known only later."""
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__(lambda key, nbytes: _NOWHERE, prefix)
+        self.views: dict[str, tuple[Node, Storage, Storage, int]] = {}
+        self.emptied: dict[str, Storage] = {}
+        self.classes: list[str] = []
+
+    def load(self, pid: Node) -> Node:
+        """The storage of ("storage", class, key, location, elements, view), the class of ("module", class, file, source)."""
+        if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and type(pid[1]) is Global:
+            if type(pid[3]) is str:
+                self.classes.append(str(pid[1]))
+            return pid[1]
+        if type(pid) is not tuple or len(pid) != 6 or pid[0] != "storage":
+            raise PickleError(
+                "The pickle refers to something outside it that is not a storage.",
+                why="Expected ('storage', class, key, location, size, view).",
+            )
+        _, kind, key, device, numel, view = pid
+        if type(key) is not str or not _KEY.fullmatch(key):
+            raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
+        root = self._empty(kind, key, device, numel) or self.storage(pid[:5])
+        return root if view is None else self._view(kind, root, view)
+
+    def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
+        """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
+        if key not in self.by_key or numel != 0 or type(device) is not str:
+            return None
+        pid, first = self.by_key[key]
+        if first.nbytes or pid[1] == kind:
+            return None
+        dtype = storage_dtype(kind)
+        own = f"{first.key}.{dtype.name if dtype else 'untyped'}"
+        return self.emptied.setdefault(own, Storage(own, dtype, 0, device, _NOWHERE))
+
+    def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
+        """The range of a root storage that ("view key", offset, elements) names."""
+        key, offset, numel = metadata if type(metadata) is tuple and len(metadata) == 3 else (None, None, None)
+        is_key = type(key) is str and _KEY.fullmatch(key) is not None
+        if type(offset) is not int or type(numel) is not int or min(offset, numel) < 0 or type(key) is not str or not is_key:
+            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
+        size = (storage_dtype(kind) or UINT8).itemsize
+        if (offset + numel) * size > root.nbytes:
+            raise TensorError(f"A view reaches outside its storage {root.key!r}.")
+        view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
+        found = self.views.setdefault(key, (metadata, view, root, offset * size))
+        if found[0] != metadata or found[2] is not root:
+            raise TensorError(f"The view {key!r} of a storage is used with two places or sizes.")
+        return found[1]
+
+    def without_views(self, root: Node) -> Node:
+        """The tree with every entry on a view moved to the storage below it, where tensors that overlap are tied."""
+        if not self.views:
+            return root
+        from ckpt_tools.values.numeric import part  # few files have views
+
+        found = {}
+        for _, view, below, start in self.views.values():
+            found[id(view)] = below, start
+            _set_content(view, part(below.content, start, view.nbytes))
+
+        def swap(node: Node) -> Node:
+            if type(node) is not Entry or id(node.storage) not in found:
+                return node
+            below, start = found[id(node.storage)]
+            return replace(node, storage=below, offset=node.offset + start // node.dtype.itemsize)
+
+        return exchange.replace(root, swap)
+
+
+def _set_content(storage: Storage, content: Content) -> None:
+    """Say where a storage's bytes are. Its reader alone may, which learns that last: nothing else has seen it yet."""
+    object.__setattr__(storage, "content", content)
+
+
+def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
+    """The keys of the storages, in the order of their bytes."""
+    try:
+        node = pickles.description()
+    except PickleError as error:
+        what = "The list of storages is malformed." if pickles.left else "The file ends before the list of its storages."
+        raise DamagedFileError(what, why=error.what) from None
+    keys = [key for key in node.items if type(key) is str] if type(node) is List else []
+    if type(node) is not List or len(keys) != len(node.items):
+        raise PickleError("The list of storages is not a list of text.")
+    if sorted(keys) != sorted(storages.by_key):
+        others = ", ".join(sorted(map(repr, {*keys} ^ {*storages.by_key}))[:5])
+        raise DamagedFileError(
+            f"The list of storages is not that of the tensors' storages: {others[:300] or 'one is there twice'}."
+        )
+    return keys
+
+
+def _place(
+    pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *,
+    little: bool, available_bytes: dict[int, int] | None,
+) -> None:  # fmt: skip
+    """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
+    if pickles.part.source is not None and pickles.part.data is None:
+        sizes = [8 + storages.by_key[key][1].nbytes for key in keys]
+        starts = itertools.accumulate(sizes[:-1], initial=pickles.position)
+        pickles.part.source.prefetch([(start, 8) for start in starts])
+    for index, key in enumerate(keys):
+        storage = storages.by_key[key][1]
+        nbytes, numel = storage.nbytes, storage.nbytes // (storage.dtype or UINT8).itemsize
+        short = pickles.left < 8
+        if not short:
+            data = pickles.take(8)
+            # a big-endian machine wrote the count either way, depending on the version; elements are little-endian
+            count = int.from_bytes(data, "little", signed=True)
+            if count != numel and not little:
+                count = int.from_bytes(data, "big", signed=True)
+            if count != numel:
+                raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {count}.")
+        if short or pickles.left < nbytes:
+            if available_bytes is None:
+                raise _cut(pickles, root, storages, keys[:index], len(keys))
+            nbytes = available_bytes[id(storage)] = 0 if short else pickles.left
+        _set_content(storage, pickles.part.content(pickles.position, nbytes))
+        pickles.position += pickles.left if short else nbytes
+
+
+def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
+    complete = {id(storages.by_key[key][1]) for key in whole}
+    below = {id(view): root for _, view, root, _ in storages.views.values()}
+    entries = [node for node in visit.reachable(root) if type(node) is Entry]
+    used = [below.get(id(entry.storage), entry.storage) for entry in entries]
+    good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
+    return DamagedFileError(
+        f"The file is cut off: {good} of {len(entries)} tensors complete.",
+        why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",
+        whole=good,
+    )
 
 
 def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
-    """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes."""
-    stream = read_stream(FilePart(source, 0, source.size), available_bytes=available_bytes)
+    stream = read_stream(Part(source, 0, source.size), available_bytes=available_bytes)
     machine = stream.machine
     warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
     if stream.classes:
@@ -47,9 +314,15 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
     )  # fmt: skip
 
 
+# --- laying out
+
+_SIZES = Dict([("short", 2), ("int", 4), ("long", 4)])
+_SYS_INFO = Dict([("protocol_version", PROTOCOL_VERSION), ("little_endian", True), ("type_sizes", _SIZES)])
+
+
 def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
-    if any(type(node) is Object and node.function == NESTED for node in reachable(root)):
+    if any(type(node) is Object and node.function == NESTED for node in visit.reachable(root)):
         raise ConvertError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
             fix="Write another container.",

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, is_tar, trailing, validate_tree
+from ckpt_tools.formats.base import TAR_BLOCK, Decoded, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.registry import Container
-from ckpt_tools.formats.tars import OddHeaderError, entries, is_file
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Reader
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
+from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
@@ -38,11 +40,10 @@ _LOOKED_AT = 64  # members, of which torch writes four
 NEEDED = ("storages", "pickle")
 _NAMES = ("sys_info", "storages", "tensors", "pickle")
 _REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
-_SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
+_SMALL_WINDOW = 4096
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a tar archive."""
     return is_tar(head) or head[257:262] == b"ustar"
 
 
@@ -54,21 +55,20 @@ def is_torchs(source: Source) -> bool:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the members' headers, the pickles, and the numbers before each storage; no tensor bytes."""
     members, unread = _members(source)
     objects = _Objects()
-    small = [SmallPickles(Pickles(members["storages"], _SMALL_WINDOW), _SMALL)]
-    _read_storages(small[0], objects)
+    described = [Pickles(members["storages"], _SMALL_WINDOW)]
+    _read_storages(described[0], objects)
     if "tensors" in members:
-        small.append(SmallPickles(Pickles(members["tensors"]), _SMALL))
-        _read_tensors(small[1], objects)
+        described.append(Pickles(members["tensors"]))
+        _read_tensors(described[1], objects)
     if "sys_info" in members:  # about the machine, which only torch 0.1 read: for what it names
-        small.append(SmallPickles(Pickles(members["sys_info"]), _SMALL))
+        described.append(Pickles(members["sys_info"]))
         with contextlib.suppress(CkptError):
-            small[-1].load()
+            described[-1].description()
     pickles = Pickles(members["pickle"])
     machine, root = pickles.load(lambda data, offset: Machine(data, objects.makers(), objects.load, offset))
-    for others in small:
+    for others in described:
         others.tell(machine)
     root = modernise(root, machine.globals)
     warnings = [*validate_tree(root), *trailing(pickles.left, "the pickle", "trailing-pickle-bytes")]
@@ -83,9 +83,9 @@ def decode(source: Source) -> Decoded:
 # --- the tar
 
 
-def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
+def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
     """The four members by name, and the names of others."""
-    members: dict[str, FilePart] = {}
+    members: dict[str, Part] = {}
     others = []
     try:
         for header in entries(source, limits.RECORDS.value):
@@ -94,7 +94,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
                 continue
             if header.name in members or not is_file(header):
                 raise DamagedFileError(f"The tar has two members {header.name!r}, or one that is not a file.", why=TWO_FILES)
-            members[header.name] = FilePart(source, header.offset_data, header.offset_data + header.size)
+            members[header.name] = Part(source, header.offset_data, header.offset_data + header.size)
     except OddHeaderError as error:
         if members:
             raise DamagedFileError(f"The tar has {error}.", why=TWO_FILES) from None
@@ -113,8 +113,6 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
 
 @dataclass(slots=True)
 class _Objects:
-    """Storages and tensors by their keys."""
-
     storages: dict[int, tuple[Storage, Storage, int]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
     roots: list[Storage] = field(default_factory=list)
@@ -127,7 +125,6 @@ class _Objects:
         return self.tensors[key] if key in self.tensors else self.storage(key)[0]
 
     def storage(self, key: int) -> tuple[Storage, Storage, int]:
-        """A storage by its key."""
         if key not in self.storages:
             raise PickleError("The tar refers to a storage or tensor that is not in it.")
         return self.storages[key]
@@ -168,9 +165,8 @@ def _key(node: Node) -> int:
     raise PickleError(_MALFORMED)
 
 
-def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
-    """The next pickle, a tuple of this length."""
-    node = small.load()
+def _record(pickles: Pickles, length: int) -> tuple[Node, ...]:
+    node = pickles.description()
     if type(node) is List:
         node = tuple(node.items)
     if type(node) is not tuple or len(node) != length:
@@ -178,18 +174,16 @@ def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
     return node
 
 
-def _count(small: SmallPickles) -> int:
-    node = small.load()
-    if type(node) is not int or not 0 <= node <= small.pickles.left // 8:
+def _count(pickles: Pickles) -> int:
+    node = pickles.description()
+    if type(node) is not int or not 0 <= node <= pickles.left // 8:
         raise PickleError(_MALFORMED)
     return node
 
 
-def _read_storages(small: SmallPickles, objects: _Objects) -> None:
-    """The storages, and the views on them."""
-    pickles = small.pickles
-    for _ in range(_count(small)):
-        named, location, kind = _record(small, 3)
+def _read_storages(pickles: Pickles, objects: _Objects) -> None:
+    for _ in range(_count(pickles)):
+        named, location, kind = _record(pickles, 3)
         key = _key(named)
         if type(location) is not str:
             raise PickleError(_MALFORMED)
@@ -205,8 +199,8 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
         objects.storages[key] = (storage, storage, 0)
         objects.roots.append(storage)
-        pickles.skip(nbytes)
-    views = small.load() if pickles.left else List()
+        pickles.position += nbytes
+    views = pickles.description() if pickles.left else List()
     rows = [view for view in views.items if type(view) is tuple and len(view) == 4] if type(views) is List else []
     if type(views) is not List or len(rows) != len(views.items):
         raise PickleError(_MALFORMED)
@@ -228,10 +222,9 @@ def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel:
     objects.storages[_key(key)] = (view, below, start + offset)
 
 
-def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
-    pickles = small.pickles
-    for _ in range(_count(small)):
-        named, storage_key, _ = _record(small, 3)
+def _read_tensors(pickles: Pickles, objects: _Objects) -> None:
+    for _ in range(_count(pickles)):
+        named, storage_key, _ = _record(pickles, 3)
         key = _key(named)
         (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
         if not 0 <= ndim <= MAX_DIMENSIONS:
@@ -246,3 +239,91 @@ def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
 
 
 CONTAINER = Container(sniff, decode, in_zips=True)
+
+
+# --- the members of a tar, as Python's tarfile, and so `torch.load`, reads its headers; none is extracted
+
+_LONGEST = 1 << 16  # bytes of a header of names
+_BYTES_PER_NODE = 16  # tarfile keeps a kilobyte for each header
+_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_WITHOUT_BYTES = (
+    *_FILES, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE,
+)  # fmt: skip
+_IDLE = ("mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "linkpath")
+_IDLE_STARTS = ("LIBARCHIVE.", "SCHILY.xattr.", "SCHILY.fflags", "RHT.security.", "MSWINDOWS.")
+
+
+class OddHeaderError(Exception):
+    """A header that readers of tars take in different ways. The text says which."""
+
+
+class Headers(Reader):
+    """What tarfile reads of a tar: headers, and what headers say. All of it is counted."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.budget = limits.budget(source.size)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size == 1:  # whether the member before is whole
+            self.at += 1
+            return b"\0"[: self.source.size - self.at + 1]
+        data = super().read(size)
+        self.budget.take(
+            limits.NODES, len(data) // _BYTES_PER_NODE, "The tar has more headers than a file of its size can hold."
+        )
+        return data
+
+
+class _ShortHeaders(Headers):
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _LONGEST:
+            raise OddHeaderError(f"a header of {size} bytes")
+        return super().read(size)
+
+
+def is_file(info: tarfile.TarInfo) -> bool:
+    """Whether a member is a regular file; the oldest tars mark a folder by its name alone."""
+    return info.type in _FILES and not info.name.endswith("/")
+
+
+def entries(source: Source, most: int) -> Iterator[tarfile.TarInfo]:
+    """Each member, in file order, up to the first empty block."""
+    try:
+        archive = tarfile.open(  # noqa: SIM115  the source stays open
+            fileobj=_ShortHeaders(source), mode="r:", encoding="utf-8", errors="surrogateescape"
+        )
+        for count, info in enumerate(archive):
+            if count == most:
+                raise OddHeaderError(f"more than {most} members")
+            _check(source, archive, info)
+            yield info
+    except tarfile.TarError as error:
+        raise DamagedFileError("The headers of the tar are damaged.", why=f"{error}.") from None
+    at = archive.offset
+    if at + TAR_BLOCK <= source.size and any(source.read(at, TAR_BLOCK)):
+        raise DamagedFileError(f"The tar header at byte {at} is damaged.", why="Its checksum does not match.")
+
+
+def _check(source: Source, archive: tarfile.TarFile, info: tarfile.TarInfo) -> None:
+    """Refuse what is cut off, and what other readers of tars take in another way than tarfile."""
+    end = info.offset_data + info.size
+    if info.size < 0 or info.sparse is not None or (not is_file(info) and (info.type not in _WITHOUT_BYTES or info.size)):
+        raise OddHeaderError(f"a member of kind {info.type!r} with {info.size} bytes")
+    if end > source.size:
+        raise DamagedFileError(
+            f"The tar is cut off in its member {info.name!r}.",
+            why=f"It ends after {source.size} bytes; the member goes up to byte {end}.",
+            fix="An interrupted download or a full disk does that: get it again.",
+        )
+    for key in info.pax_headers:
+        said_of_all = key in archive.pax_headers
+        if not (key in _IDLE or key.startswith(_IDLE_STARTS) or (key in ("path", "size") and not said_of_all)):
+            raise OddHeaderError(f"a pax header with {key[:40]!r}")
+    at, names = info.offset, 0  # headers in front of the member's own may name it, one of them
+    while at + TAR_BLOCK < info.offset_data:
+        header = source.read(at, TAR_BLOCK)
+        names += header[156:157] in b"xXL"
+        at += TAR_BLOCK + -(-tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size // TAR_BLOCK) * TAR_BLOCK
+    if names > 1:
+        raise OddHeaderError("two names for one member")

@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
-from ckpt_tools.formats.zip_directory import DESCRIPTOR, LOCAL, Directory, Record, RecordRange
+from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine, Maker
@@ -36,56 +36,43 @@ def decode(
     source: Source, directory: Directory, folder: str, member: str = "",
     storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
 ) -> Decoded:  # fmt: skip
-    """Read the pickle of a torch-zip; no tensor bytes."""
     records = by_name(directory, member)
-    small = _small_records(source, records, folder)
-    warnings = [*behind(source, directory), *_odd_records(small)]
+    odd, unreadable = _small_records(source, records, folder)
+    warnings = [*behind(source, directory), *odd]
     has_checksums = any(record.crc for record in directory.records)
-    byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
+    byteorder, order = "little", records.get(f"{folder}/byteorder")
+    if order is not None:
+        byteorder = record_head(source, order, 16).decode("latin-1")
+        if byteorder not in ("little", "big") or order.size > 16:
+            raise DamagedFileError(f"The record 'byteorder' says {byteorder!r}; it must be 'little' or 'big'.")
     storages = storages_of(partial(_locate, source, records, f"{folder}/data"))
     pickle = records[f"{folder}/data.pkl"]
     check_pickle(source, pickle.size, deflated=pickle.deflated)
     stream = read_record(source, pickle, check=has_checksums)
-    machine = _machine(stream, storages, makers)
+    if b"_load_from_bytes" in stream and makers is MAKERS:  # pickled storages in strings of bytes, which few files have
+        from ckpt_tools.formats.torch_legacy import Blobs
+
+        blobs = Blobs()
+        machine = blobs.watch(Machine(stream, blobs.makers, storages.storage))
+    else:
+        machine = Machine(stream, makers, storages.storage)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
 
         root = modernise(root, machine.globals)
     storages.check_found()
-    warnings += _misplaced(source, records, folder, storages)
     warnings += [*validate_tree(root), *trailing(len(stream) - machine.position, "the pickle", "trailing-pickle-bytes")]
     data = f"{folder}/data/"
     return Decoded(
-        "torch-zip",
-        root,
-        source,
-        globals=list(machine.globals),
-        unusual=[*machine.unusual, *_unreadable(source, small, records.get(f"{folder}/.data/serialization_id"))],
-        warnings=warnings,
+        "torch-zip", root, source, list(machine.globals), [*machine.unusual, *unreadable], warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
-        byteorder=byteorder,
-        has_checksums=has_checksums,
-        root_folder=folder,
-        records=directory.records,
+        byteorder=byteorder, has_checksums=has_checksums, root_folder=folder, records=directory.records,
         dead_bytes=partial(_dead_bytes, directory, records, storages, data),
-    )
+    )  # fmt: skip
 
 
-_SMALL = 64  # bytes of a record that says one word
-_NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
-
-
-def _machine(stream: bytes, storages: Storages, makers: Mapping[Global, Maker]) -> Machine:
-    """A machine over the pickle; pickled storages in strings of bytes, which few files have, bring their reader along."""
-    if b"_load_from_bytes" not in stream or makers is not MAKERS:
-        return Machine(stream, makers, storages.storage)
-
-    from ckpt_tools.formats.legacy_stream import Blobs
-
-    blobs = Blobs()
-    return blobs.watch(Machine(stream, blobs.makers, storages.storage))
 
 
 def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
@@ -98,12 +85,10 @@ def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: S
 
 
 def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
-    """The records by the names that they have in their own archive."""
     return {record.name.removeprefix(member): record for record in directory.records}
 
 
 def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str, nbytes: int) -> Content | None:
-    """Where a storage's bytes are; None when there is no such record."""
     record = records.get(f"{folder}/{key}")
     if record is None:
         return None
@@ -116,7 +101,6 @@ def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str
 
 
 def record_content(source: Source, record: Record) -> Content:
-    """The bytes of a record."""
     if record.deflated:
         return Deflated(source, record.data, record.compressed, record.size, record.crc)
     return RecordRange(source, record.data, record.size, record)
@@ -167,15 +151,6 @@ def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     return data
 
 
-def read_byteorder(source: Source, record: Record | None) -> str:
-    if record is None:
-        return "little"
-    text = read_record(source, record, check=False) if record.size <= 16 else b"..."
-    if text not in (b"little", b"big"):
-        raise DamagedFileError(f"The record 'byteorder' says {text!r}; it must be 'little' or 'big'.")
-    return text.decode()
-
-
 def behind(source: Source, directory: Directory) -> list[Warned]:
     """What is to be said of the bytes behind an archive: nothing that anybody wants, or another archive without its end."""
     left = directory.trailing
@@ -188,67 +163,32 @@ def behind(source: Source, directory: Directory) -> list[Warned]:
 
 
 _GOOD = {".format_version": ("1",), ".storage_alignment": ("64",), "version": ("2", "3", "4")}
-_LONGEST_ID = 1 << 10  # bytes; torch writes 40
-_Small = Mapping[str, str | None]
+_SMALL, _LONGEST_ID = 64, 1 << 10  # bytes of a record that says one word; of an id, for which torch writes 40
+_NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 
 
-def _small_records(source: Source, records: Mapping[str, Record], folder: str) -> _Small:
-    """What records of a few bytes say, or begin with; None where there is none. torch takes `.data/version` first."""
-    small: dict[str, str | None] = dict.fromkeys(_GOOD)
-    for name in (*_GOOD, ".data/version"):
-        if (record := records.get(f"{folder}/{name}")) is not None:
-            text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip()
-            small[name.removeprefix(".data/")] = text if record.size <= _SMALL else f"{text}..."
-    return small
-
-
-def _odd_records(small: _Small) -> Iterator[Warned]:
-    """Small records that say something else than torch writes; `version` where it is missing, too."""
+def _small_records(source: Source, records: Mapping[str, Record], folder: str) -> tuple[list[Warned], list[str]]:
+    """What records of a few bytes say otherwise than torch writes it, and for what of that torch refuses the file."""
+    odd, refused = [], []
     for name, good in _GOOD.items():
-        text = small[name]
+        record, text = records.get(f"{folder}/.data/{name}") or records.get(f"{folder}/{name}"), None  # in torch's order
+        if record is not None:
+            text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip() + "..." * (record.size > _SMALL)
         if text not in good and (text is not None or name == "version"):
             code = f"odd-{name.strip('.').replace('_', '-')}"
-            yield Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}")
-
-
-def _unreadable(source: Source, small: _Small, id_record: Record | None) -> Iterator[str]:
-    """Small records for which torch refuses the file: no number, or too large a one, or a serialization id that is not text."""
-    version, alignment = small["version"], small[".storage_alignment"]
-    number = re.match(r"\d{1,9}", version or "")
-    if number is None or not 1 <= int(number[0]) <= _NEWEST:
-        yield f"version {version!r} of the format, which torch does not read" if version else "no version of the format"
-    if alignment is not None and not re.fullmatch(r"\d{1,9}", alignment):
-        yield f"the .storage_alignment {alignment!r}, which is not a number"
+            odd.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
+        if name == "version":
+            number = re.match(r"\d{1,9}", text or "")
+            if number is None or not 1 <= int(number[0]) <= _NEWEST:
+                refused.append(
+                    f"version {text!r} of the format, which torch does not read" if text else "no version of the format"
+                )
+        elif name == ".storage_alignment" and text is not None and not re.fullmatch(r"\d{1,9}", text):
+            refused.append(f"the .storage_alignment {text!r}, which is not a number")
+    serialization_id = records.get(f"{folder}/.data/serialization_id")
     try:
-        if id_record is not None and id_record.size <= _LONGEST_ID:
-            record_head(source, id_record, _LONGEST_ID).decode()
+        if serialization_id is not None and serialization_id.size <= _LONGEST_ID:
+            record_head(source, serialization_id, _LONGEST_ID).decode()
     except UnicodeDecodeError:
-        yield ".data/serialization_id is not text"
-
-
-_FB_HEADER = 4  # bytes of the extra field that pads, before its padding
-_WIDE = 2**32 - 1  # from here on the sizes of headers change
-
-
-def _misplaced(source: Source, records: dict[str, Record], folder: str, storages: Storages) -> list[Warned]:
-    """The warning for a storage that torch would compute to be somewhere else, where the file says that it may compute."""
-    version, aligned = (records.get(f"{folder}/{name}") for name in (".format_version", ".storage_alignment"))
-    if version is None or max(version.size, aligned.size if aligned else 0) > _SMALL:
-        return []
-    alignment = read_record(source, aligned, check=False) if aligned else b"64"
-    if read_record(source, version, check=False) < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
-        return []
-    step, end, data = int(alignment), -1, f"{folder}/data/"
-    header = LOCAL.size + len(data.encode()) + _FB_HEADER
-    for key, (_, storage) in storages.by_key.items():
-        content, nbytes = storage.content, storage.nbytes
-        if type(content) is not RecordRange or content.offset >= _WIDE or nbytes >= _WIDE or (end < 0 and key != "0"):
-            return []  # torch refuses, or computes in another way
-        place = content.offset if end < 0 else -(-(end + header + len(key.encode())) // step) * step
-        if place != content.offset:
-            at = f"the bytes of {data + key!r} are at {content.offset}"
-            found = f"{at}, torch with calculate_storage_offsets takes those at {place}"
-            expected = "records where .format_version and .storage_alignment have them"
-            return [Warned("odd-storage-alignment", found, expected, "info")]
-        end = place + nbytes + (DESCRIPTOR if nbytes else 0)
-    return []
+        refused.append(".data/serialization_id is not text")
+    return odd, refused

@@ -1,15 +1,12 @@
 """torchscript: what `torch.jit.save` writes, a program with its parameters. The program is never run, nor kept by convert.
 
-    since 1.2   ROOT/data.pkl          the module as a pickle: `__torch__` classes whose state is a dict of attributes
-                ROOT/data/KEY          one record a storage
-                ROOT/code/**.py        the classes: their attributes, and which of them are parameters and buffers
-                ROOT/constants.pkl     constants of the code, their bytes under ROOT/constants/
-    1.0, 1.1    ROOT/model.json        modules, parameters and tensors as JSON (protobuf's), bytes under ROOT/tensors/
-                ROOT/attributes.pkl    attributes of other types (1.1)
+    ROOT/data.pkl          the module as a pickle: `__torch__` classes whose state is a dict of attributes
+    ROOT/data/KEY          one record a storage
+    ROOT/code/**.py        the classes: their attributes, and which of them are parameters and buffers
+    ROOT/constants.pkl     constants of the code, their bytes under ROOT/constants/
 
-Both become the record of an `nn.Module` (`_parameters`, `_buffers`, `_modules`), so that whatever reads a pickled module
-reads a program too. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp and import_legacy.cpp; caffe2's
-torch.proto.
+It becomes the record of an `nn.Module` (`_parameters`, `_buffers`, `_modules`), so that whatever reads a pickled module
+reads a program too. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp.
 """
 
 from __future__ import annotations
@@ -17,20 +14,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import Decoded, Warned, program, unique
+from ckpt_tools.formats.base import Decoded, Warned, program
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, DType
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
 from ckpt_tools.tree.modules import SAVED
-from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage, check, contiguous_stride
+from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage
 from ckpt_tools.tree.visit import parts, reachable
 
 _CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)
@@ -49,8 +45,6 @@ _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Class:
-    """What the code says of a class."""
-
     kind: str
     types: Mapping[str, str]
     parameters: frozenset[str]
@@ -65,13 +59,15 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     """Read a program's module tree; no tensor bytes, and the code only for the names of its parameters."""
     records = torch_zip.by_name(directory)
     if f"{folder}/model.json" in records:
-        decoded = _decode_json(source, directory, folder, records)
-    elif f"{folder}/data.pkl" in records:
-        decoded = torch_zip.decode(source, directory, folder, storages_of=_Storages, makers=_MAKERS)
-        decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
-        decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
-    else:
+        raise UnsupportedContainerError(
+            "This is a TorchScript program of PyTorch 1.0 or 1.1 (model.json), which is not read.",
+            fix="Load it with torch.jit.load of PyTorch 1.4, and save the state dict of what that gives.",
+        )
+    if f"{folder}/data.pkl" not in records:
         raise DamagedFileError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
+    decoded = torch_zip.decode(source, directory, folder, storages_of=_Storages, makers=_MAKERS)
+    decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
+    decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     decoded.container = "torchscript"
     decoded.warnings = [warned for warned in decoded.warnings if not warned.code.startswith("odd-")]
     files = [name for name in records if name.startswith(f"{folder}/code/") and name.endswith(".py")]
@@ -80,11 +76,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     return decoded
 
 
-# --- since 1.2
-
-
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
-    """What the code says of each class in it."""
     found: dict[str, _Class] = {}
     budget = limits.budget(source.size)
     for name, record in records.items():
@@ -147,7 +139,11 @@ def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
     """Make modules of a program's objects, but of those that come to be by code: of these it is said."""
     computed: dict[str, None] = {}
     nodes = list(reachable(root))
-    _check_storages(nodes)
+    arguments = {id(node.args) for node in nodes if type(node) is Object}
+    for node in nodes:  # a storage that is a value is a tensor to torch, of one dimension, and torch writes none such
+        is_container = type(node) in (Dict, List, tuple) and id(node) not in arguments
+        if is_container and any(type(part) is Storage for part in parts(node)):
+            raise TensorError("The program has a storage where a value is expected.", why=TWO_FILES)
     for node in nodes:
         if type(node) is not Object:
             continue
@@ -162,16 +158,6 @@ def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
     found = f"the code of {some(list(computed))} makes its tensors when it is loaded; shown is what it makes them from"
     fix = "torch.jit.load runs that code: where you trust the file, save the state dict of what it returns."
     return [Warned("computed-tensors", found, "modules whose state is their attributes", fix=fix)]
-
-
-def _check_storages(nodes: list[Node]) -> None:
-    """Refuse a storage that is a value: it is a tensor to torch, of one dimension, and torch writes none such."""
-    arguments = {id(node.args) for node in nodes if type(node) is Object}
-    for node in nodes:
-        if type(node) not in (Dict, List, tuple) or id(node) in arguments:
-            continue
-        if any(type(part) is Storage for part in parts(node)):
-            raise TensorError("The program has a storage where a value is expected.", why=TWO_FILES)
 
 
 def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
@@ -203,7 +189,6 @@ def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
 
 
 def _tables() -> dict[str, Dict]:
-    """Of an nn.Module's state."""
     return {"_parameters": Dict(), "_buffers": Dict(), "_modules": Dict()}
 
 
@@ -212,16 +197,15 @@ _GET_LAYOUT = Global("torch.serialization", "_get_layout")
 _TAG = Global("torch.jit._pickle", "restore_type_tag")
 
 
-def _storage_class(name: str) -> str:
-    """The class of storages that C++ names after a dtype, and Python does not have."""
-    kind = "ComplexHalf" if name == "complex32" else name.capitalize().replace("Uint", "UInt")
-    return f"{kind}Storage"
-
-
 class _Storages(Storages):
     """The storages of a program: each dtype has a class of its own, and those on the meta device an empty record."""
 
-    kinds = BY_STORAGE | {_storage_class(name): dtype for name, dtype in DTYPES.items() if not dtype.storage and dtype.in_torch}
+    # C++ names classes of storages after dtypes for which Python has none
+    kinds = BY_STORAGE | {
+        f"{'ComplexHalf' if name == 'complex32' else name.capitalize().replace('Uint', 'UInt')}Storage": dtype
+        for name, dtype in DTYPES.items()
+        if not dtype.storage and dtype.in_torch
+    }
     on_meta = True
 
     def storage(self, pid: Node) -> Storage:
@@ -251,84 +235,3 @@ def _sparse(args: tuple[Node, ...]) -> Node:
 
 _LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
 _MAKERS: dict[Global, Maker] = {**MAKERS, Global("torch._utils", "_rebuild_tensor_v2"): _rebuild, _SPARSE: _sparse}
-
-
-# --- 1.0 and 1.1
-
-_DATA_TYPES = {
-    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT8": "int8", "UINT8": "uint8", "INT16": "int16",
-    "INT32": "int32", "INT64": "int64", "BOOL": "bool", "BYTE": "uint8", "BFLOAT16": "bfloat16",
-}  # fmt: skip
-
-
-def _decode_json(source: Source, directory: Directory, folder: str, records: Mapping[str, Record]) -> Decoded:
-    record = records[f"{folder}/model.json"]
-    with torch_zip.json_of(source, record, check=False, pairs=unique) as model:
-        tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
-        root = _json_module(model["mainModule"], tensors, 0)
-    size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
-    checksums = any(row.crc for row in directory.records)
-    return Decoded(
-        "torchscript", root, source, [_SCRIPT_MODULE], storage_bytes=size, has_checksums=checksums, root_folder=folder,
-        records=directory.records,
-    )  # fmt: skip
-
-
-_SCRIPT_MODULE = Global("torch.jit", "ScriptModule")
-
-
-class _JsonTensors:
-    """The tensors of a model.json; those on one record are tied."""
-
-    def __init__(self, source: Source, records: Mapping[str, Record], folder: str, rows: list[dict[str, Any]]) -> None:
-        self.source, self.records, self.folder, self.rows = source, records, folder, dict(enumerate(rows))
-        self.storages: dict[str, Storage] = {}
-        self.budget = limits.budget(source.size)
-
-    def entry(self, number: int, *, parameter: bool) -> Entry:
-        """The tensor with this number."""
-        row = self.rows[number]
-        dtype = DTYPES.get(_DATA_TYPES.get(row["dataType"], ""))
-        if dtype is None:
-            raise TensorError(f"A tensor has the unknown type {str(row['dataType'])[:40]!r}.")
-        self.budget.take(limits.NODES, 1 + len(row.get("dims", [])) // 8, _TOO_MANY)  # many may be on one row
-        shape = tuple(int(size) for size in row.get("dims", []))
-        stride = tuple(int(step) for step in row.get("strides", contiguous_stride(shape)))
-        storage = self.storage(row["data"]["key"], dtype, str(row.get("device", "cpu")))
-        grad = parameter and bool(row.get("requiresGrad", False))
-        entry = Entry(storage, dtype, shape, stride, int(row.get("offset", 0)), grad, "parameter" if parameter else "tensor")
-        check(entry)
-        return entry
-
-    def storage(self, key: str, dtype: DType, device: str) -> Storage:
-        """The storage in this record."""
-        record = self.records.get(f"{self.folder}/{key}")
-        if record is None:
-            raise DamagedFileError(f"The storage {key!r} is not in the file.", why="model.json refers to it.")
-        if record.size % dtype.itemsize:
-            raise DamagedFileError(
-                f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype.name}."
-            )
-        content = torch_zip.record_content(self.source, record)
-        found = self.storages.setdefault(key, Storage(key.rpartition("/")[2], dtype, record.size, device, content))
-        if found.dtype is not dtype:
-            raise TensorError(f"Storage {key!r} is used with two types.")
-        return found
-
-
-_CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows in every report
-
-
-def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
-    limits.check_depth(depth, "The program nests its modules too deep.")
-    tensors.budget.take(limits.NODES, _CONTAINERS_OF_A_MODULE, "The program has more modules than one of its size can hold.")
-    tables = _tables()
-    for parameter in row.get("parameters", []):
-        is_buffer = bool(parameter.get("isBuffer", False))
-        entry = tensors.entry(int(parameter["tensorId"]), parameter=not is_buffer)
-        tables["_buffers" if is_buffer else "_parameters"].items.append((str(parameter["name"]), entry))
-    for child in row.get("submodules", []):
-        tables["_modules"].items.append((str(child["name"]), _json_module(child, tensors, depth + 1)))
-    module = Object("new", _SCRIPT_MODULE, ())
-    module.steps.append(Build(Dict([*tables.items()])))
-    return module

@@ -64,7 +64,6 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
 
 
 def _one_or_several(source: Source) -> Decoded:
-    """One archive, or several one after another."""
     try:
         return decode(source)
     except DamagedFileError:
@@ -96,7 +95,6 @@ def split(source: Source) -> list[tuple[int, int]]:
 
 
 def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Decoded:
-    """What the archives hold, as a list."""
     first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, spans[0][1]) else ""
     decoded, keys = Decoded("dcp-part", List(), source, has_checksums=True), Keys()
     roots, byteorders = [], set()

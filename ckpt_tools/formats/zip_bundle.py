@@ -80,7 +80,6 @@ class _Bundle:
         self.budget = limits.budget(source.size)
 
     def add(self, record: Record) -> None:
-        """Read a member as what it is."""
         head = torch_zip.record_head(self.source, record, _HEAD)
         decode = _kind(head)
         if head.startswith(_ZIP):
@@ -136,7 +135,6 @@ class _Bundle:
 
 @contextlib.contextmanager
 def _named(record: Record) -> Iterator[None]:
-    """Errors inside the block say which member they are about."""
     try:
         yield
     except CkptError as error:
@@ -145,7 +143,6 @@ def _named(record: Record) -> Iterator[None]:
 
 
 def decode_archive(source: Source, start: int, record: Record) -> Decoded:
-    """A member that is a zip, as a checkpoint of its own."""
     with _named(record):
         return decode_inner(source, start, record.size, record.name)
 

@@ -40,7 +40,6 @@ class LocalHeader(
 
     @classmethod
     def at(cls, source: Source, offset: int) -> LocalHeader:
-        """The header at an offset; the file must be as long."""
         return cls._make(LOCAL.unpack(source.read(offset, LOCAL.size)))
 
     @property
@@ -115,8 +114,6 @@ _ORDINARY_NAME = re.compile(rb"[\w.-]++(?<=\w)(?:/[\w.-]++(?<=\w))*+")  # ASCII,
 
 @dataclass(slots=True, eq=False, repr=False)
 class Record:
-    """One record."""
-
     name: str
     header: int
     data: int
@@ -131,7 +128,6 @@ class Record:
 
     @property
     def end(self) -> int:
-        """Where its bytes end."""
         return self.data + self.compressed
 
     @property
@@ -163,7 +159,6 @@ class MissingDirectoryError(DamagedFileError):
 
 
 def read_directory(source: Source) -> Directory:
-    """Read and check the directory of a zip file."""
     try:
         return _read_directory(source)
     except DamagedFileError as error:
@@ -273,7 +268,6 @@ def _text_mode(source: Source) -> DamagedFileError | None:
 
 
 def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[list[Record], list[str]]:
-    """The records, and the names of the folders."""
     records: list[Record] = []
     folders: list[str] = []
     at = 0

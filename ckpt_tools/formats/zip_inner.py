@@ -39,12 +39,10 @@ def decode_inner(source: Source, start: int, size: int, name: str) -> Decoded:
 
 
 def is_npz(names: Collection[str]) -> bool:
-    """Whether a zip of these records is a .npz."""
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 def is_torchscript(names: Collection[str], folder: str) -> bool:
-    """Whether a zip of these records is a TorchScript program."""
     return f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names
 
 
@@ -55,7 +53,6 @@ _LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
 
 
 def single_folder(records: Sequence[Record]) -> str | None:
-    """The folder that holds every record, or None."""
     root = records[0].name.partition("/")[0] if records else ""
     folder = f"{root}/"
     return root if records and all(record.name.startswith(folder) for record in records) else None

@@ -29,15 +29,13 @@ from ckpt_tools.formats.zip_directory import (
 )
 from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.survey import Survey
-from ckpt_tools.pickling.writer import write_pickle
+from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.tree.nodes import Node, Storage
 
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
 
 
 def _line(name: bytes, flags: int, crc: int, size: int, header: int) -> bytes:
-    """A record as the central directory lists it."""
     wide = b""
     if size >= FULL_32 or header >= FULL_32:
         wide = struct.pack("<2H3Q", 1, 24, size, size, header)
@@ -56,13 +54,11 @@ class ZipLayout:
         self.count = self.length = 0
 
     def enter(self, line: bytes, count: int = 1, late: Callable[[], bytes] | None = None) -> None:
-        """Add lines to the directory."""
         self.lines.append(late or line)
         self.count += count
         self.length += len(line)
 
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
-        """Add a piece."""
         self.position += content.length
         self.pieces.append(Piece(content, checksum))
 
@@ -89,7 +85,6 @@ class ZipLayout:
         return sum(fixed + len(name.encode()) + content.length for name, content in records)
 
     def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None) -> None:
-        """A record under a new header."""
         size, path, header = content.length, f"{self.folder}/{name}".encode(), self.position
         checksum = Checksum(size, label=path.decode()) if crc is None and size else None
         crc = crc or 0 if size else 0  # whatever the source says of nothing
@@ -110,7 +105,6 @@ class ZipLayout:
             self.put(Late(form.size, lambda: form.pack(SIGNATURE_DESCRIPTOR, checksum.value if checksum else crc, size, size)))
 
     def finish(self) -> list[Piece]:
-        """Add the central directory and the end records."""
         start, count, size = self.position, self.count, self.length
         self.put(Late(size, lambda: b"".join([line if isinstance(line, bytes) else line() for line in self.lines])))
         end = self.position
@@ -126,7 +120,6 @@ _SMALL_GAP = 4096
 
 
 def lay_out(root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True) -> list[Piece]:
-    """The pieces of a torch-zip with this tree."""
     survey = Survey(root)
     for storage in survey.storages:
         if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):

@@ -18,7 +18,7 @@ from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Output, check_space, check_writable, not_empty, output_errors, replacing
 
 if TYPE_CHECKING:
-    from ckpt_tools.io.uploads import RemoteStaging
+    from ckpt_tools.io.remote import RemoteStaging
 
 
 @dataclass(frozen=True, slots=True)

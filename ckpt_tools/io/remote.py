@@ -1,47 +1,48 @@
-"""Something remote as a source: the directory, the pickle or the header, and then the tensors that are wanted."""
+"""What is at an address: read by ranges, over HTTP or with a driver of fsspec, which also writes files and folders."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ipaddress
+import os
 import queue
+import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException, HTTPResponse
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, MissingFileError, RemoteError
+from ckpt_tools.errors import CkptError, MissingFileError, OutputError, RemoteError
+from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import crc32
 from ckpt_tools.io.member_paths import Address
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.output import Output, Source, exists_error, not_empty
 from ckpt_tools.io.sources import Files
 
-SECONDS = 60
+_SECONDS, _HOUR = 60, 3600  # the hour: how long a rename may take where it is a second copy
+_NEAR, _FAR, _MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere; at most, when read in order
+_AT_ONCE = 16
+_TRIES = 3
+_SLOWEST = 16 << 10  # bytes a second
+_TAKEN_WHOLE = 16 << 20  # from a server without ranges
+_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
+# Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
+_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}
 _T = TypeVar("_T")
 
 
-class ForeignError(RemoteError):
-    """An error of a driver, kept."""
-
-    def __init__(self, url: str, error: BaseException) -> None:
-        super().__init__(f"{url} cannot be reached.", why=f"{type(error).__name__}: {error}"[:300])
-        self.error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For another process: without what the driver raised, which need not be known there."""
-        return RemoteError, (self.what,), {"what": self.what, "why": self.why, "fix": self.fix}
-
-
-def bounded(url: str, call: Callable[[], _T], seconds: float = SECONDS) -> _T:
+def _bounded(url: str, call: Callable[[], _T], seconds: float = _SECONDS) -> _T:
     """What a call of a driver gives, its errors as ours, and not waited for longer than a minute, or than is said."""
     done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
@@ -56,29 +57,113 @@ def bounded(url: str, call: Callable[[], _T], seconds: float = SECONDS) -> _T:
         value, error = done.get(timeout=seconds)
     except queue.Empty:
         raise _unreadable(url, f"No whole answer within {seconds:.0f} seconds.") from None
-    if error is None:
-        return cast("_T", value)
+    if error is not None:
+        raise _ours(url, error) from None
+    return cast("_T", value)
+
+
+def _ours(url: str, error: Exception) -> CkptError:
     if isinstance(error, CkptError):
-        raise error
+        return error
     if isinstance(error, FileNotFoundError):
-        raise MissingFileError(f"{url} cannot be reached.", why="There is no such file.") from None
-    raise ForeignError(url, error) from None
+        return MissingFileError(f"{url} cannot be reached.", why="There is no such file.")
+    return RemoteError(f"{url} cannot be reached.", why=f"{type(error).__name__}: {error}"[:300])
 
 
 def _unreadable(url: str, why: str) -> RemoteError:
     return RemoteError(f"{url} cannot be read.", why=why)
 
 
-# --- an object of an HTTP server, by range requests
+class RemoteSource(Source):
+    """A remote object as a source: ranges are fetched when they are read, ahead where the reading goes on in order."""
+
+    def __init__(self, url: str, version: tuple[Any, ...], first: bytes = b"") -> None:
+        self.path = cast("Path", Address(url))
+        self._fd, self._identity, self.size = -1, version, int(version[0] or 0)
+        self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {}
+        self._blocks: dict[int, bytes] = {}
+        self._starts: list[int] = []
+        self._held, self._next, self._ahead = 0, 0, _NEAR
+        if first:
+            self._keep(0, self._checked(0, first))
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`."""
+        raise NotImplementedError
+
+    def version(self) -> tuple[Any, ...]:
+        """The size, and what tells one version from another, as the server says now."""
+        raise NotImplementedError
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`."""
+        if not length:  # beyond the end there are that many too
+            return b""
+        if offset + length > self.size:
+            raise self.changed()
+        found = self._kept(offset, length)
+        if found is None:
+            if offset and offset == self._next:
+                self._ahead = min(2 * self._ahead, _MOST)
+            else:
+                self._ahead = _NEAR if offset < _NEAR or self.size - offset <= 2 * _NEAR else _FAR
+            data = self._get(offset, min(self.size, offset + max(length, self._ahead)))
+            self._keep(offset, data)
+            found = data[:length]
+        self._next = offset + length
+        return found
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch many small ranges at once, neighbours together."""
+        runs: list[list[int]] = []
+        for start, length in sorted(ranges):
+            end = min(start + length, self.size)
+            if self._kept(start, length) is not None or start >= end:
+                continue
+            if runs and start - runs[-1][1] <= _FAR:
+                runs[-1][1] = max(runs[-1][1], end)
+            else:
+                runs.append([start, end])
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for (start, _), data in zip(runs, pool.map(lambda run: self._get(*run), runs), strict=True):
+                self._keep(start, data)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the object is another than when it was opened."""
+        if self.version() != self._identity:
+            raise self.changed()
+        with ThreadPoolExecutor(_AT_ONCE // 4) as pool:  # what nothing tells the version of is read twice
+            for _ in pool.map(lambda span: self._get(*span), self._sums or ()):
+                pass
+
+    def _get(self, start: int, end: int) -> bytes:
+        data = self._checked(start, self.fetch(start, end))
+        if len(data) < end - start:
+            raise self.changed()
+        return data
+
+    def _checked(self, start: int, data: bytes) -> bytes:
+        """Where nothing tells one version from another, the checksum of what was read does."""
+        if self._sums is not None and self._sums.setdefault((start, start + len(data)), found := crc32(data)) != found:
+            raise self.changed()
+        return data
+
+    def _kept(self, offset: int, length: int) -> bytes | None:
+        at = bisect.bisect_right(self._starts, offset) - 1
+        start = self._starts[at] if at >= 0 else offset
+        data = self._blocks.get(start, b"")
+        return data[offset - start : offset - start + length] if offset + length <= start + len(data) else None
+
+    def _keep(self, start: int, data: bytes) -> None:
+        if self._held + len(data) > 4 * _MOST:
+            self._blocks, self._starts, self._held = {}, [], 0
+        if start not in self._blocks:
+            bisect.insort(self._starts, start)
+        self._held += len(data) - len(self._blocks.get(start, b""))
+        self._blocks[start] = data
 
 
-_FIRST = 64 << 10  # bytes of the first request, which also tells the size
-_TRIES = 3
-_SLOWEST = 16 << 10  # bytes a second
-_LONGEST_HEADERS = 256 << 10
-_TAKEN_WHOLE = 16 << 20  # from a server without ranges
-_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
-_MISSING = {404, 410}
+# --- an object of an HTTP server
 
 
 def _in_ascii(url: str) -> str:
@@ -89,11 +174,6 @@ def _in_ascii(url: str) -> str:
     return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
 
 
-def _is_number(text: str) -> bool:
-    """Whether a header's text is a number of bytes that a file can have."""
-    return text.isascii() and text.isdecimal() and len(text) < 20
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows a redirect to HTTP's own schemes, never away from encryption, never from a public into a private network."""
 
@@ -101,27 +181,20 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self.url = url
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        self.check(newurl)
+        if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
+            raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
+        if _is_private(newurl) and not _is_private(self.url):
+            raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
         return super().redirect_request(req, fp, code, msg, headers, _in_ascii(newurl))
 
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
-        """The answer is closed also where it leads nowhere."""
         try:
             return super().http_error_302(req, fp, code, msg, headers)
-        except urllib.error.HTTPError:  # it has the answer, and closes it
-            raise
         except BaseException:
             fp.close()
             raise
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-    def check(self, newurl: str) -> None:
-        """Refuse a place that is not to be followed to."""
-        if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
-            raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
-        if _is_private(newurl) and not _is_private(self.url):
-            raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
 
 
 def _is_private(url: str) -> bool:
@@ -133,67 +206,42 @@ def _is_private(url: str) -> bool:
     return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
 
 
-class _Lines:
-    """An answer's bytes as lines, which together are no longer than headers are."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.left = file, _LONGEST_HEADERS
-
-    def readline(self, limit: int = -1) -> bytes:
-        line: bytes = self.file.readline(limit)
-        self.left -= len(line)
-        if self.left < 0:
-            raise HTTPException("The headers of its answer are longer than any")
-        return line
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-class _Response(HTTPResponse):
-    """An answer whose headers are bounded: Python reads a hundred of 64 KiB each, in memory several times as large."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fp = cast("Any", _Lines(self.fp))
-
-
-class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Connections with such answers."""
-
-    def do_open(self, http_class: Any, req: Any, **http_conn_args: Any) -> Any:
-        bounded_class: Any = type(http_class.__name__, (http_class,), {"response_class": _Response})
-        return super().do_open(bounded_class, req, **http_conn_args)
-
-
-class HttpObject:
-    """An object of an HTTP server, by range requests."""
+class _HttpSource(RemoteSource):
+    """An object of an HTTP server, by range requests; of a server without ranges a small one, all of it at once."""
 
     def __init__(self, url: str) -> None:
         self.url = self.place = url
         self.whole: bytes | None = None
-        self.size = 0
-        self._version: tuple[Any, ...] = ()
-        self.first = self.fetch(0, _FIRST)
+        self.known: tuple[Any, ...] = (0,)  # the size, ETag and date that all answers have said
+        first = self.fetch(0, _NEAR)
+        super().__init__(url, self.known, first)
+
+    def version(self) -> tuple[Any, ...]:
+        if self.size and self.whole is None:
+            self.fetch(0, 1)
+        return self.known
 
     def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`, by one request; three tries."""
         if self.whole is not None:
             return self.whole[start:end]
-        return bounded(self.url, lambda: self._tried(start, end), 2 * SECONDS + (end - start) / _SLOWEST)
+        return _bounded(self.url, lambda: self._tried(start, end), 2 * _SECONDS + (end - start) / _SLOWEST)
 
     def _tried(self, start: int, end: int) -> bytes:
         for left in reversed(range(_TRIES)):
             try:
                 return self._request(start, end)
             except urllib.error.HTTPError as error:
-                with error:
-                    self._check_refusal(error, start, left)
-                if self.whole is not None:
-                    return self.whole
+                error.close()
+                if error.code == 416 and not start:  # an empty file has no range
+                    self.whole = b""
+                    return b""
+                moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
+                if not left or not (error.code >= 500 or error.code == 429 or moved):
+                    kind = MissingFileError if error.code in (404, 410) else RemoteError
+                    raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
             except CkptError:
                 raise
-            except ValueError as error:  # not an address, a host that has no name
+            except ValueError as error:  # not an address, a host that has no name, a size that is no number
                 raise _unreadable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
@@ -201,227 +249,314 @@ class HttpObject:
             time.sleep(0.5 * (_TRIES - left))
         raise AssertionError
 
-    def _check_refusal(self, error: urllib.error.HTTPError, start: int, left: int) -> None:
-        """What an answer that is not the bytes means: an empty file, an error, or nothing yet where another try may help."""
-        if error.code == 416 and not start:  # an empty file has no range
-            self.whole = b""
-            return
-        moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
-        if not left or not (error.code >= 500 or error.code == 429 or moved):
-            kind = MissingFileError if error.code in _MISSING else RemoteError
-            raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
-
     def _request(self, start: int, end: int) -> bytes:
         headers = {
-            "Range": f"bytes={start}-{end - 1}",
-            "User-Agent": f"ckpt-tools/{__version__}",
-            "Accept-Encoding": "identity",
-        }
+            "Range": f"bytes={start}-{end - 1}", "User-Agent": f"ckpt-tools/{__version__}", "Accept-Encoding": "identity",
+        }  # fmt: skip
         request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
-        with urllib.request.build_opener(_Http, _Redirects(self.url)).open(request, timeout=SECONDS) as response:
+        with urllib.request.build_opener(_Redirects(self.url)).open(request, timeout=_SECONDS) as response:
             if response.status != 206:
-                return self._take_whole(response, start, end)
+                return self._take_whole(response)[start:end]
             self.place = response.geturl()
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-            if not _is_number(size) or not span.startswith(f"{start}-"):
+            if not span.startswith(f"{start}-"):
                 raise _unreadable(self.url, "The server does not say which range it sent.")
-            self._note(int(size), response.headers)
-            data = bytes(response.read(end - start))
-            if len(data) != min(end, self.size) - start:
-                raise HTTPException("The connection was closed early")
-            return data
+            return self._taken(response, int(size), min(end, int(size)) - start)
 
-    def _note(self, size: int, headers: Any) -> None:
-        version = (size, headers.get("ETag"), headers.get("Last-Modified"))
-        if not self._version:
-            self.size, self._version = size, version
-        elif version != self._version:
-            raise _unreadable(self.url, "The file on the server changed while it was read.")
-
-    def _take_whole(self, response: Any, start: int, end: int) -> bytes:
-        """A server that ignores ranges sends all of it: fine for a small file."""
-        length = response.headers.get("Content-Length", "")
-        if not _is_number(length) or int(length) > _TAKEN_WHOLE:
-            size = f"{length} bytes" if _is_number(length) else "a file of unknown size"
+    def _take_whole(self, response: Any) -> bytes:
+        length = int(response.headers.get("Content-Length") or -1)
+        if not 0 <= length <= _TAKEN_WHOLE:
             raise RemoteError(
                 f"{self.url} cannot be read in parts: the server ignores range requests.",
-                why=f"Every read would download {size}; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
+                why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
                 fix="Download it, and name the local file.",
             )
-        whole = bytes(response.read(_TAKEN_WHOLE + 1))
-        if len(whole) != int(length):
-            raise HTTPException("The connection was closed early")
-        self._note(len(whole), response.headers)
-        self.whole = whole
-        return whole[start:end]
+        self.whole = self._taken(response, length, length)
+        return self.whole
 
-    def version(self) -> tuple[Any, ...]:
-        """Size, ETag and date as the server says now."""
-        if self.size and self.whole is None:
-            self.fetch(0, 1)
-        return self._version
+    def _taken(self, response: Any, size: int, length: int) -> bytes:
+        version = (size, response.headers.get("ETag"), response.headers.get("Last-Modified"))
+        if not 0 <= size < 1 << 62 or (len(self.known) > 1 and version != self.known):
+            raise _unreadable(self.url, "The file on the server changed while it was read, or has an impossible size.")
+        self.known = version
+        data = bytes(response.read(length))
+        if len(data) != length:
+            raise HTTPException("The connection was closed early")
+        return data
 
 
 # --- a file or a folder of any file system that fsspec has a driver for
 
 
-class FsspecObject:
-    """A file or folder of any file system that fsspec has a driver for."""
-
-    first = b""
-
+class _FsspecSource(RemoteSource):
     def __init__(self, url: str) -> None:
-        self.url = url
-        self.fs, self.name = file_system(url)
-        self.info = bounded(url, lambda: self.fs.info(self.name))
-        self.size = int(self.info.get("size") or 0)
-
-    def names(self) -> list[str]:
-        """The names of the files in the folder."""
-        found = bounded(self.url, lambda: self.fs.ls(self.name, detail=False))
-        return [str(name).rstrip("/").rpartition("/")[2] for name in found]
+        self.url, (self.fs, self.name) = url, _file_system(url)
+        super().__init__(url, self.version())
 
     def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`."""
-        return bytes(bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
+        return bytes(_bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
 
     def version(self) -> tuple[Any, ...]:
         """Size and what the file system calls a version."""
         self.fs.invalidate_cache()
-        info = bounded(self.url, lambda: self.fs.info(self.name))
+        info = _bounded(self.url, lambda: self.fs.info(self.name))
         return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
 
 
-def file_system(url: str) -> tuple[Any, str]:
+def _file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for an address, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         raise RemoteError("This needs fsspec: pip install fsspec", why=f"It reads {url}.") from None
-    try:
-        fs, name = bounded(url, lambda: url_to_fs(url))
-    except ForeignError as error:
-        if isinstance(error.error, ImportError):
-            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
-        if isinstance(error.error, ValueError):
+
+    def made() -> Any:
+        try:
+            return url_to_fs(url)
+        except ImportError as error:
+            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error}") from None
+        except ValueError as error:
             what = f"{url}: {url.partition('://')[0]}:// is not a scheme that fsspec knows."
-            raise RemoteError(what, why=f"{error.error}."[:300]) from None
-        raise
+            raise RemoteError(what, why=f"{error}."[:300]) from None
+
+    fs, name = _bounded(url, made)
     return fs, str(name)
 
 
-# --- either as a source
+def _listed(url: str) -> dict[str, int]:
+    """The names in a folder and their sizes; none where there is no such folder."""
+    fs, folder = _file_system(url)
 
+    def names() -> dict[str, int]:
+        fs.invalidate_cache()
+        try:
+            rows = fs.ls(folder, detail=True)
+        except FileNotFoundError:
+            return {}
+        found = {str(row["name"]).rstrip("/"): int(row.get("size") or 0) for row in rows}
+        found.pop(folder.rstrip("/"), None)  # an empty object that marks the folder, on a store without folders
+        return {name.rpartition("/")[2]: size for name, size in found.items()}
 
-_NEAR, _FAR, MOST = _FIRST, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
-_KEPT = 16  # blocks
-_GAP = 4 << 10  # ranges nearer than this are fetched in one
-_AT_ONCE = 16
-_READ_AGAIN = 4
-
-
-class RemoteSource(Source):
-    """A remote object as a source: ranges are fetched when they are read, ahead where the reading goes on in order."""
-
-    def __init__(self, url: str, remote: HttpObject | FsspecObject | None = None) -> None:
-        self.path = cast("Path", Address(url))
-        self._remote = remote or (HttpObject(url) if _is_http(url) else FsspecObject(url))
-        self.size = self._remote.size
-        self._fd, self._identity = -1, self._remote.version()
-        self._sums: dict[tuple[int, int], int] | None = None if any(self._identity[1:]) else {}
-        self._blocks = OrderedDict({0: self._checked(0, self._remote.first)} if self._remote.first else {})
-        self._ready: dict[int, bytes] = {}  # what was fetched before it is read
-        self._starts: list[int] = []
-        self._expected, self._ahead = 0, _NEAR
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`."""
-        if not length:  # beyond the end there are that many too
-            return b""
-        if offset + length > self.size:
-            raise self.changed()
-        found = self._kept(offset, length)
-        if found is None:
-            found = self._fetched(offset, length)
-        self._expected = offset + length
-        return found
-
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch many small ranges at once, neighbours together."""
-        runs: list[list[int]] = []
-        for start, length in sorted(ranges):
-            end = min(start + length, self.size)
-            if self._kept(start, length) is not None or start >= end:
-                continue
-            if runs and start - runs[-1][1] <= _GAP:
-                runs[-1][1] = max(runs[-1][1], end)
-            else:
-                runs.append([start, end])
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            self._ready.update(zip((run[0] for run in runs), pool.map(lambda run: self._get(*run), runs), strict=True))
-        self._starts = sorted(self._ready)
-
-    def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the object is another than when it was opened."""
-        if self._remote.version() != self._identity:
-            raise self.changed()
-        with ThreadPoolExecutor(_READ_AGAIN) as pool:  # what nothing tells the version of is read twice
-            for _ in pool.map(lambda span: self._get(*span), self._sums or ()):
-                pass
-
-    def _get(self, start: int, end: int) -> bytes:
-        return self._checked(start, self._remote.fetch(start, end))
-
-    def _checked(self, start: int, data: bytes) -> bytes:
-        """Where nothing tells one version from another, the checksum of what was read does."""
-        if self._sums is not None and self._sums.setdefault((start, start + len(data)), found := crc32(data)) != found:
-            raise self.changed()
-        return data
-
-    def _kept(self, offset: int, length: int) -> bytes | None:
-        at = bisect.bisect_right(self._starts, offset) - 1
-        ready = [(self._starts[at], self._ready[self._starts[at]])] if at >= 0 else []
-        for start, data in (*self._blocks.items(), *ready):
-            if start <= offset and offset + length <= start + len(data):
-                return data[offset - start : offset - start + length]
-        return None
-
-    def _fetched(self, offset: int, length: int) -> bytes:
-        if offset == self._expected and offset:
-            self._ahead = min(2 * self._ahead, MOST)
-        else:
-            self._ahead = _NEAR if offset < _NEAR or self.size - offset <= 2 * _NEAR else _FAR
-        data = self._get(offset, min(self.size, offset + max(length, self._ahead)))
-        if len(data) < length:
-            raise self.changed()
-        self._blocks[offset] = data
-        while len(self._blocks) > _KEPT or (sum(map(len, self._blocks.values())) > 4 * MOST and len(self._blocks) > 1):
-            self._blocks.popitem(last=False)
-        return data[:length]
+    return _bounded(url, names)
 
 
 def _is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
+def _open(url: str) -> RemoteSource:
+    return _HttpSource(url) if _is_http(url) else _FsspecSource(url)
+
+
 def open_remote(url: str) -> Source:
     """A remote file as a source, or a remote folder as the files of one."""
-    if _is_http(url):
-        return RemoteSource(url)
-    remote = FsspecObject(url)
-    if remote.info.get("type") != "directory":
-        return RemoteSource(url, remote)
-    folder = url.rstrip("/")
-    place = cast("Path", Address(folder))
-    return Files(place, place, lambda name: RemoteSource(f"{folder}/{name}"), remote.names)
+    if not _is_http(url):
+        fs, name = _file_system(url)
+        if _bounded(url, lambda: fs.info(name)).get("type") == "directory":
+            folder = url.rstrip("/")
+            place = cast("Path", Address(folder))
+            return Files(place, place, lambda name: _open(f"{folder}/{name}"), lambda: list(_listed(folder)))
+    return _open(url)
 
 
-def files_beside(source: RemoteSource) -> Files:
+def files_beside(source: Source) -> Files:
     """The files in the folder of a remote index."""
     address = cast("Address", source.path)
 
     def names() -> list[str]:
         folder = address.beside("")
-        return [] if _is_http(folder) else FsspecObject(folder).names()  # HTTP has no listing
+        return [] if _is_http(folder) else list(_listed(folder.rstrip("/")))  # HTTP has no listing
 
-    return Files(source.path, source.path, lambda name: RemoteSource(address.beside(name)), names)
+    return Files(source.path, source.path, lambda name: _open(address.beside(name)), names)
+
+
+# --- writing a file
+
+
+def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
+    """The file system and the path of an output, after what can be checked before work starts."""
+    fs, name = _writable(url)
+    if _bounded(url, lambda: fs.isdir(name)):
+        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
+    if not overwrite and _bounded(url, lambda: fs.exists(name)):
+        raise exists_error(url)
+    return fs, name
+
+
+def _writable(url: str) -> tuple[Any, str]:
+    if _is_http(url):
+        raise OutputError(
+            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
+        )
+    return _file_system(url)
+
+
+def _is_whole_on_commit(url: str) -> bool:
+    return url.partition("://")[0] in _WHOLE_ON_COMMIT
+
+
+@contextlib.contextmanager
+def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
+    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
+    fs, name = check_upload(url, overwrite=overwrite)
+    if _is_whole_on_commit(url):
+        with _streaming(url, fs, name) as output:
+            yield output
+        return
+    folder, slash, last = name.rpartition("/")
+    place = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
+    with _streaming(url, fs, place) as output:
+        yield output
+    try:
+        _bounded(url, lambda: fs.mv(place, name), _HOUR)
+    except BaseException:
+        _remove(fs, place)
+        raise
+
+
+@contextlib.contextmanager
+def _streaming(url: str, fs: Any, place: str) -> Iterator[Output]:
+    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails."""
+    direct = _is_whole_on_commit(url)
+    file = _bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
+    reader, writer = os.pipe()
+    failures: list[Exception] = []
+
+    def hand_on() -> None:
+        """A failure closes the pipe, so that the writer stops."""
+        try:
+            with os.fdopen(reader, "rb", buffering=0) as stream:
+                while data := stream.read(_MOST):
+                    file.write(data)
+            if not direct:
+                file.close()
+        except Exception as error:  # drivers raise what their libraries do
+            failures.append(error)
+
+    thread = threading.Thread(target=hand_on, daemon=True)
+    thread.start()
+    try:
+        try:
+            yield Output(writer, cast("Path", Address(url)))
+        finally:
+            os.close(writer)
+        thread.join()
+        if failures:
+            raise failures[0]
+        if direct:
+            file.close()
+            file.commit()
+    except BaseException:
+        thread.join(_SECONDS)
+        _give_up(fs, place, file, direct)
+        if failures:
+            raise _ours(url, failures[0]) from None
+        raise
+
+
+def _give_up(fs: Any, place: str, file: Any, direct: bool) -> None:
+    """Leave nothing of a file that was begun."""
+    with contextlib.suppress(Exception):
+        if direct:
+            file.discard()
+            file.closed = True  # or else, with some drivers, what is there is uploaded when the file is let go
+        else:
+            file.close()
+    if not direct:
+        _remove(fs, place)
+
+
+def _remove(fs: Any, name: str) -> None:
+    with contextlib.suppress(Exception):
+        fs.rm_file(name)
+
+
+# --- writing a folder
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStaging:
+    """Where the files of a remote folder go until the block of `uploading_folder` ends. Known to all processes of a job."""
+
+    target: Path
+    inner: str  # a new folder in one that holds something, with a slash
+    last: str
+    hidden: str
+
+    @contextlib.contextmanager
+    def output(self, name: str) -> Iterator[Output]:
+        """A new file of the folder, written as a stream; nothing is left of it when the block fails."""
+        url = f"{self.target}/{self.inner}{self.hidden if name == self.last and not self.inner else name}"
+        with _streaming(url, *_file_system(url)) as output:
+            yield output
+
+    def check_space(self, size: int) -> None:
+        """Nothing: such file systems do not tell."""
+
+    def check_seen(self, rank: int) -> None:
+        """Nothing: `sizes` will tell the first process what it sees."""
+
+    def sizes(self) -> dict[str, int]:
+        """The files written so far, and their bytes."""
+        found = _listed(f"{self.target}/{self.inner}".rstrip("/"))
+        return {self.last if name == self.hidden else name: size for name, size in found.items()}
+
+
+def check_folder(url: str, *, overwrite: bool) -> list[str]:
+    """The names in a remote folder, none where there is none yet, after what can be checked before work starts."""
+    fs, name = _writable(url)
+    if _bounded(url, lambda: fs.isfile(name)):
+        raise OutputError(f"{url} is a file.", why="Several files are written here: OUT must be a folder.")
+    names = sorted(_listed(url.rstrip("/")))
+    if names and not overwrite:
+        raise not_empty(url)
+    return names
+
+
+@contextlib.contextmanager
+def uploading_folder(url: str, *, last: str, stale: re.Pattern[str], overwrite: bool) -> Iterator[RemoteStaging]:
+    """A remote folder whose index appears when the block ends well, and of which nothing is left when it does not."""
+    url = url.rstrip("/")
+    before = check_folder(url, overwrite=overwrite)
+    fs, folder = _file_system(url)
+    inner = temporaries.new_name(".") + "/" if before else ""
+    staging = RemoteStaging(cast("Path", Address(url)), inner, last, temporaries.new_name(temporaries.prefix_of(last)))
+    place = f"{folder}/{inner}".rstrip("/")
+    is_new = not _is_whole_on_commit(url) and not _bounded(url, lambda: fs.isdir(place))  # a store has no folders
+    if is_new:
+        _bounded(url, lambda: fs.makedirs(place, exist_ok=True))
+    committed = False
+    try:
+        yield staging
+        if inner:
+            _move_in(staging, fs, folder, stale)
+        else:
+            _bounded(url, lambda: fs.mv(f"{folder}/{staging.hidden}", f"{folder}/{last}"), _HOUR)
+        committed = True
+    finally:
+        with contextlib.suppress(Exception):
+            if inner:
+                fs.invalidate_cache()
+                fs.rm(place, recursive=True)
+            elif not committed:
+                for name in _listed(url):
+                    if name == staging.hidden or stale.fullmatch(name):
+                        _remove(fs, f"{folder}/{name}")
+                if is_new:
+                    fs.rmdir(folder)
+
+
+def _move_in(staging: RemoteStaging, fs: Any, folder: str, stale: re.Pattern[str]) -> None:
+    """The new files take their places, between the end of the old index and the new one."""
+    url, names = str(staging.target), sorted(staging.sizes(), key=lambda name: (name == staging.last, name))
+    old = [name for name in _listed(url) if stale.fullmatch(name)]
+    try:
+        if staging.last in old:
+            _bounded(url, lambda: fs.rm_file(f"{folder}/{staging.last}"))
+        for name in names:
+            _bounded(url, partial(fs.mv, f"{folder}/{staging.inner}{name}", f"{folder}/{name}"), _HOUR)
+    except CkptError as error:
+        error.fix = error.fix or "Run it again: the checkpoint that was there has lost its index, and the new one has none yet."
+        raise
+    for name in set(old) - set(names):
+        _remove(fs, f"{folder}/{name}")

@@ -39,7 +39,6 @@ from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, Where, contiguou
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import check_one_file, output_format
 from ckpt_tools.tree.visit import walk
-from ckpt_tools.values.measures import Spread
 from ckpt_tools.values.numeric import CastCount, has_numbers, largest, row_major, view_of, weighted_mean, widest
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
@@ -55,8 +54,6 @@ class Averaged:
         sources: the files, in order. weights: what each counted for; they sum to 1.
         averaged: tensors that are a mean. kept: those that were equal everywhere and no floats.
         largest, first: integer tensors that differed, and what was taken of them.
-        spread: `name` of the tensor in which the files are furthest from their mean, and how far (`relative`): the root mean
-            square of their distances from the mean, by the mean's length. None where nothing was worked out.
         output: what was written, as `convert` reports it.
     """
 
@@ -66,7 +63,6 @@ class Averaged:
     kept: int = 0
     largest: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
-    spread: dict[str, Any] | None = None
     output: Converted = field(default_factory=lambda: Converted("", ""))
 
     __repr__ = brief
@@ -126,7 +122,6 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
                 execute(planned, output, options.progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
-    report.spread = mean.largest_spread()
     if beyond := mean.overflowed():
         text = f"Values of the mean are beyond the largest number of their dtype: {listed(beyond, 3)}."
         report.output.notes.append(Note("overflowed", text))
@@ -184,7 +179,6 @@ class _Mean:
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
         self.made: dict[Any, Entry] = {}
-        self.spreads: list[tuple[str, Spread]] = []
         self.counts: list[tuple[str, CastCount]] = []
         self.widened: list[str] = []
 
@@ -247,17 +241,11 @@ class _Mean:
             return self.integer(name, entries, sides)
         self.report.averaged += 1
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
-        spread, dtype = Spread(len(parts)), self.widest(name, entries)
+        dtype = self.widest(name, entries)
         count = CastCount() if min(self.weights) < 0 else None  # else the mean is within what they have
-        self.spreads.append((name, spread))
         if count is not None:
             self.counts.append((name, count))
-        return self.entry(entries, weighted_mean(parts, dtype, spread, count), dtype)
-
-    def largest_spread(self) -> dict[str, Any] | None:
-        """Where the sources are furthest from their mean."""
-        known = [(relative, name) for name, spread in self.spreads if (relative := spread.relative) is not None]
-        return {"name": max(known)[1], "relative": max(known)[0]} if known else None
+        return self.entry(entries, weighted_mean(parts, dtype, count), dtype)
 
     def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> Entry:
         """An integer, bool or quantised tensor: kept where it is equal everywhere."""

@@ -168,7 +168,7 @@ def is_checkpoint_head(path: Path, head: bytes) -> bool:
 
 def _sniffs() -> Iterator[_Sniff]:
     from ckpt_tools.formats import numpy_files, plain_pickle
-    from ckpt_tools.formats.legacy_stream import is_stream
+    from ckpt_tools.formats.torch_legacy import is_stream
 
     yield from (is_stream, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
 
@@ -192,8 +192,7 @@ def _is_torch_zip(path: Path) -> bool:
     except CkptError:
         return True
     suffixes = tuple(_ALWAYS)
-    old_program = any("/tensors/" in name for name in names) and any(name.endswith("/model.json") for name in names)
-    return old_program or any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)
+    return any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)
 
 
 # --- one file of several, named alone

@@ -86,10 +86,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
         call = _call(checkpoint)
         return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", checkpoint.refused_globals, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
-        reason = (
-            _REFUSED[container] if not is_first_torchscript(checkpoint) else "it is a TorchScript program of torch 1.0 or 1.1"
-        )
-        return Loads(_call(checkpoint), [], [reason], misnamed)
+        return Loads(_call(checkpoint), [], [_REFUSED[container]], misnamed)
     refused = checkpoint.refused_globals
     if refused:
         reasons = []
@@ -106,17 +103,9 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     return Loads(_call(checkpoint), refused, reasons, misnamed)
 
 
-def is_first_torchscript(checkpoint: Checkpoint) -> bool:
-    """Whether it is a program in the layout of torch 1.0 and 1.1, which torch no longer reads."""
-    is_program = checkpoint.container == "torchscript"
-    return is_program and any(record.name.endswith("/model.json") for record in checkpoint.decoded.records)
-
-
 def _call(checkpoint: Checkpoint) -> str:
     if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.decoded.globals):
         return _JOBLIB
-    if is_first_torchscript(checkpoint):
-        return "torch.jit.load of torch 1.0 to 1.4"
     if checkpoint.container != "sharded":
         return _CALLS.get(checkpoint.container, TORCH_LOAD)
     plain = (tensor.node.storage.device for tensor in checkpoint.tensors if type(tensor.node) is Entry)

@@ -158,7 +158,6 @@ def files_beside(source: Source) -> Files:
     if is_address(str(source.path)):
         from ckpt_tools.io import remote
 
-        assert isinstance(source, remote.RemoteSource)
         return remote.files_beside(source)
     return Files(source.path, source.path.parent)
 

@@ -85,7 +85,6 @@ class ArrayMachine(Machine):
 
 
 def _class_of(node: Object) -> str:
-    """The last part of the name of an object's class."""
     made_of = node.function
     if type(made_of) is Global and made_of in _BY_COPYREG and type(node.args) is tuple and node.args:
         made_of = node.args[0]

@@ -183,14 +183,15 @@ def is_harmful(name: Global) -> bool:
     """Whether to call this global is known to run code or programs, to open files or to connect."""
     if name in _DATA:
         return False
-    is_within = not _HARMFUL_MODULES.isdisjoint(_packages(name.module))
+    parts = name.module.split(".", 4)  # the module and the packages that it is in, four of them at most
+    is_within = not _HARMFUL_MODULES.isdisjoint(".".join(parts[:count]) for count in range(1, min(len(parts), 4) + 1))
     return is_within or name in _HARMFUL or _runs_when_imported(name.module) or _leads_to_harm(name)
 
 
 def _leads_to_harm(name: Global) -> bool:
     """Whether a name leads into a module that another one has imported, or to the insides of a class."""
     *path, last = name.name.split(".", _MOST_DOTS)
-    if last in _HARMFUL_ANYWHERE or last in _MODULES_BY_NAME or "." in last or not all(map(_is_class_name, path)):
+    if last in _HARMFUL_ANYWHERE or last in _MODULES_BY_NAME or "." in last or not all(map(is_class, path)):
         return True
     return any(map(_INSIDES.fullmatch, (*path, last))) or (bool(path) and Global(path[-1], last) in _HARMFUL)
 
@@ -202,6 +203,7 @@ def _runs_when_imported(module: str) -> bool:
 
 def of_name(name: Global) -> Rating:
     """Rule 1: a name that is there, called or not. Of most modules that do harm only functions do so by being named."""
+    name = of_python3(name)
     if _runs_when_imported(name.module):
         return "harmful"
     if is_data(name) or name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES:
@@ -215,36 +217,20 @@ def of_name(name: Global) -> Rating:
 
 
 def is_standard(name: Global) -> bool:
-    """Whether a global is of Python's standard library."""
     package = name.module.partition(".")[0]
     return package in _STANDARD or (_PRIVATE.match(package) is not None and package not in _EVERYWHERE)
 
 
 def may_be_called(name: Global) -> bool:
     """Rule 3: whether a global is a class of no package that is everywhere, or of compiled code that only keeps numbers."""
-    return is_class(name) and (name.module in _COMPILED or not is_everywhere(name))
+    is_everywhere = is_standard(name) or name.module.partition(".")[0] in _EVERYWHERE
+    return is_class(name.name) and (name.module in _COMPILED or not is_everywhere)
 
 
-def is_everywhere(name: Global) -> bool:
-    """Whether a global is of the standard library, or of a package that is installed nearly everywhere torch is."""
-    return is_standard(name) or name.module.partition(".")[0] in _EVERYWHERE
-
-
-def is_class(name: Global) -> bool:
-    """Whether a name is one of a class, by its first letter."""
-    return _is_class_name(name.name.rpartition(".")[2])
-
-
-def _is_class_name(part: str) -> bool:
-    return part.lstrip("_")[:1].isupper()
+def is_class(name: str) -> bool:
+    return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def of_python3(name: Global) -> Global:
     """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
     return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name
-
-
-def _packages(module: str) -> list[str]:
-    """A module and the packages that it is in, four of them at most."""
-    parts = module.split(".", 4)
-    return [".".join(parts[:count]) for count in range(1, min(len(parts), 4) + 1)]

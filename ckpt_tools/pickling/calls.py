@@ -8,6 +8,7 @@ Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`,
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,12 +18,13 @@ from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR, Rating
 from ckpt_tools.pickling.lines import Malformed
 from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
-from ckpt_tools.pickling.raw_between import LegacyStorages, Pid
-from ckpt_tools.pickling.stream import Part, Pickles
-from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
+from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
+from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
 from ckpt_tools.tree.visit import parts
 
+Pid = tuple[Node, ...]
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
@@ -102,7 +104,6 @@ class Lister(ArrayMachine):
     # --- what opcodes do
 
     def name(self, module: Node, name: Node) -> Node:
-        """A global; of a computed name an object that stands for it."""
         if type(name) is str and type(module) is str:
             return super().name(module, name)
         if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
@@ -117,7 +118,6 @@ class Lister(ArrayMachine):
         return super().persistent(pid)
 
     def call(self, function: Node, args: Node) -> Node:
-        """Rate a call, then stand in for its result."""
         given = _unpacked(args)
         self._check_callable(function)
         if type(function) is not Global or function not in QUIET:
@@ -132,7 +132,6 @@ class Lister(ArrayMachine):
             return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
-        """Rate an instance."""
         given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
         self._check_callable(cls)
         if type(cls) is Global:
@@ -148,7 +147,6 @@ class Lister(ArrayMachine):
         return self.call(cls, args)
 
     def build(self, target: Node, state: Node) -> Node:
-        """Rate a state that is set."""
         self.left -= 1
         self._change(target, state)
         if type(target) is Dict:
@@ -160,7 +158,6 @@ class Lister(ArrayMachine):
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
-        """Rate items that are appended."""
         self._change(target)
         if type(target) is Object:
             target.append(items)
@@ -168,7 +165,6 @@ class Lister(ArrayMachine):
     add = append
 
     def set(self, target: Node, items: list[Node]) -> None:
-        """Rate items that are set."""
         self._change(target)
         if type(target) is Object:
             target.set(pairs_of(items))
@@ -208,7 +204,6 @@ class Lister(ArrayMachine):
         self.makes = True
 
     def _change(self, target: Node, state: Node = None) -> None:
-        """A state or items are set."""
         if type(target) in (Object, Global):
             self.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 
@@ -252,7 +247,7 @@ class Lister(ArrayMachine):
             owner, _, last = name.name.rpartition(".")
             if Global(name.module, owner) in self.classes and not last.startswith("__"):
                 continue  # a method of a class of which the pickle makes an instance
-            rating = verdict.of_reference(name)
+            rating = callables.of_name(name)
             if rating != "harmless" and verdict.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
@@ -289,19 +284,14 @@ def list_pickles(part: Part, between: LegacyStorages | None = None, *, arrays: b
             return
         first = False
         if found.error is None:
-            found.unread = _pass_over(between, pickles, value, pids)
+            try:
+                found.unread = between.pass_over(pickles, value, pids) or ""
+            except CkptError as error:
+                pickles.position = part.end  # it was cut off, or no loader comes so far
+                found.unread = "" if isinstance(error, PickleError) else error.what
         yield found
         if found.error is not None or found.unread:
             return
-
-
-def _pass_over(between: LegacyStorages, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
-    """Go on to the next pickle; why not, where there may be one."""
-    try:
-        return between.pass_over(pickles, value, pids) or ""
-    except CkptError as error:
-        pickles.skip(pickles.left)  # it was cut off, or no loader comes so far
-        return "" if isinstance(error, PickleError) else error.what
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
@@ -324,3 +314,90 @@ def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mappi
     found.nested = lister.nested()
     found.makes, found.has_arrays, found.two_ways = lister.makes, lister.has_arrays, lister.two_ways
     return found, value, lister.pids
+
+
+# --- the raw bytes that torch reads between pickles: storages and the shapes of tensors. The next pickle stands behind them.
+# Source: torch/serialization.py (`_legacy_load`), torch/csrc/serialization.cpp (`readFileRaw`).
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behind magic number, protocol, sys_info
+_IS_COMPUTED = "a storage or tensor is described by something that is computed"
+
+
+class LegacyStorages:
+    """Those behind the list of keys in torch-legacy: a magic number starts a stream, or a call that may give it."""
+
+    window = WINDOW
+
+    def __init__(self) -> None:
+        self.number, self.computed, self.pids = -1, False, dict[Node, Pid]()
+
+    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
+        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be."""
+        if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
+            self.number, self.computed = 0, type(value) is Object
+            return None
+        self.number += self.number >= 0
+        if self.number == _OBJECT:
+            self.pids = dict(pids)
+        if self.number < _KEYS:
+            return None
+        self.number = -1
+        keys = value.items if type(value) is List else [None]
+        for key in keys:
+            pid = self.pids.get(key) if type(key) is str else None
+            if pid is None:
+                return None if self.computed else _IS_COMPUTED
+            _pass_storage(pickles, pid[1])
+        return None
+
+
+class TarStorages(LegacyStorages):
+    """The member `storages` of a torch-tar: a count, a pickle (key, location, class) and a storage each, a list of views."""
+
+    window = 4096
+
+    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
+        """Behind a pickle of three parts a storage."""
+        self.number += 1
+        if self.number == 0 or (type(value) is List and all(type(part) is tuple for part in value.items)):
+            return None
+        record = _record(value)
+        if record is None:
+            return _IS_COMPUTED
+        _pass_storage(pickles, record[2])
+        return None
+
+
+class TarTensors(LegacyStorages):
+    """The member `tensors` of a torch-tar: a count, a pickle (key, storage, class), sizes, strides and an offset each."""
+
+    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
+        """Behind a pickle of three parts the sizes, the strides and the offset."""
+        self.number += 1
+        if self.number == 0:
+            return None
+        if _record(value) is None:
+            return _IS_COMPUTED
+        ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
+        _skip(pickles, 8 * (2 * ndim + 1))
+        return None
+
+
+def _pass_storage(pickles: Pickles, kind: Node) -> None:
+    """A count of elements, and they. Where it cannot be meant as torch reads it, an old big-endian machine wrote it."""
+    data, itemsize = pickles.take(8), (storage_dtype(kind) or UINT8).itemsize
+    length = struct.unpack("<q", data)[0] * itemsize
+    _skip(pickles, length if 0 <= length <= pickles.left else struct.unpack(">q", data)[0] * itemsize)
+
+
+def _skip(pickles: Pickles, length: int) -> None:
+    if not 0 <= length <= pickles.left:
+        raise PickleError(f"{length} bytes are missing at offset {pickles.position}.")
+    pickles.position += length
+
+
+def _record(value: Node) -> Pid | None:
+    """A tuple or list of three."""
+    parts = tuple(value.items) if type(value) is List else value
+    return parts if type(parts) is tuple and len(parts) == 3 else None

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from operator import eq
-from typing import Any, cast
+from typing import cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
@@ -52,14 +52,16 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
         values = [value for _, value in node.items]
         if node.attributes is None:
             return values
-        _check_attributes(node.attributes)
+        for name, _ in node.attributes.items:  # `items` would tell something else than what it holds
+            if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
+                raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
         return [*values, node.attributes]
     if type(node) is List:
         return node.items
     if type(node) is tuple:
         return node
     if type(node) is Entry and node.extras is not None:
-        keys.check_state(node.extras.state, node.extras.python_type)
+        keys.check_state(node.extras.state, node.extras.python_type, node)
         return [node.extras.hooks, node.extras.metadata, node.extras.state]
     return _validate_object(node, keys) if type(node) is Object else []
 
@@ -93,11 +95,13 @@ class _Keys:
         self.parts = 0
         self.states: dict[int, Node] = {}  # by id
 
-    def check_state(self, state: Node, cls: Node) -> None:
+    def check_state(self, state: Node, cls: Node, entry: Entry | None = None) -> None:
         """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
         is_known = cls is None or cls in ALLOWED
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            names = [] if id(part) in self.states else _keys_of(part)
+            names = (
+                [] if id(part) in self.states else [name for name in _keys_of(part) if not _says_the_same(part, name, entry)]
+            )
             self.states[id(part)] = part
             is_odd = type(part) is Object and part.name != "collections.Counter"
             if (is_known and (is_odd or not all(type(name) is str for name in names))) or not _MAKES_ANOTHER.isdisjoint(
@@ -121,8 +125,10 @@ class _Keys:
             return pairs  # nothing that it could be equal to
         keys = [key for key, _ in pairs]
         kinds = set(map(type, keys))
-        if kinds == {int} and _all_differ(keys):
-            return pairs
+        if kinds == {int}:  # told apart without a hash
+            ordered = sorted(cast("list[int]", keys))
+            if not any(map(eq, ordered, islice(ordered, 1, None))):
+                return pairs
         identities = keys if kinds == {str} else list(map(self.identity, keys))
         if len(set(identities)) == len(pairs):
             return pairs
@@ -151,7 +157,9 @@ class _Keys:
                 return "f", key.hex()
             key = int(key)
         if type(key) is int or type(key) is bool:
-            return int(key) if key.bit_length() < _SHORT and not depth else _long(int(key))
+            if key.bit_length() < _SHORT and not depth:
+                return int(key)
+            return "n", int(key).to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
         if type(key) is Object and key.name in _VALUES:
             return self._value(key, depth)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
@@ -197,21 +205,15 @@ _TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
 
 
-def _all_differ(numbers: Sequence[Any]) -> bool:
-    """Whether no two are equal, found without a hash."""
-    ordered = sorted(numbers)
-    return not any(map(eq, ordered, islice(ordered, 1, None)))
-
-
-def _long(number: int) -> Hashable:
-    return "n", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-
-
-def _check_attributes(attributes: Dict) -> None:
-    """Refuse attributes of an OrderedDict that hide its methods: `items` would tell something else than what it holds."""
-    for name, _ in attributes.items:
-        if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
-            raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
+def _says_the_same(state: Node, name: Node, entry: Entry | None) -> bool:
+    """Whether an attribute that torch has is what it was before: bitsandbytes' weights set their own data once more."""
+    value = state.get(name) if type(state) is Dict and type(name) is str else None
+    if entry is None or name not in ("data", "requires_grad"):
+        return False
+    if type(value) is not Entry:
+        return name == "requires_grad" and value is entry.requires_grad
+    same = (value.storage.key, value.dtype, value.shape, value.stride, value.offset)
+    return name == "data" and same == (entry.storage.key, entry.dtype, entry.shape, entry.stride, entry.offset)
 
 
 def _check_counter(node: Object) -> None:

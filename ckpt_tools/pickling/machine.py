@@ -57,9 +57,8 @@ class Machine:
         self.makers, self.persistent_load = makers, persistent_load
         self.budget = limits.budget(self.end - offset)
         self.room = self.left = self.budget.room(limits.NODES)
-        # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
+        # lists and dicts that a call or a state of an object has read at once, with their lengths then
         self.given: list[tuple[List | Dict, int]] = []
-        self.states: list[tuple[Build, Dict, int]] = []
         self.protocol, self.remains = 0, False
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -68,7 +67,6 @@ class Machine:
         self.two_names: Global | None = None
 
     def load(self) -> Node:
-        """Run to STOP and return the object."""
         if self.budget.room(limits.MEMORY) < 0:
             raise limits.MEMORY.error(
                 "The file's pickles come to far more bytes than the file has, or are read again and again."
@@ -76,7 +74,13 @@ class Machine:
         try:
             root: Node = self.run()
         except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
-            raise self._error(error) from None
+            at = min(self.position, self.end)
+            is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
+            self.cut = is_cut or isinstance(error, struct.error)
+            self.needed = self.position if self.position > self.end else 0
+            self.two_ways |= isinstance(error, LongNumber)
+            told = _TOLD.get(type(error), str(error))
+            raise PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.") from None
         except DamagedFileError as error:
             if "offset" not in error.what:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
@@ -86,15 +90,6 @@ class Machine:
             self.budget.add(limits.NODES, self.room - max(0, self.left))
         self.settle()
         return root
-
-    def _error(self, error: Exception) -> PickleError:
-        at = min(self.position, self.end)
-        is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
-        self.cut = is_cut or isinstance(error, struct.error)
-        self.needed = self.position if self.position > self.end else 0
-        self.two_ways |= isinstance(error, LongNumber)
-        told = _TOLD.get(type(error), str(error))
-        return PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.")
 
     # --- what opcodes share
 
@@ -130,7 +125,6 @@ class Machine:
         return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
 
     def persistent(self, pid: Node) -> Node:
-        """What stands for a persistent id."""
         self.left -= 1
         return self.persistent_load(pid)
 
@@ -173,15 +167,18 @@ class Machine:
         return self.call(cls, args) if args else self.new(cls, ())
 
     def build(self, target: Node, state: Node) -> Node:
-        """The target, given a state. Python reads it at once: a dict that is given more later gives the object no more."""
+        """The target, given a state, which Python reads at once."""
         self.left -= 1
         if type(target) is Object:
             if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
                 self.unusual[f"BUILD of {target.function}"] = None
-            target.steps.append(step := Build(state))
+            target.steps.append(Build(state))
             if type(state) is Dict:
-                self.states.append((step, state, len(state.items)))
-            elif type(state) is tuple and (_is_pair_of_dicts(state) or _is_of(target, BUILT)):
+                self.given.append((state, len(state.items)))
+            elif type(state) is tuple and (
+                (len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)})  # of an object with slots
+                or (type(target.function) is Global and target.function in BUILT)
+            ):
                 self._note_given(state)
         elif type(target) is Dict and target.ordered and type(state) is Dict:
             if target.attributes is None:
@@ -197,7 +194,6 @@ class Machine:
         return target
 
     def append(self, target: Node, items: list[Node]) -> None:
-        """Append items to an object."""
         if type(target) is not Object:
             raise Malformed("appends to something that is not a list")
         self.left -= 1
@@ -205,7 +201,6 @@ class Machine:
         target.append(items)
 
     def set(self, target: Node, items: list[Node]) -> None:
-        """Set keys and values of an object."""
         if type(target) is not Object:
             raise Malformed("sets items of something that is not a dict")
         self.left -= 1
@@ -214,7 +209,6 @@ class Machine:
         target.set(pairs_of(items))
 
     def add(self, target: Node, items: list[Node]) -> None:
-        """Add elements to a set."""
         if type(target) is not Object or target.function is not _SET or type(target.args) is not tuple:
             raise Malformed("adds items to something that is not a new set")
         (elements,) = target.args
@@ -240,7 +234,7 @@ class Machine:
                 self._note_given(arg)
 
     def settle(self) -> None:
-        """At the end, leave out of states what came later."""
+        """Refuse at the end what another reader takes for something else."""
         if self.two_names is not None:
             raise PickleError(
                 f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
@@ -249,13 +243,7 @@ class Machine:
         if self.remains:
             raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
         if any(len(node.items) != length for node, length in self.given):
-            raise PickleError("The pickle changes a list or dict after a call has read it.")
-        for step, state, length in self.states:
-            if len(state.items) != length:
-                self.left -= length
-                if self.left < 0:
-                    raise limits.NODES.error(_TOO_MUCH)
-                step.state = Dict(state.items[:length], ordered=state.ordered)
+            raise PickleError("The pickle changes a list or dict after it was read.")
 
     # --- the loop
 
@@ -562,7 +550,6 @@ def python3_name(module: str, name: str) -> tuple[str, str]:
 
 
 def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
-    """Keys and values in turn, as pairs."""
     if len(items) % 2:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)
@@ -590,12 +577,3 @@ def _size(made: Node) -> int:
     if type(made) is Entry:
         return len(made.shape)
     return len(made.items) if type(made) is Dict else len(made) // _BYTES_MADE if type(made) is bytes else 0
-
-
-def _is_of(node: Object, functions: frozenset[Global]) -> bool:
-    return type(node.function) is Global and node.function in functions
-
-
-def _is_pair_of_dicts(state: tuple[Node, ...]) -> bool:
-    """Whether a state is that of an object with slots."""
-    return len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, PickleError
@@ -20,49 +19,28 @@ _SMALL, _GROWTH, _SLOW_GROWTH = 10_000_000, 16, 4  # bytes; up to there, beyond:
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
-    """A run of bytes in a file. Positions count from the file's start."""
+class Part:
+    """A run of bytes of a file, where positions are the file's; or bytes at hand, which may lie in the file from `at` on."""
 
-    source: Source
+    source: Source | None
     start: int
     end: int
+    data: bytes | None = None
+    at: int = 0
+
+    @classmethod
+    def of_bytes(cls, data: bytes, source: Source | None = None, at: int = 0) -> Part:
+        return cls(source, 0, len(data), data, at)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes at a position."""
+        if self.data is not None:
+            return self.data[offset : offset + length]
+        assert self.source is not None
         return self.source.read(offset, length)
 
     def content(self, offset: int, length: int) -> Content:
         """The same as something to be copied."""
-        return Range(self.source, offset, length)
-
-
-@dataclass(frozen=True, slots=True)
-class BytesPart:
-    """A run of bytes at hand; where `source` is set, they lie in that file from `at` on. Positions count from their start."""
-
-    data: bytes
-    source: Source | None = None
-    at: int = 0
-
-    start = 0
-
-    @property
-    def end(self) -> int:
-        """Where they end."""
-        return len(self.data)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Bytes at a position."""
-        return self.data[offset : offset + length]
-
-    def content(self, offset: int, length: int) -> Content:
-        """The same as something to be copied."""
-        if self.source is not None:
-            return Range(self.source, self.at + offset, length)
-        return Literal(self.data[offset : offset + length])
-
-
-Part: TypeAlias = FilePart | BytesPart
+        return Literal(self.read(offset, length)) if self.source is None else Range(self.source, self.at + offset, length)
 
 
 class Pickles:
@@ -73,10 +51,11 @@ class Pickles:
         self.position = self.anchor = part.start
         self.data = b""
         self.cut = False
+        self.globals: dict[Global, None] = {}  # of pickles that describe others
+        self.unusual: dict[str, None] = {}
 
     @property
     def left(self) -> int:
-        """Bytes up to the end."""
         return self.part.end - self.position
 
     def load(self, make: Callable[[bytes, int], Machine]) -> tuple[Machine, Node]:
@@ -104,8 +83,30 @@ class Pickles:
                 self.position = self.anchor + machine.position
                 return machine, root
 
+    def description(self) -> Node:
+        """The next pickle, which describes others. torch runs it like any other, so what it names is told too."""
+        machine: Machine | None = None
+
+        def make(data: bytes, offset: int) -> Machine:
+            nonlocal machine
+            machine = Machine(data, MAKERS, _refuse, offset)
+            return machine
+
+        try:
+            node = self.load(make)[1]
+            validate(node)
+            return node
+        finally:
+            if machine is not None:
+                self.globals.update(machine.globals)
+                self.unusual.update(machine.unusual)
+
+    def tell(self, machine: Machine) -> None:
+        """Add what descriptions name to what a machine has found."""
+        machine.globals.update(self.globals)
+        machine.unusual.update(self.unusual)
+
     def take(self, length: int) -> bytes:
-        """The next bytes."""
         if length > self.left:
             raise PickleError(f"{length} bytes are missing at offset {self.position}.")
         inside = self.position - self.anchor
@@ -114,10 +115,6 @@ class Pickles:
             data = self.part.read(self.position, length)
         self.position += length
         return data
-
-    def skip(self, length: int) -> None:
-        """Pass over bytes without reading them."""
-        self.position += length
 
     @property
     def _ready(self) -> int:
@@ -131,36 +128,5 @@ class Pickles:
         self.data = kept + self.part.read(self.anchor + len(kept), min(length, self.left) - len(kept))
 
 
-@dataclass(slots=True)
-class SmallPickles:
-    """Pickles that describe others, and refer to nothing. torch runs them like any other, so what they name is told too."""
-
-    pickles: Pickles
-    what: str
-    globals: dict[Global, None] = field(default_factory=dict)
-    unusual: dict[str, None] = field(default_factory=dict)
-
-    def load(self) -> Node:
-        """The next one."""
-        machines = []
-
-        def make(data: bytes, offset: int) -> Machine:
-            machines.append(Machine(data, MAKERS, self._refuse, offset))
-            return machines[-1]
-
-        try:
-            node = self.pickles.load(make)[1]
-            validate(node)
-            return node
-        finally:
-            for machine in machines[-1:]:  # none where it was interrupted before
-                self.globals.update(machine.globals)
-                self.unusual.update(machine.unusual)
-
-    def tell(self, machine: Machine) -> None:
-        """Add what they name to what a machine has found."""
-        machine.globals.update(self.globals)
-        machine.unusual.update(self.unusual)
-
-    def _refuse(self, pid: Node) -> Node:
-        raise PickleError(f"{self.what} refers to something outside it.")
+def _refuse(pid: Node) -> Node:
+    raise PickleError("A pickle that describes others refers to something outside it.")

@@ -73,7 +73,6 @@ class Storages:
         return storage
 
     def check_found(self) -> None:
-        """Raise DamagedFileError when the bytes of some storages were nowhere, naming them all at once."""
         missing = [key for key, (_, storage) in self.by_key.items() if storage.content is _NOT_THERE]
         if missing:
             raise DamagedFileError(
@@ -111,13 +110,6 @@ def _brief(node: Node) -> str:
 # --- makers: arguments -> node, or None to leave an inert Object
 
 
-def storage_of(node: Node) -> Storage:
-    """The node, if it is a storage."""
-    if type(node) is not Storage:
-        raise TensorError(f"A tensor is built on a {_brief(node)} where a storage is expected.")
-    return node
-
-
 def dtype_of(node: Node) -> DType:
     """The dtype that a global like `torch.float8_e5m2` names."""
     name = node.name if type(node) is Global and node.module == "torch" else ""
@@ -143,7 +135,9 @@ def _entry(
     storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node,
     requires_grad: Node = False, hooks: Node = None, metadata: Node = None,
 ) -> Entry | Object:  # fmt: skip
-    storage, shape, stride = storage_of(storage), sizes_of(shape), sizes_of(stride)
+    if type(storage) is not Storage:
+        raise TensorError(f"A tensor is built on a {_brief(storage)} where a storage is expected.")
+    shape, stride = sizes_of(shape), sizes_of(stride)
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
     dtype, extras = dtype or storage.dtype or UINT8, extras_of(hooks, metadata)
@@ -369,9 +363,13 @@ def unusual_tensor(node: Node) -> UnusualTensor | None:
     if node.steps:
         raise TensorError(f"What {node.name} makes is given other contents afterwards.")
     try:
-        return _checked(_describe(node))
+        unusual = _describe(node)
     except (IndexError, TypeError, ValueError, AttributeError, TensorError):
         raise TensorError(f"{node.name} is called with malformed arguments.") from None
+    for sizes in (unusual.shape, unusual.stride):  # nothing checked them against a storage
+        if sizes and (len(sizes) > MAX_DIMENSIONS or min(sizes) < 0 or max(sizes).bit_length() > 63):
+            raise TensorError("A tensor has impossible sizes.")
+    return unusual
 
 
 def _describe(node: Any) -> UnusualTensor:
@@ -384,7 +382,7 @@ def _describe(node: Any) -> UnusualTensor:
         elif node.name not in FROM_TYPE:
             return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
         elif (kind := _DISTRIBUTED.get(node.args[1].name)) and node.args[1].module.startswith("torch.distributed."):
-            return replace(_wrapper_subclass(node.args[2]), kind=kind)
+            return replace(_UNUSUAL["torch._utils._rebuild_wrapper_subclass"](node.args[2]), kind=kind)
         else:
             node = Object("reduce", node.args[0], node.args[2])
     raise TensorError("A tensor is wrapped in too many others.")
@@ -400,12 +398,9 @@ def unwrapped(node: Object) -> Object:
     return node
 
 
-def _checked(unusual: UnusualTensor) -> UnusualTensor:
-    """The same, if its sizes are sizes: nothing checked them against a storage."""
-    for sizes in (unusual.shape, unusual.stride):
-        if sizes and (len(sizes) > MAX_DIMENSIONS or min(sizes) < 0 or max(sizes).bit_length() > 63):
-            raise TensorError("A tensor has impossible sizes.")
-    return unusual
+def _sparse(args: Any) -> UnusualTensor:
+    parts = sparse_parts(args)
+    return UnusualTensor("sparse", parts.values.dtype, parts.shape)
 
 
 def _quantized(args: Any) -> UnusualTensor:
@@ -427,7 +422,6 @@ _PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_chan
 
 
 def _need(holds: bool) -> None:
-    """Arguments that torch would refuse."""
     if not holds:
         raise TensorError("")
 
@@ -460,25 +454,11 @@ def sparse_parts(args: Any) -> SparseParts:
     return SparseParts(name, indices, values, cast("tuple[int, ...]", shape))
 
 
-def _sparse(args: Any) -> UnusualTensor:
-    parts = sparse_parts(args)
-    return UnusualTensor("sparse", parts.values.dtype, parts.shape)
-
-
-def _nested(args: Any) -> UnusualTensor:
-    buffer, _, _, _ = args
-    return UnusualTensor("nested", buffer.dtype)
-
-
 def _meta(args: Any) -> UnusualTensor:
     dtype, size, stride, grad = args
     sizes, steps = sizes_of(size), sizes_of(stride)
     _need(sizes is not None and steps is not None and type(grad) is bool)
     return UnusualTensor("meta", dtype_of(dtype), sizes, steps)
-
-
-def _wrapper_subclass(args: Any) -> UnusualTensor:
-    return UnusualTensor("subclass", dtype_of(args[1]), sizes_of(args[2]), sizes_of(args[3]))
 
 
 def _from_cpu_tensor(args: Any) -> UnusualTensor:
@@ -492,9 +472,11 @@ SPARSE = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_sparse_c
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_qtensor": _quantized,
     **dict.fromkeys(SPARSE, _sparse),
-    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_nested_tensor": lambda args: UnusualTensor("nested", args[0].dtype),
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
+    "torch._utils._rebuild_wrapper_subclass": lambda args: UnusualTensor(
+        "subclass", dtype_of(args[1]), sizes_of(args[2]), sizes_of(args[3])
+    ),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
 }
 _DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}

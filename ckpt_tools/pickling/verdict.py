@@ -21,11 +21,6 @@ _RATINGS: tuple[Rating, ...] = ("harmless", "unknown", "harmful")
 _Given: TypeAlias = tuple[Node, ...]
 
 
-def of_reference(name: Global) -> Rating:
-    """Rule 1: a name that is there, called or not."""
-    return callables.of_name(of_python3(name))
-
-
 def of_call(function: Node, args: _Given) -> Rating:
     """Rules 2 and 3: `function(*args)`."""
     if type(function) is Object and function.function == GETATTR and (inner := _class_within(function.args)):
@@ -121,7 +116,7 @@ def _class_within(given: Node) -> Global | None:
     if type(owner) is not Global or type(name) is not str or not name.isidentifier():
         return None
     inner = Global(owner.module, f"{owner.name}.{name}")
-    return inner if callables.is_class(owner) and callables.is_class(inner) else None
+    return inner if callables.is_class(owner.name) and callables.is_class(inner.name) else None
 
 
 _ZONE = (Global("zoneinfo", "ZoneInfo"), "_unpickle")  # reads the rules of a time zone by its name
@@ -136,7 +131,7 @@ def _of_attribute(given: _Given) -> Rating:
         return "harmful"
     if type(owner) is Global:
         is_harmful = callables.is_harmful(of_python3(owner))
-        return "harmful" if is_harmful else of_reference(Global(owner.module, f"{owner.name}.{name}"))
+        return "harmful" if is_harmful else callables.of_name(Global(owner.module, f"{owner.name}.{name}"))
     if type(owner) is not Object or not (owner.call == "new" or owner.function == callables.RECONSTRUCTOR):
         return "harmful"
     made = made_of(owner)
@@ -154,15 +149,6 @@ _CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImp
 _OR = frozenset((Global("operator", "or_"), Global("_operator", "or_")))
 
 
-def _encodes_text(given: _Given) -> bool:
-    return len(given) == 1 or (len(given) > 1 and type(given[1]) is str and given[1] in _TEXT_CODECS)
-
-
-def _joins_types(given: _Given) -> bool:
-    """`functools.reduce(or_, types)`: int | None."""
-    return len(given) == 2 and type(given[0]) is Global and given[0] in _OR
-
-
 def _is_of_typing(given: _Given) -> bool:
     """`getitem(typing.List, int)`; with a dot in its name the first is another module's."""
     name = given[0] if len(given) == 2 else None
@@ -171,14 +157,20 @@ def _is_of_typing(given: _Given) -> bool:
 
 # What calls of these may be given, and what they are with any other arguments.
 _JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
-    callables.ENCODE: (_encodes_text, "unknown"),
+    callables.ENCODE: (
+        lambda given: len(given) == 1 or (len(given) > 1 and type(given[1]) is str and given[1] in _TEXT_CODECS), "unknown",
+    ),
     callables.PARTIAL: (lambda given: len(given) == 1, "unknown"),  # pickle writes its arguments as a state
     Global("builtins", "type"): (lambda given: len(given) == 1 and (given[0] is None or given[0] in _CONSTANTS), "harmful"),
     Global("builtins", "iter"): (lambda given: len(given) == 1, "harmful"),  # of two arguments it calls the first
     Global("operator", "itemgetter"): (lambda given: PLAIN.issuperset(map(type, given)), "harmful"),
     **{Global(module, "getitem"): (_is_of_typing, "harmful") for module in ("operator", "_operator")},
-    **{Global(module, "reduce"): (_joins_types, "harmful") for module in ("functools", "_functools")},
-}
+    # `functools.reduce(or_, types)`: int | None
+    **{
+        Global(module, "reduce"): (lambda given: len(given) == 2 and type(given[0]) is Global and given[0] in _OR, "harmful")
+        for module in ("functools", "_functools")
+    },
+}  # fmt: skip
 
 
 def made_of(target: Object) -> Node:
@@ -201,7 +193,6 @@ def call_text(function: Node, args: Node) -> str:
 
 
 def function_text(function: Node) -> str:
-    """What is called, as text."""
     if type(function) is Global:
         return _cut(printable(str(function)), _MOST_TEXT)
     if type(function) is Object:

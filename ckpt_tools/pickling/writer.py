@@ -9,14 +9,29 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.survey import ENCODERS, TUPLES, U32, Survey, are_short, integer, integers, text_of
-from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
+from ckpt_tools.pickling.machine import python3_name
+from ckpt_tools.tree.nodes import (
+    CONTAINERS,
+    PLAIN,
+    Append,
+    ByteString,
+    Dict,
+    Entry,
+    Extras,
+    Global,
+    List,
+    Node,
+    Object,
+    SetItems,
+    Storage,
+)
+from ckpt_tools.tree.visit import parts
 
 _ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
@@ -30,6 +45,8 @@ _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state")
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _NO_EXTRAS = Extras()
+_LONG = 64  # bytes, or characters, of a value that goes through the memo
+_SHORT = frozenset((type(None), bool, float))
 _KEY = "the key of a storage"  # which stands nowhere else in a template
 
 
@@ -70,8 +87,6 @@ _Todo: TypeAlias = Node | _Done | _Values
 
 
 class _Writer:
-    """One writing."""
-
     def __init__(self, shared: set[int], protocol: int, rounds: int = 1, *, keys: Mapping[int, str] | None = None) -> None:
         self.keys = keys
         self.fixed_key: str | None = None  # of every storage, while a template is written
@@ -185,15 +200,18 @@ class _Writer:
                 return count
             if entry.extras is not None or not entry.dtype.in_torch:
                 return count
-            self.text(name)
+            self.out += text_of(name)
             self.plain_entry(entry)
         return len(pairs)
 
     def object(self, node: Object) -> list[_Todo]:
         self.begin(node)
         todo: list[_Todo] = [node.function]
-        if node.call == "reduce" and node.function in _SETS and (elements := _one_list(node.args)):
-            todo += [_Done(b"]"), *self.elements(elements.items), _Done(b"\x85R", node)]
+        given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
+        if (
+            node.call == "reduce" and node.function in _SETS and type(given) is List
+        ):  # which the set copies, and nothing else sees
+            todo += [_Done(b"]"), *self.elements(given.items), _Done(b"\x85R", node)]
         elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
         elif node.call == "new_ex":
@@ -203,7 +221,7 @@ class _Writer:
             todo += [node.args, _Done(b"R", node)]
         for step in node.steps:
             if type(step) is SetItems:
-                todo += self.pairs(step.pairs)
+                todo += [_Done(b"("), *self.in_rows([part for pair in step.pairs for part in pair]), _Done(b"u")]
             elif type(step) is Append:
                 todo += self.elements(step.items)
             else:
@@ -225,10 +243,14 @@ class _Writer:
 
     def plain_entry(self, entry: Entry) -> None:
         """A tensor or parameter without extras, emitted at once: checkpoints hold thousands, which differ in their keys."""
-        like = _likeness(entry)
+        storage = entry.storage
+        like = (
+            entry.dtype.name, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
+            storage.dtype and storage.dtype.name, storage.device, storage.nbytes,
+        )  # fmt: skip
         known = self.templates.get(like)
         if known is not None:
-            key = self.key_of(entry.storage).encode("utf-8", "surrogatepass")
+            key = self.key_of(storage).encode("utf-8", "surrogatepass")
             self.out += b"%bX%b%b%b" % (known[0], U32(len(key)), key, known[1])
             return
         self.write_all(self.calls(entry, _NO_EXTRAS)[::-1])
@@ -241,7 +263,9 @@ class _Writer:
 
     def calls(self, entry: Entry, extras: Extras) -> list[_Todo]:
         """The calls that torch writes for a tensor, and for hooks, conj bits, subclasses and Python attributes."""
-        parameter, untyped = entry.kind == "parameter", _untyped(entry)
+        parameter = entry.kind == "parameter"
+        # whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class
+        untyped = entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
         hooks = Dict(ordered=True) if extras.hooks is None else extras.hooks
         grad = entry.requires_grad and not parameter
         own_hooks = Dict(ordered=True) if parameter else hooks
@@ -262,9 +286,6 @@ class _Writer:
 
     def elements(self, items: list[Node]) -> list[_Todo]:
         return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
-
-    def pairs(self, pairs: list[tuple[Node, Node]]) -> list[_Todo]:
-        return [_Done(b"("), *self.in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
         """The same, with plain values that follow one another put together where there are many."""
@@ -291,20 +312,12 @@ class _Writer:
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
             if are_short(row):
-                self.out += self.short(row)
+                self.out += b"".join(
+                    [self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row]
+                )
             else:
                 for item in row:
                     self.leaf(item)
-
-    def short(self, row: Sequence[Any]) -> bytes:
-        """Short values; those of one type, which are the many, without looking at each."""
-        kinds = set(map(type, row))
-        if len(kinds) != 1 or str in kinds:
-            return b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])
-        (kind,) = kinds
-        if kind is type(None):
-            return b"N" * len(row)
-        return integers(row) if kind is int else b"".join(map(ENCODERS[kind], row))
 
     def value(self, node: Node) -> None:
         if type(node) is str:
@@ -322,9 +335,6 @@ class _Writer:
         else:
             raise PickleError(f"A value of type {type(node).__name__} cannot be written.")
 
-    def text(self, text: str) -> None:
-        self.out += text_of(text)
-
     def short_text(self, text: str) -> bytes:
         """A text as it is, from the third time on from the memo: what refers to one text a million times stays small."""
         if text in self.memo:
@@ -341,23 +351,21 @@ class _Writer:
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
         if not self.recall(text):
-            self.text(text)
+            self.out += text_of(text)
             self.remember(text)
 
     def global_(self, node: Global) -> None:
         if self.recall(node):
             return
         if "." in node.name or self.protocol > 2:
-            self.text(node.module)
-            self.text(node.name)
-            self.out += b"\x93"
+            self.out += text_of(node.module) + text_of(node.name) + b"\x93"
         else:
             self.out += b"c" + f"{node.module}\n{node.name}\n".encode("utf-8", "surrogatepass")
         self.remember(node)
 
     def bytes(self, data: bytes) -> None:
         self.global_(_ENCODE)
-        self.text(data.decode("latin1"))
+        self.out += text_of(data.decode("latin1"))
         self.constant("latin1")
         self.out += b"\x86R"
 
@@ -369,7 +377,7 @@ class _Writer:
         # torch saves an UntypedStorage in torch-legacy, and cannot load it; a ByteStorage holds the same bytes
         untyped = _UNTYPED_STORAGE if self.keys is None else _BYTE_STORAGE
         self.global_(Global("torch", f"{dtype.storage}") if dtype else untyped)
-        self.text(self.key_of(storage) if self.fixed_key is None else self.fixed_key)
+        self.out += text_of(self.key_of(storage) if self.fixed_key is None else self.fixed_key)
         self.constant(storage.device or "cpu")
         self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + self.persid
 
@@ -379,24 +387,88 @@ class _Writer:
 
 
 def _put(index: int) -> bytes:
-    """The opcode that memoizes."""
     return b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
 
 
-def _one_list(args: Node) -> List | None:
-    """The one argument of a set: a list, which the set copies and nothing else sees."""
-    return args[0] if type(args) is tuple and len(args) == 1 and type(args[0]) is List else None
+# --- what has to be known of a tree before it is written
 
 
-def _likeness(entry: Entry) -> tuple[Any, ...]:
-    """What makes two plain entries the same opcodes, but for the storage's key."""
-    storage = entry.storage
-    return (
-        entry.dtype.name, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
-        storage.dtype and storage.dtype.name, storage.device, storage.nbytes,
-    )  # fmt: skip
+class Survey:
+    def __init__(self, root: Node) -> None:
+        self.seen: set[int] = set()
+        self.shared: set[int] = set()
+        self.protocol = 2
+        found: dict[int, Storage] = {}
+        seen, shared, todo = self.seen, self.shared, [root]
+        while todo:
+            node = todo.pop()
+            if type(node) is Global:
+                name = node.module, node.name
+                if "." in node.name or "\n" in node.module + node.name or python3_name(*name) != name:
+                    self.protocol = 4
+            elif type(node) is Storage:
+                found[id(node)] = node
+            elif type(node) in CONTAINERS or type(node) is Entry or is_long(node):
+                if id(node) in seen:
+                    shared.add(id(node))
+                    continue
+                seen.add(id(node))
+                if type(node) is Entry and node.extras is None:  # the many
+                    found[id(node.storage)] = node.storage
+                else:
+                    below = parts(node)
+                    if not are_short(below):
+                        todo += [part for part in below if type(part) not in PLAIN or is_long(part)]
+        self.storages = list(found.values())
 
 
-def _untyped(entry: Entry) -> bool:
-    """Whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class."""
-    return entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
+def are_short(items: Sequence[Node]) -> bool:
+    """Whether these are plain values that are written as they are, each time, found without a loop in Python."""
+    kinds = set(map(type, items)) - _SHORT
+    if not kinds <= {int, str}:
+        return False
+    if not kinds:
+        return True
+    numbers = [item for item in items if type(item) is int] if int in kinds else [0]
+    texts = [item for item in items if type(item) is str] if str in kinds else [""]
+    return max(map(len, texts)) <= _LONG and max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
+
+
+def is_long(node: Node) -> bool:
+    """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
+    if type(node) is str or type(node) is bytes:
+        return len(node) > _LONG
+    return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
+
+
+# --- values without parts
+
+TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+U32 = struct.Struct("<I").pack
+
+
+def integer(value: int) -> bytes:
+    """A whole number, in the shortest opcode for it."""
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def text_of(text: str) -> bytes:
+    """Text, lone surrogates too."""
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X%b%b" % (U32(len(data)), data)
+
+
+ENCODERS: dict[type, Callable[[Any], bytes]] = {
+    str: text_of,
+    int: integer,
+    float: lambda number: b"G" + struct.pack(">d", number),
+    bool: lambda value: b"\x88" if value else b"\x89",
+    type(None): lambda _: b"N",
+}

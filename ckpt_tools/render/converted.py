@@ -122,6 +122,7 @@ def _merged(adapter: Merged) -> list[Row]:
     ranks = ", ".join(map(str, sorted(adapter.ranks)))
     dora = f", {adapter.dora} with magnitudes (DoRA)" if adapter.dora else ""
     biases = f", {counted(adapter.biases, 'bias', 'biases')}" if adapter.biases else ""
+    biases += f", {counted(adapter.differences, 'difference')}" if adapter.differences else ""
     weight = "" if adapter.weight == 1 else f", times {adapter.weight:g}"
     scales = listed([f"{scale:g}" for scale in adapter.scales], 3)
     what = f"{counted(adapter.modules, 'module')}{dora}{biases}, rank {ranks}, scale {scales}{weight}"

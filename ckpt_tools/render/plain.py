@@ -46,7 +46,7 @@ class Plain(Page):
 
     def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
         """Print text as it is, without its style; what is not text through rich."""
-        if type(what) is str and (soft_wrap or is_simple(what)):
+        if type(what) is str and (soft_wrap or (what.isascii() and max(map(len, what.split("\n"))) <= PIPE_WIDTH)):
             self._file.write(f"{what}\n")
             return
         if self._console is None:
@@ -54,11 +54,6 @@ class Plain(Page):
 
             self._console = Console(file=self._file, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
         self._console.print(what, style=style, soft_wrap=soft_wrap)
-
-
-def is_simple(text: str) -> bool:
-    """Whether each character takes one column, and no line is too wide for a pipe."""
-    return text.isascii() and max(map(len, text.split("\n"))) <= PIPE_WIDTH
 
 
 def laid_out(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str | None:

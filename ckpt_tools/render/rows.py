@@ -25,7 +25,7 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
 
 def print_rows(rows: Sequence[Row], out: Page) -> None:
     """Two columns, a dim label and what there is to say."""
-    rows = [(label, _safe(text)) for label, text in rows]
+    rows = [(label, "\n".join(map(printable, text.split("\n")))) for label, text in rows]
     if isinstance(out, Plain):
         width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
@@ -39,11 +39,6 @@ def print_rows(rows: Sequence[Row], out: Page) -> None:
     for row in rows:
         grid.add_row(*row)
     out.print(grid)
-
-
-def _safe(text: str) -> str:
-    """Whatever was forgotten before: nothing from a file steers a terminal."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def print_title(title: str, out: Page) -> None:

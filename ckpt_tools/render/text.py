@@ -51,17 +51,12 @@ def _gone() -> NoReturn:
 
 def show(render: Callable[[Page], None]) -> None:
     """Render to standard output; in a pipe as plain text."""
-    if may_be_terminal() and (out := console()).is_terminal:
+    if (sys.stdout.isatty() or any(map(os.environ.get, ("FORCE_COLOR", "TTY_COMPATIBLE")))) and (out := console()).is_terminal:
         render(out)
         return
     page = Plain()
     render(page)
     sys.stdout.write(page.text)
-
-
-def may_be_terminal() -> bool:
-    """Whether standard output is a terminal, or the environment asks rich to take it for one."""
-    return sys.stdout.isatty() or any(map(os.environ.get, ("FORCE_COLOR", "TTY_COMPATIBLE")))
 
 
 def print_parts(out: Page, *parts: tuple[str, str]) -> None:

@@ -12,8 +12,7 @@ from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from ckpt_tools.torch.building import MapLocation
-    from ckpt_tools.torch.guarding.fates import Fate
-    from ckpt_tools.torch.guarding.guard import Guard, guard, guarded
+    from ckpt_tools.torch.guarding import Fate, Guard, guard, guarded
     from ckpt_tools.torch.into import load_into
     from ckpt_tools.torch.live_names import add_prefix, strip_prefix, unwrap
     from ckpt_tools.torch.loading import load, load_state_dict
@@ -26,8 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Fate": "guarding.fates", "Guard": "guarding.guard", "guard": "guarding.guard",
-    "guarded": "guarding.guard",
+    "Fate": "guarding", "Guard": "guarding", "guard": "guarding",
+    "guarded": "guarding",
     "LoadReport": "report", "MapLocation": "building", "add_prefix": "live_names", "load": "loading", "load_into": "into",
     "load_state_dict": "loading", "save": "saving", "strip_prefix": "live_names", "unwrap": "live_names",
 }  # fmt: skip

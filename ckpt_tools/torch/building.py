@@ -37,7 +37,6 @@ class Builder:
         self.pending: list[Dict | List | Entry] = []
 
     def build(self, root: Node) -> Any:
-        """The data of a tree."""
         try:
             return self._build(root)
         except _REFUSALS as error:

@@ -19,7 +19,6 @@ _Read = tuple[Source, int, memoryview]
 
 
 def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-    """Copy each entry into a tensor of its shape."""
     reads: list[_Read] = []
     for entry, tensor in copies:
         if not entry.numel:

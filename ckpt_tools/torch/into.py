@@ -89,7 +89,6 @@ class Planner:
         self.report.notes += [text for _, text in told_fold(folded)]
 
     def plan(self) -> LoadPlan:
-        """The fate of every name."""
         slots = self.slots.tensors
         params = tuple(
             Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()
@@ -274,7 +273,6 @@ def _override(module: torch.nn.Module, method: str) -> str:
 
 
 def _registered(module: torch.nn.Module) -> Iterator[str]:
-    """The hooks that were registered on a module."""
     for kind in ("pre", "post"):
         for hook in getattr(module, f"_load_state_dict_{kind}_hooks").values():
             function = getattr(hook, "hook", hook)

@@ -51,7 +51,6 @@ def unwrap(state_dict: _StateDict) -> _StateDict:
 
 
 def renamed_state_dict(state_dict: _StateDict, rename: Callable[[str], str]) -> _StateDict:
-    """A state dict of the same kind under new names."""
     metadata = getattr(state_dict, "_metadata", None)
     renamed = {key: rename(key) if _is_name(key, value) else key for key, value in state_dict.items()}
     names.check_unique(renamed)

@@ -18,7 +18,7 @@ import pytest
 @pytest.fixture
 def guard_load() -> Callable[..., AbstractContextManager[Any]]:
     """A block that fails the test where a tensor of the model is not from a file; see `ckpt_tools.torch.guard`."""
-    from ckpt_tools.torch.guarding.guard import Guard, guard
+    from ckpt_tools.torch.guarding import Guard, guard
 
     @contextmanager
     def load(model: Any = None, *, files: Sequence[str] = (), allow: Sequence[str] = ()) -> Iterator[Guard]:

@@ -27,12 +27,10 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
-        """torch's name for its dtype."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
@@ -54,7 +52,6 @@ class Slots:
 
 
 def find_slots(model: torch.nn.Module) -> Slots:
-    """The slots of a model, wrapped or not."""
     state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
     holders = _holders(modules)

@@ -1,4 +1,4 @@
-"""`ckpt_tools.open`: a conversion said step by step, each a new plan; what carries it out is `convert` itself.
+"""`ckpt_tools.steps`: a conversion said step by step, each a new plan; what carries it out is `convert` itself.
 
 It imports torch for `state_dict` alone.
 """
@@ -33,11 +33,10 @@ _SEVERAL = ("keep", "drop", "rename")
 
 
 @natural
-def open(path: File) -> Steps:
+def steps(path: File) -> Steps:
     """Begin a conversion of the checkpoint at `path`, step by step; nothing is read before it is saved or loaded.
 
-    >>> with open("in.pth") as c:
-    ...     c.select("model").unwrap().cast("bf16").save("w.safetensors")  # doctest: +SKIP
+    >>> steps("in.pth").select("model").unwrap().cast("bf16").save("w.safetensors")  # doctest: +SKIP
     """
     return Steps(path)
 
@@ -57,12 +56,6 @@ class Steps:
     path: File
     options: ConvertOptions = field(default_factory=ConvertOptions)
     said: tuple[str, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing stays open between two calls."""
 
     def _step(self, step: str, **options: Any) -> Self:
         """One step more."""

@@ -13,6 +13,7 @@ from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Where
+from ckpt_tools.tree.quantised_modules import plain_weight, saved_by_code
 from ckpt_tools.tree.visit import component
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
@@ -32,16 +33,12 @@ def attributes(node: Node) -> Dict | None:
         return None
     state = node.state
     if state is None and type(node.args) is tuple and type(node.function) is Global and node.args:
-        return _made_attributes(node.function, node.args)
+        if node.function in _COMPILED and is_module(node.args[0]):
+            return Dict([("_parameters", Dict()), ("_buffers", Dict()), ("_modules", Dict([(_ORIGINAL, node.args[0])]))])
+        return node.args[0] if node.function == _TRACED and type(node.args[0]) is Dict else None
     if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
         return Dict([pair for part in state if type(part) is Dict for pair in part.items])
     return state if type(state) is Dict else None
-
-
-def _made_attributes(function: Global, args: tuple[Node, ...]) -> Dict | None:
-    if function in _COMPILED and is_module(args[0]):
-        return Dict([("_parameters", Dict()), ("_buffers", Dict()), ("_modules", Dict([(_ORIGINAL, args[0])]))])
-    return args[0] if function == _TRACED and type(args[0]) is Dict else None
 
 
 def mapping(node: Node) -> list[tuple[Node, Node]]:
@@ -86,12 +83,13 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
 
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
     """Names and values in the order of `state_dict()`, Parameters as they are."""
-    for prefix, _, state in submodules(module):
+    for prefix, node, state in submodules(module):
         hidden = hidden_names(state)
         buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]
         for name, value in (*mapping(state.get("_parameters")), *buffers):
             if value is not None:
-                yield f"{prefix}{component(name)}", value
+                yield f"{prefix}{component(name)}", plain_weight(value)
+        yield from ((f"{prefix}{name}", value) for name, value in saved_by_code(node.name, state))
 
 
 def hidden_names(state: Dict) -> frozenset[str]:

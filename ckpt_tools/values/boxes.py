@@ -47,19 +47,44 @@ def assemble(name: str, shape: Sizes, itemsize: int, boxes: Iterable[tuple[Sizes
             raise _overlapping(name)
         return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
     _check_apart(name, parts)
-    return _in_boxes(shape, itemsize, parts, 0, prod(shape) * itemsize)
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+
+    def larger(sizes: Sizes) -> Sizes:
+        """Without the dimensions that have one index."""
+        return tuple(sizes[dim] for dim in dims)
+
+    parts = [Box(larger(chunk.offsets), larger(chunk.sizes), chunk.content) for chunk in parts]
+    return _in_boxes(larger(shape), itemsize, parts, 0, prod(shape) * itemsize)
 
 
 def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, length: int) -> Content:
-    """A range of the bytes, put together from the chunks that have a box of it."""
-    first, last = start // itemsize, -(-(start + length) // itemsize)
+    """A range of the bytes: the rows that it touches, put together from the chunks that have a box of them."""
+    row = prod(shape[1:]) * itemsize
+    first, last = start // row, -(-(start + length) // row)
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        step = max(1, CHUNK // row)
+        for top in range(first, last, step):
+            bottom = min(top + step, last)
+            out = bytearray((bottom - top) * row)
+            whole = torch.frombuffer(out, dtype=torch.uint8).view(bottom - top, *shape[1:], itemsize)
+            for (at, *inner_at), (rows, *inner), content in parts:
+                low, high = max(top, at), min(bottom, at + rows)
+                if low < high:
+                    size = prod(inner) * itemsize
+                    data = bytearray(read(part(content, (low - at) * size, (high - low) * size)))
+                    window = [slice(begin, begin + length) for begin, length in zip(inner_at, inner, strict=True)]
+                    values = torch.frombuffer(data, dtype=torch.uint8).view(high - low, *inner, itemsize)
+                    whole[(slice(low - top, high - top), *window)] = values
+            yield memoryview(out)
 
     def inside(begin: int, size: int) -> Content:
-        return _in_boxes(shape, itemsize, parts, start + begin, size)
+        return _in_boxes(shape, itemsize, parts, first * row + begin, size)
 
-    of = tuple(chunk.content for chunk in parts)
-    made = Computed((last - first) * itemsize, lambda: _gather(shape, itemsize, parts, first, last), of, inside)
-    return trimmed(made, start - first * itemsize, length)
+    made = Computed((last - first) * row, work, tuple(chunk.content for chunk in parts), inside)
+    return trimmed(made, start - first * row, length)
 
 
 def _is_run(sizes: Sizes, shape: Sizes) -> bool:
@@ -103,47 +128,6 @@ def _common(offsets: Sizes, sizes: Sizes, chunk: Box) -> tuple[Sizes, Sizes] | N
     low = tuple(map(max, offsets, chunk.offsets))
     high = tuple(min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
     return (low, tuple(b - a for a, b in zip(low, high, strict=True))) if all(map(int.__lt__, low, high)) else None
-
-
-def _boxes(shape: Sizes, itemsize: int, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """The elements from `first` to `last`, row-major, in boxes of at most CHUNK bytes, each one run of the tensor."""
-    strides = contiguous_stride(shape)
-    while first < last:
-        at = tuple(first // step % size for step, size in zip(strides, shape, strict=True))
-        left, most = last - first, max(1, CHUNK // itemsize)
-        # the outermost dimension of which a whole index begins here, is wanted, and fits
-        dim = next(
-            dim for dim, step in enumerate(strides)
-            if dim == len(shape) - 1 or (first % step == 0 and step <= min(left, most))
-        )  # fmt: skip
-        rows = max(1, min(shape[dim] - at[dim], min(left, most) // strides[dim]))
-        yield at, (*[1] * dim, rows, *shape[dim + 1 :])
-        first += rows * strides[dim]
-
-
-def _gather(shape: Sizes, itemsize: int, parts: Sequence[Box], first: int, last: int) -> Iterator[memoryview]:
-    import torch
-
-    for offsets, sizes in _boxes(shape, itemsize, first, last):
-        out = bytearray(prod(sizes) * itemsize)
-        whole = torch.frombuffer(out, dtype=torch.uint8).view(*sizes[:-1], sizes[-1] * itemsize)
-        for chunk in parts:
-            common = _common(offsets, sizes, chunk)
-            if common is None:
-                continue
-            low, extent = common
-            # in bytes along the last dimension, in elements along the others
-            steps = contiguous_stride((*chunk.sizes[:-1], chunk.sizes[-1] * itemsize))
-            inside = [at - first for at, first in zip(low, chunk.offsets, strict=True)]
-            width = (*extent[:-1], extent[-1] * itemsize)
-            first = sum(at * step for at, step in zip((*inside[:-1], inside[-1] * itemsize), steps, strict=True))
-            span = 1 + sum((size - 1) * step for size, step in zip(width, steps, strict=True))
-            data = torch.frombuffer(bytearray(read(part(chunk.content, first, span))), dtype=torch.uint8)
-            at = [low_at - start for low_at, start in zip(low, offsets, strict=True)]
-            window = [slice(a, a + size) for a, size in zip(at[:-1], extent[:-1], strict=True)]
-            window.append(slice(at[-1] * itemsize, at[-1] * itemsize + width[-1]))
-            whole[tuple(window)] = data.as_strided(width, steps)
-        yield memoryview(out)
 
 
 def extent(chunks: Sequence[tuple[Sizes, Sizes]]) -> Sizes:

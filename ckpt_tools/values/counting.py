@@ -26,7 +26,6 @@ class ValueCount:
         self._rest = b""
 
     def take(self, data: bytes | memoryview) -> None:
-        """Take in the next bytes, little-endian."""
         if self.nonzero and not self.floating:
             return
         size = self.dtype.itemsize
@@ -89,7 +88,6 @@ def _special_bytes(dtype: DType) -> dict[bytes, str]:
 
 
 def cuda_devices() -> int:
-    """How many cuda devices torch sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -34,7 +34,6 @@ class Factors:
 
 
 def difference_norm(base: Matrix, tuned: Matrix) -> float:
-    """The Frobenius norm of a difference."""
     return math.sqrt(sum(float(block.square().sum()) for _, block in _differences(base, tuned)))
 
 

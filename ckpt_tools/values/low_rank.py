@@ -60,13 +60,12 @@ class Delta:
 
     @property
     def height(self) -> int:
-        """The rows of one expert."""
         return self.down.columns if self.turned else self.up.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addend:
-    """A vector that is added to a bias, times a scale."""
+    """What is added to a bias, or to a weight of its shape, times a scale."""
 
     vector: Matrix
     scale: float
@@ -95,11 +94,11 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
 
 
 def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
-    """The bytes of a bias after what several adapters add to it."""
+    """The bytes of a bias or a weight after what several adapters add to it."""
 
     def work() -> Iterator[memoryview]:
         vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
-        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
+        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (prod(base.shape), 1))):
             before = block.clone()
             for vector in vectors:
                 block += vector.reshape(-1, 1)[start : start + len(block)]
@@ -110,7 +109,6 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
 
 
 def recast(matrix: Matrix, target: DType) -> Content:
-    """A tensor in another float dtype."""
     if matrix.dtype is target:
         return matrix.content
 
@@ -214,7 +212,6 @@ class _Rows:
         self.whole: torch.Tensor | None = None
 
     def get(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many rows, or columns, from `start` on."""
         matrix = self.matrix
         if not isinstance(matrix.content, Range):  # what must be worked out or inflated is worked out once
             if self.whole is None:
@@ -247,7 +244,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _load(matrix: Matrix, dtype: torch.dtype, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
-    """A whole matrix of an adapter."""
     return _tensor(bytearray(reading(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
 
 

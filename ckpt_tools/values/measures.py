@@ -31,7 +31,6 @@ class Moments:
     infs: int = 0
 
     def add(self, values: torch.Tensor) -> None:
-        """Take in a block of values."""
         values = real(values)
         count = values.numel()
         finite = finite_part(values)
@@ -46,7 +45,6 @@ class Moments:
         self.merge(block)
 
     def merge(self, other: Moments) -> None:
-        """Take in what another one has seen."""
         together = self.finite + other.finite
         if other.finite:
             step = other.mean - self.mean
@@ -63,7 +61,6 @@ class Moments:
         return math.sqrt(self.squares / (self.finite - 1)) if self.finite > 1 and math.isfinite(self.squares) else None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; null where there is nothing to tell."""
         some = self.finite > 0
         return {
             "elements": self.elements, "mean": _number(self.mean) if some else None, "std": self.std,
@@ -111,7 +108,6 @@ class Gap:
     right_squares: float = field(default=0.0, repr=False)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Take in a pair of blocks."""
         self.elements += left.numel()
         both = left.isfinite() & right.isfinite()
         if not bool(both.all()):
@@ -136,7 +132,6 @@ class Gap:
         self.right_squares += float(right.abs().square().sum())
 
     def add_equal(self, values: torch.Tensor) -> None:
-        """Take in a block that is the same on both sides."""
         self.elements += values.numel()
         squares = float(real(finite_part(values)).square().sum())
         self.dot, self.left_squares, self.right_squares = (
@@ -144,7 +139,6 @@ class Gap:
         )  # fmt: skip
 
     def merge(self, other: Gap) -> None:
-        """Take in what another one has seen."""
         self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
         for name in ("elements", "changed", "nonfinite", "dot", "apart_squares", "left_squares", "right_squares"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -165,39 +159,12 @@ class Gap:
         return max(-1.0, min(1.0, self.dot / lengths))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; null where there is nothing to tell."""
         return {
             "elements": self.elements, "changed": self.changed,
             "changed_fraction": self.changed / self.elements if self.elements else 0.0, "nonfinite": self.nonfinite,
             "max_abs": _number(self.max_abs), "max_rel": _number(self.max_rel), "relative_l2": self.relative_l2,
             "cosine": self.cosine,
         }  # fmt: skip
-
-
-@dataclass(slots=True)
-class Spread:
-    """How far several tensors of one shape are from their mean:"""
-
-    sources: int
-    apart: float = 0.0
-    squares: float = 0.0
-
-    def start(self) -> None:
-        """Begin anew: the content is worked out once more."""
-        self.apart = self.squares = 0.0
-
-    def add(self, values: Iterable[torch.Tensor], mean: torch.Tensor) -> None:
-        """Take in a block of each, and of the mean."""
-        for block in values:
-            self.apart += float(real(block - mean).square_().sum())
-        self.squares += float(real(mean).square().sum())
-
-    @property
-    def relative(self) -> float | None:
-        """The spread; None where the mean is all zeros, or something is not finite."""
-        if not self.squares or not math.isfinite(self.squares) or not math.isfinite(self.apart):
-            return None
-        return math.sqrt(self.apart / self.sources) / math.sqrt(self.squares)
 
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

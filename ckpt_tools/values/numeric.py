@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
@@ -15,6 +16,7 @@ from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,
+    Deflated,
     Joined,
     Literal,
     Part,
@@ -22,16 +24,16 @@ from ckpt_tools.io.content import (
     chunks,
     equal_chunks,
     passing,
+    read,
     read_into,
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.nodes import Entry, is_contiguous
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt_tools.values.measures import Spread
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
@@ -128,7 +130,6 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for a dtype."""
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -167,7 +168,6 @@ def swapped(content: Content, width: int) -> Content:
 
 
 def part(content: Content, start: int, length: int) -> Content:
-    """A range of a content."""
     if start == 0 and length == content.length:
         return content
     if type(content) is Range:
@@ -212,26 +212,103 @@ def _parts(content: Joined, start: int, length: int) -> Iterator[Content]:
 
 def row_major(entry: Entry) -> Content:
     """The bytes of an entry, row-major: a range of its storage where it is contiguous, else gathered."""
-    item, nbytes = entry.dtype.itemsize, entry.nbytes
-    if not nbytes or (entry.is_contiguous and not entry.lazy_bits):
-        return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
-
+    item = entry.dtype.itemsize
+    if not entry.nbytes or (entry.is_contiguous and not entry.lazy_bits):
+        return part(entry.storage.content, entry.offset * item if entry.nbytes else 0, entry.nbytes)
+    content = gathered(entry.storage.content, item, View(entry.offset, entry.shape, entry.stride))
+    if not entry.lazy_bits:
+        return content
     need_torch(GATHERING)
 
     def work() -> Iterator[memoryview]:
         import torch
 
-        data = bytearray(entry.span * item)
-        read_into(part(entry.storage.content, entry.offset * item, len(data)), memoryview(data))
-        bits = torch_dtype(entry.dtype) if entry.lazy_bits else _same_width(item)
-        values = torch.frombuffer(data, dtype=bits).as_strided(entry.shape, entry.stride)
-        if "conj" in entry.lazy_bits:
-            values = values.conj()
-        if "neg" in entry.lazy_bits:
-            values = -values
-        yield from _row_major_bytes(values)
+        for chunk in whole_elements(content, item):
+            values = torch.frombuffer(bytearray(chunk), dtype=torch_dtype(entry.dtype))
+            values = values.conj() if "conj" in entry.lazy_bits else values
+            yield from _row_major_bytes(-values if "neg" in entry.lazy_bits else values)
 
     return Computed(entry.nbytes, work, entry.storage.content)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of a run of bytes: for every dimension its size and how many elements lie between neighbours."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, those between them included."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
+
+    def narrowed(self, dim: int, first: int, size: int) -> View:
+        sizes = (*self.sizes[:dim], size, *self.sizes[dim + 1 :])
+        return View(self.offset + first * self.steps[dim], sizes, self.steps)
+
+
+_GAP = 64 << 10  # bytes that are read along with what is wanted, in the place of another read
+_AT_ONCE = 4 * CHUNK  # bytes of a view without large gaps that are read at once, where the order of the file is the view's
+
+
+def gathered(content: Content, itemsize: int, view: View) -> Content:
+    """The bytes of a view on a content, row-major. A view without gaps stays a part of the content."""
+    count = prod(view.sizes)
+    if not count:
+        return Literal(b"")
+    if is_contiguous(view.sizes, view.steps):
+        return part(content, view.offset * itemsize, count * itemsize)
+    need_torch(GATHERING)
+    sizes, steps = zip(*(pair for pair in zip(view.sizes, view.steps, strict=True) if pair[0] > 1), strict=True)
+    view = View(view.offset, sizes, steps)
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        source = by_position(content)
+        for piece in _pieces(view, itemsize):
+            data = bytearray(piece.span * itemsize)
+            read_into(part(source, piece.offset * itemsize, len(data)), memoryview(data))
+            yield from _row_major_bytes(
+                torch.frombuffer(data, dtype=_same_width(itemsize)).as_strided(piece.sizes, piece.steps)
+            )
+
+    def some(start: int, length: int) -> Content:
+        """A range: the rows that it touches, gathered, without what is too much at both ends."""
+        row = count // view.sizes[0] * itemsize
+        first, last = start // row, max(start // row, (start + length - 1) // row)
+        rows = gathered(content, itemsize, view.narrowed(0, first, last - first + 1))
+        return trimmed(rows, start - first * row, length)
+
+    return Computed(count * itemsize, work, content, part=some if is_by_position(content) else None)
+
+
+def _pieces(view: View, itemsize: int) -> Iterator[View]:
+    """A view in parts, one behind the other, each read at once; one part alone where its first dimension is an inner one."""
+    dim = next((dim for dim, size in enumerate(view.sizes) if size > 1), 0)
+    limit = (_AT_ONCE if view.span <= 4 * prod(view.sizes) else _GAP) // itemsize
+    if view.span <= limit or view.steps[dim] < max(view.steps[dim:]):
+        yield view
+        return
+    rows = max(1, (limit - view.narrowed(dim, 0, 1).span) // view.steps[dim])
+    for first in range(0, view.sizes[dim], rows):
+        yield from _pieces(view.narrowed(dim, first, min(rows, view.sizes[dim] - first)), itemsize)
+
+
+def by_position(content: Content) -> Content:
+    """A content whose parts can be read in any order; one that is worked out or inflated is held in memory."""
+    if isinstance(content, Joined):
+        return Joined(tuple(by_position(one) for one in content.parts))
+    return content if is_by_position(content) else Literal(read(content))
+
+
+def is_by_position(content: Content) -> bool:
+    """Whether a part of a content can be had without what is before it."""
+    if isinstance(content, Joined):
+        return all(map(is_by_position, content.parts))
+    return not isinstance(content, Deflated) and (not isinstance(content, Computed) or content.part is not None)
 
 
 def _same_width(itemsize: int) -> torch.dtype:
@@ -242,7 +319,6 @@ def _same_width(itemsize: int) -> torch.dtype:
 
 
 def live_content(tensor: torch.Tensor) -> Computed:
-    """The bytes of a live tensor on any device, row-major."""
     values = tensor.detach()
     return Computed(values.nbytes, lambda: _row_major_bytes(values))
 
@@ -280,7 +356,7 @@ def view_of(entry: Entry) -> tuple[int, str]:
 
 _HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def has_numbers(dtype: DType) -> bool:
@@ -333,21 +409,17 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
         return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
     if dtype.packed == 2:
         raw = torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)
-        return torch.tensor(_E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
+        return torch.tensor(E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 
-def weighted_mean(
-    parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None, count: CastCount | None = None
-) -> Computed:
+def weighted_mean(parts: list[tuple[Content, DType, float]], target: DType, count: CastCount | None = None) -> Computed:
     """The mean of contents, worked out in float64 (complex128) and rounded once, to `target`; of equal values that value."""
     largest = math.fsum(abs(weight) for *_, weight in parts)
     weights = [math.ldexp(weight, -math.frexp(largest)[1]) for *_, weight in parts]  # their sum cannot overflow
     whole, exact = math.fsum(weights), target.name in ("float64", "complex128")  # what is rounded needs no last bit
 
     def work() -> Iterator[memoryview]:
-        if spread is not None:
-            spread.start()
         streams = [numbers(content, dtype) for content, dtype, _ in parts]
         for first, *others in zip(*streams, strict=True):
             mean, same = first * weights[0], None
@@ -358,8 +430,6 @@ def weighted_mean(
             mean.div_(whole)
             if same is not None:
                 mean = first.where(same, mean)
-            if spread is not None:
-                spread.add([first, *others], mean)
             yield as_bytes(mean, target, count)
 
     content, dtype, _ = parts[0]
@@ -367,7 +437,6 @@ def weighted_mean(
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
-    """Numbers as the bytes of a dtype."""
     import torch
 
     if dtype.family == "complex":

@@ -16,7 +16,6 @@ from ckpt_tools.tree.graphs import Graph, Input, Operation, Value
 
 
 def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[], Any] | None) -> Graph:
-    """What a model computes of such inputs."""
     try:
         return _run(model, inputs, "meta")
     except Exception:
@@ -97,7 +96,6 @@ class _Recorder(TorchDispatchMode):
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """The value that a tensor is now."""
         found = self._values.get(id(tensor))
         return self._new(tensor) if found is None else found
 
@@ -109,7 +107,6 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out one operation, and write it down."""
         given = tuple(map(self._plain, (*args, *(kwargs or {}).values())))
         made = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.io.content import Computed, Content, chunks, read
+from ckpt_tools.io.content import Computed, Content, read
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import CastCount, as_bytes, cast, exact, numbers, row_major
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 Axis = range | int
-_GAP = 64 << 10  # bytes that are read along with what is wanted, in the place of another read
 _PART = re.compile(r"(-?\d{1,19})|(-?\d{1,19})?\s*:\s*(-?\d{1,19})?\s*(?::\s*(-?\d{1,19})?)?")
 
 
@@ -65,39 +64,7 @@ def narrowed(entry: Entry, axes: Sequence[Axis]) -> Entry:
 
 def values(entry: Entry) -> torch.Tensor:
     """The numbers of a view, exactly: floats as float64, complex ones as complex128, the others in their own dtype."""
-    import torch
-
-    width = max(entry.dtype.itemsize, 1)
-    out = torch.empty((*entry.shape, width), dtype=torch.uint8)
-    pending = [(entry, out)]
-    while pending:
-        view, into = pending.pop()
-        if not view.numel:
-            continue
-        if view.is_contiguous or view.span * width <= _GAP:
-            into.copy_(torch.frombuffer(bytearray(read(row_major(view))), dtype=torch.uint8).view(into.shape))
-            continue
-        dim = max((dim for dim, size in enumerate(view.shape) if size > 1), key=lambda dim: view.stride[dim])
-        for start, count in _steps(view, dim):
-            pending.append((_rows(view, dim, start, count), into.narrow(dim, start, count)))
-    data = bytearray(out.numel())
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(out.flatten())
-    return exact(data, entry.dtype).reshape(_shown_shape(entry))
-
-
-def _rows(view: Entry, dim: int, start: int, count: int) -> Entry:
-    """A few indexes of one dimension."""
-    axes = [range(start, start + count) if at == dim else range(size) for at, size in enumerate(view.shape)]
-    return narrowed(view, axes)
-
-
-def _steps(view: Entry, dim: int) -> Iterator[tuple[int, int]]:
-    """Indexes of a dimension, as many at a time as lie close together, and fewer than all."""
-    size, step = view.shape[dim], max(view.stride[dim] * view.dtype.itemsize, 1)
-    count = max(1, min(_GAP // step, (size + 1) // 2))
-    for start in range(0, size, count):
-        yield start, min(count, size - start)
+    return exact(bytearray(read(row_major(entry))), entry.dtype).reshape(_shown_shape(entry))
 
 
 def _shown_shape(entry: Entry) -> tuple[int, ...]:
@@ -112,7 +79,7 @@ def _shown_shape(entry: Entry) -> tuple[int, ...]:
 
 def as_array(entry: Entry) -> tuple[Content, DType, tuple[int, ...]]:
     """The bytes of a view as NumPy can hold them, with dtype and shape. What NumPy has no type for is exact in a wider one."""
-    content = _in_blocks(entry)
+    content = row_major(entry)
     wider = _WIDER.get(entry.dtype.name)
     if wider is None:
         return content, entry.dtype, entry.shape
@@ -141,27 +108,6 @@ def _widened(content: Content, source: DType, target: DType) -> Iterator[memoryv
     """Complex halves, and float4, of which torch has few kernels."""
     for block in numbers(content, source):
         yield as_bytes(block, target)
-
-
-def _in_blocks(entry: Entry) -> Content:
-    """The bytes of a view, row-major; what lies apart in the order of the file is read in blocks."""
-    sizes = [step for step, size in zip(entry.stride, entry.shape, strict=True) if size > 1]
-    if entry.is_contiguous or sizes != sorted(sizes, reverse=True):
-        return row_major(entry)
-
-    def work() -> Iterator[bytes | memoryview]:
-        pending = [entry]
-        while pending:
-            view = pending.pop()
-            if not view.numel:
-                continue
-            if view.is_contiguous or view.span * view.dtype.itemsize <= _GAP:
-                yield from chunks(row_major(view))
-                continue
-            dim = next(dim for dim, size in enumerate(view.shape) if size > 1)
-            pending += reversed([_rows(view, dim, start, count) for start, count in _steps(view, dim)])
-
-    return Computed(entry.nbytes, work, entry.storage.content)
 
 
 # --- as text

@@ -149,7 +149,7 @@ def test_the_library_reference_has_every_public_name(package: ModuleType) -> Non
         heading: place for place, heading in re.findall(r"^::: (\S+)\n    options:\n      heading: (\S+)$", page, re.MULTILINE)
     }
     for name in package.__all__:
-        if name != "__version__":
+        if name != "__version__" and (package is ckpt_tools.torch or name not in ckpt_tools.torch.__all__):
             module, _, attribute = homes[f"{package.__name__}.{name}"].rpartition(".")
             assert getattr(import_module(module), attribute) == getattr(package, name)
 

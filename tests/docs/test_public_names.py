@@ -128,5 +128,7 @@ def test_every_error_and_the_limits_are_in_the_reference() -> None:
 
 def test_every_alias_has_its_type() -> None:
     """What is public and neither a function nor a class is text, or a type that is written out."""
-    others = {name: value for name, value in named() if not (inspect.isfunction(value) or isinstance(value, type))}
+    others = {
+        name: value for name, value in named() if not (inspect.isroutine(inspect.unwrap(value)) or isinstance(value, type))
+    }
     assert list(others) == [f"{ckpt_tools.__name__}.__version__", "ckpt_tools.torch.MapLocation"]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.formats.test_programs import old_program
 from tests.support import containers
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -59,6 +58,5 @@ def _write(folder: Path) -> None:
     for name in ("torch-tar", "torchscript", "npz", "npy", "zip-bundle", "dcp-part", "pickled model"):
         containers.MAKERS[name](folder)
     shutil.rmtree(folder / "dcp", ignore_errors=True)
-    old_program(folder / "old_program.pt")
     (folder / "plain.pkl").write_bytes(pickle.dumps({"a": np.arange(3.0), "b": [1, 2.0, "x"]}))
     np.savez(folder / "arrays.npz", a=np.arange(6.0), b=np.ones((2, 2), np.float16))

@@ -192,19 +192,6 @@ def test_diff_by_cosine_shows_the_furthest_first(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_repair_takes_the_seed(tmp_path: Path) -> None:
-    """Initial values for what was lost: one seed the same values, another one others."""
-    model = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(64, 64)}
-    save_file(model, tmp_path / "whole.safetensors")
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-400])
-    made = []
-    for seed in (1, 1, 2):
-        options = ("--like", tmp_path / "whole.safetensors", "--reinit", "normal:1", "--seed", seed, "--overwrite")
-        ckpt("repair", tmp_path / "cut.safetensors", tmp_path / "out.safetensors", *options, code=None)
-        made.append((tmp_path / "out.safetensors").read_bytes())
-    assert made[0] == made[1] != made[2]
-
-
 @pytest.mark.parametrize("command", ["check", "scan"])
 def test_standard_input_is_given_once(command: str) -> None:
     """Two files from one standard input are refused before it is read."""

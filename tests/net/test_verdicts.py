@@ -106,7 +106,7 @@ def test_what_is_looked_through_is_limited(tmp_path: Path) -> None:
     with limits.raised(nested=2):
         assert "The limit nested is 2 archives" in why(path)
     data = pickle.dumps(1)
-    for _ in range(400):
+    for _ in range(1000):
         data = gzip.compress(data, 0)
     path.write_bytes(data)
     with limits.raised(nested=10_000):

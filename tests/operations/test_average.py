@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import average
-from tests.support.terminal import run
 
 
 def files(folder: Path, *states: Any) -> list[Path]:
@@ -91,24 +90,3 @@ def test_conjugate_views_have_a_mean(tmp_path: Path) -> None:
     one, other = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([3 + 4j, 1 + 5j])
     average(files(tmp_path, {"a.w": one.conj()}, {"a.w": other}), tmp_path / "out.pth")
     assert load(tmp_path / "out.pth")["a.w"].tolist() == ((one.conj() + other) / 2).tolist()
-
-
-def test_where_the_largest_spread_is(tmp_path: Path) -> None:
-    """The tensor in which the files are furthest from their mean, by its length, over several blocks; none for equal files."""
-    torch.manual_seed(0)
-    base = torch.randn(100_001)
-    states = [{"a.w": base + 0.01 * number, "b.w": base * (1 + 0.1 * number), "n.n": torch.tensor(3)} for number in range(3)]
-    paths = files(tmp_path, *states)
-    for name in ("out.pth", "out.safetensors"):
-        report = average(paths, tmp_path / name)
-        stack = torch.stack([state["b.w"].double() for state in states])
-        mean = stack.mean(0)
-        expected = float((stack - mean).square().sum(1).mean().sqrt() / mean.norm())
-        assert report.spread == {"name": "b.w", "relative": pytest.approx(expected)}
-    shown = run("average", *map(str, paths), tmp_path / "shown.pth").stdout
-    assert "spread     largest in b.w: 7.42% of the mean's length" in shown
-    assert average(paths, tmp_path / "none.pth", dry_run=True).spread is None
-    same = run("average", paths[0], paths[0], tmp_path / "same.pth").stdout
-    assert "\nspread" not in same
-    odd = files(tmp_path, {"a.w": torch.zeros(2)}, {"a.w": torch.tensor([float("nan"), 1.0])})
-    assert average(odd, tmp_path / "odd.pth").spread is None

@@ -91,10 +91,80 @@ def test_an_adapter_of_another_base(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=LORA / "experts")
 
 
-def test_grouped_experts_are_refused(tmp_path: Path) -> None:
-    """NeMo Automodel's factors, by their name."""
-    given = adapter(tmp_path / "a", "experts")
-    name = "base_model.model.experts.lora_gate_and_up_A"
-    save_file(load_file(given / "adapter_model.safetensors") | {name: torch.ones(3, 6, 2)}, given / "adapter_model.safetensors")
-    with pytest.raises(ConvertError, match=r"lora_gate_and_up_A' is a factor of grouped experts"):
-        ckpt_tools.convert(LORA / "experts" / "base.safetensors", tmp_path / "out.safetensors", lora=given)
+EXPERTS, WIDTH, INNER = 3, 6, 5
+
+
+def grouped(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """An adapter with NeMo Automodel's factors [experts, in, rank] and [experts, rank, out] of all experts of a layer."""
+    torch.manual_seed(4)
+    sizes = {
+        "lora_gate_and_up_A": (WIDTH, 2),
+        "lora_gate_and_up_B": (2, 2 * INNER),
+        "lora_down_A": (INNER, 2),
+        "lora_down_B": (2, WIDTH),
+    }
+    factors = {name: torch.randn(EXPERTS, *size) for name, size in sizes.items()}
+    folder.mkdir()
+    names = {f"base_model.model.model.layers.0.mlp.experts.{name}": value for name, value in factors.items()}
+    save_file(names, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 6, **settings}))
+    return factors
+
+
+@pytest.mark.parametrize("layout", ["stacked", "turned", "split"])
+def test_grouped_factors(layout: str, tmp_path: Path) -> None:
+    """Into a parameter of all experts [out, in] or [in, out], and into a weight for each expert: gate first, then up."""
+    factors = grouped(tmp_path / "a")
+    name = "model.layers.0.mlp.experts"
+    base = {"gate_up_proj": torch.randn(EXPERTS, 2 * INNER, WIDTH), "down_proj": torch.randn(EXPERTS, WIDTH, INNER)}
+    changed = {
+        last: value + 3 * (factors[f"lora_{own}_A"] @ factors[f"lora_{own}_B"]).mT
+        for (last, value), own in zip(base.items(), ("gate_and_up", "down"), strict=True)
+    }
+
+    def laid_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if layout != "split":
+            return {
+                f"{name}.{last}": (value.mT if layout == "turned" else value).contiguous() for last, value in tensors.items()
+            }
+        gate, up = tensors["gate_up_proj"].chunk(2, dim=1)
+        kinds = {"gate_proj": gate, "up_proj": up, "down_proj": tensors["down_proj"]}
+        return {
+            f"{name}.{number}.{kind}.weight": value[number].clone()
+            for kind, value in kinds.items()
+            for number in range(EXPERTS)
+        }
+
+    save_file(laid_out(base), tmp_path / "base.safetensors")
+    report = ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "a")
+    made = load_file(tmp_path / "out.safetensors")
+    for wanted, value in laid_out(changed).items():
+        torch.testing.assert_close(made[wanted], value, rtol=0, atol=2e-6)
+    assert report.merged[0].ranks == {2: 2}
+    told = ckpt_tools.inspect(tmp_path / "a" / "adapter_model.safetensors").adapter
+    assert told is not None
+    assert (told["ranks"], told["experts"], told["targets"]) == ({"2": 2}, [3], {"gate_up_proj": 1, "down_proj": 1})
+
+
+@pytest.mark.parametrize(
+    ("gone", "settings", "message"),
+    [
+        ("lora_down_B", {}, "do not multiply"), ("", {"use_dora": True}, "use_dora is true"),
+        ("", {"r": 3}, "fit none of"), ("adapter_config.json", {}, "has no adapter_config.json"),
+    ],
+)  # fmt: skip
+def test_grouped_factors_that_are_not_whole(gone: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Refused with the factors, or with what the configuration says."""
+    grouped(tmp_path / "a", **settings)
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({name: value for name, value in load_file(path).items() if not gone or not name.endswith(gone)}, path)
+    if gone.endswith("json"):
+        (tmp_path / "a" / gone).unlink()
+    name = "model.layers.0.mlp.experts"
+    base = {
+        f"{name}.gate_up_proj": torch.randn(EXPERTS, 2 * INNER, WIDTH),
+        f"{name}.down_proj": torch.randn(EXPERTS, WIDTH, INNER),
+    }
+    save_file(base, tmp_path / "base.safetensors")
+    with pytest.raises(ConvertError, match=message):
+        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "a")

@@ -1,4 +1,4 @@
-"""`ckpt repair` of several archives in one file, and of programs: nothing is joined, nothing said to be whole that is not."""
+"""`ckpt repair` refuses several archives in one file, and programs: nothing is joined, nothing said to be whole that is not."""
 
 import io
 import tarfile
@@ -55,56 +55,24 @@ def repaired(path: Path, data: bytes) -> tuple[int, list[torch.Tensor]]:
     return report.exit_code, tensors
 
 
-def are_whole(tensors: list[torch.Tensor]) -> bool:
-    """Whether each is one of those that were saved, and none comes twice."""
-    found = [[index for index, saved in enumerate(STATE.values()) if torch.equal(tensor, saved)] for tensor in tensors]
-    return all(len(rows) == 1 for rows in found) and len({rows[0] for rows in found}) == len(tensors)
-
-
-def test_flips_join_no_archives(part: bytes, tmp_path: Path) -> None:
-    """Whatever bit is flipped: each tensor that is written is one that was saved, and exit code 0 means all of them."""
-    codes = set()
-    for data in flips(part):
-        code, tensors = repaired(tmp_path / "__0_0.distcp", data)
-        assert are_whole(tensors)
-        assert code != 0 or len(tensors) == len(STATE)
-        assert len(tensors) >= len(STATE) - 1
-        codes.add(code)
-    assert codes == {0, 1}
-
-
-def test_cuts_are_never_all_that_there_was(part: bytes, tmp_path: Path) -> None:
-    """Wherever a part is cut, within an archive or between two: what is written is whole, and exit code 0 is not said."""
-    ends = archives(part)
-    assert len(ends) == 4
-    for at in [*range(50, len(part), 797), *(end + more for end in ends[:-1] for more in (-30, -1, 1, 3, 40))]:
-        code, tensors = repaired(tmp_path / "__0_0.distcp", part[:at])
-        assert are_whole(tensors)
-        assert code in (1, 3), at
-        assert code == 3 or len(tensors) >= sum(end <= at for end in ends)
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_a_cut_between_two_archives_that_metadata_tells(tmp_path: Path) -> None:
-    """Nothing in the part shows such a cut; the .metadata beside it says how long it was."""
-    dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
-    path = tmp_path / "__0_0.distcp"
-    whole = path.read_bytes()
-    assert repaired(path, whole)[0] == 0
-    for end in archives(whole)[:-1]:
-        code, tensors = repaired(path, whole[:end])
-        assert (code, are_whole(tensors)) == (1, True)
-    (tmp_path / ".metadata").write_bytes(b"\x80")
-    assert repaired(path, whole)[0] == 0
+def test_a_part_is_refused(part: bytes, tmp_path: Path) -> None:
+    """Whole, flipped, cut or with zeros in it: nothing tells which record is of which of its archives."""
+    first = archives(part)[0]
+    for data in [part, *flips(part), *(part[:at] for at in (*range(50, len(part), 797), first - 1, first, first + 3))]:
+        assert repaired(tmp_path / "__0_0.distcp", data) == (3, [])
+    with pytest.raises(CkptError, match="is a part of a distributed checkpoint"):
+        repair(tmp_path / "__0_0.distcp", tmp_path / "out.pth")
 
 
-def test_bytes_that_are_missing(part: bytes, tmp_path: Path) -> None:
-    """From the middle of one archive to the middle of the next: the pickle of the one takes no tensor of the other."""
-    first, second, *_ = archives(part)
-    for start in range(100, first, 300):
-        code, tensors = repaired(tmp_path / "__0_0.distcp", part[:start] + part[first + 700 : second] + part[second:])
-        assert are_whole(tensors)
-        assert code == 3 or len(tensors) >= 2
+def test_two_archives_are_not_joined(tmp_path: Path) -> None:
+    """Whatever is zeros in a file of two: a tensor that is written is that of its own pickle."""
+    for parts in ([one(1.0), one(2.0)], [one(1.0), one(2.0), one(3.0)]):
+        data = b"".join(parts)
+        for start in range(0, len(data), 311):
+            for length in (170, 700, len(parts[0])):
+                _, tensors = repaired(tmp_path / "two.pth", data[:start] + bytes(length) + data[start + length :])
+                assert [tensor.unique().tolist() for tensor in tensors] in ([], [[1.0]], [[2.0]], [[3.0]])
 
 
 def test_an_archive_that_begins_behind_another(part: bytes, tmp_path: Path) -> None:
@@ -117,17 +85,6 @@ def test_an_archive_that_begins_behind_another(part: bytes, tmp_path: Path) -> N
         assert check(path).exit_code == 1
     path.write_bytes(part[:end] + b"\0" * 60)
     assert "trailing-bytes" in {finding.code for finding in inspect(path).findings}
-
-
-def test_a_damaged_tensor_of_a_part_that_opens(part: bytes, tmp_path: Path) -> None:
-    """The archives have their tensors at the same offsets: the damage of each is told from that of the others."""
-    data = bytearray(part)
-    for tensor in (0, 2):
-        at = data.index(list(STATE.values())[tensor].numpy().tobytes())
-        data[at + 5] ^= 255
-        data[at + 90] ^= 255
-    code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
-    assert (code, len(tensors), are_whole(tensors)) == (1, 2, True)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
@@ -231,52 +188,6 @@ def one(value: float) -> bytes:
     file = io.BytesIO()
     torch.save(torch.full((600,), value), file)
     return file.getvalue()
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_an_end_and_the_next_beginning_are_gone(tmp_path: Path, count: int) -> None:
-    """Zeros over the end of one archive and the next one's first header: the one keeps its own tensor, the next is lost."""
-    parts = [one(float(index + 1)) for index in range(count)]
-    seam, data = len(parts[0]), bytearray(b"".join(parts))
-    data[seam - 98 : seam + 64] = bytes(162)
-    code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
-    assert (code, [tensor[0].item() for tensor in tensors]) == (1, [1.0, 3.0, 4.0][: count - 1])
-
-
-def test_an_archive_without_a_trace(tmp_path: Path) -> None:
-    """Zeros over a whole archive and more: nothing tells how many there were, so that exit code 0 is not said."""
-    parts = [one(float(index + 1)) for index in range(4)]
-    size = len(parts[0])
-    tail = parts[0].index(b"archive/version") - 30
-    for start, end in ((size, 2 * size), (size - 300, 2 * size), (0, size), (tail, size + size // 2), (tail, 2 * size + tail)):
-        data = bytearray(b"".join(parts))
-        data[start:end] = bytes(end - start)
-        code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
-        assert code == 1
-        assert {tensor[0].item() for tensor in tensors} <= {1.0, 2.0, 3.0, 4.0}
-        assert len({tensor[0].item() for tensor in tensors}) == len(tensors)
-
-
-def test_a_pickle_takes_no_tensor_across_a_hole(tmp_path: Path) -> None:
-    """Zeros from behind the pickle of one archive to the tensor's header of the next: that tensor is not the pickle's."""
-    first, second = one(1.0), one(2.0)
-    at = second.index(b"archive/data/0") - 30
-    for more in (b"", one(3.0)):
-        data = bytearray(first + second + more)
-        begin = data.index(b"archive/.format_version") - 30
-        data[begin : len(first) + at] = bytes(len(first) + at - begin)
-        code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
-        assert (code, [tensor[0].item() for tensor in tensors]) in ((3, []), (1, [3.0]))
-
-
-@pytest.mark.parametrize("block", [512, 4096])
-def test_a_zeroed_block_of_a_part(part: bytes, tmp_path: Path, block: int) -> None:
-    """Whichever aligned block of a disk is zeros: exit code 0 means that every tensor is there."""
-    for start in range(0, len(part), block):
-        data = part[:start] + bytes(len(part[start : start + block])) + part[start + block :]
-        code, tensors = repaired(tmp_path / "__0_0.distcp", data)
-        assert are_whole(tensors)
-        assert code != 0 or len(tensors) == len(STATE)
 
 
 def test_one_half_is_another_writers(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ckpt_tools import repair
-from ckpt_tools.errors import UsageError
-from tests.operations.test_repair import equal, model, repaired
+from tests.operations.test_repair import equal
 
 
 def test_missing_counters(tmp_path: Path) -> None:
@@ -102,36 +101,3 @@ def test_ties_only_when_asked(tmp_path: Path) -> None:
     assert after["a.bias"].data_ptr() != after["b.bias"].data_ptr()
     assert after["c.weight"].data_ptr() != after["d.weight"].data_ptr()
     assert equal(after, tensors)
-
-
-def small() -> nn.Module:
-    """A network whose state dict the tests below lose parts of."""
-    return nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60), nn.Linear(60, 50))
-
-
-@pytest.mark.parametrize("target", ["file", "callable"])
-def test_holes_are_filled(tmp_path: Path, target: str) -> None:
-    """What was lost gets initial values, so that a strict load_state_dict takes the result; all else is what it was."""
-    network = small()
-    torch.save(network.state_dict(), tmp_path / "model.pth")
-    torch.save(small().state_dict(), tmp_path / "like.pth")
-    data = (tmp_path / "model.pth").read_bytes()
-    at = data.index(network.state_dict()["2.weight"].numpy().tobytes())
-    like = tmp_path / "like.pth" if target == "file" else f"{__name__}:small"
-    report, found = repaired(data[: at + 100], tmp_path, like=like, reinit="default")
-    small().load_state_dict(found)
-    assert list(found) == list(network.state_dict())
-    assert list(report.filled) == ["2.weight", "2.bias"]
-    assert found["0.weight"].equal(network.state_dict()["0.weight"])
-    assert found["2.weight"].unique().numel() > 1000
-    assert report.exit_code == 1
-
-
-def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
-    """One without the other is a usage error, and so is a state dict that has nothing of the target."""
-    model(tmp_path / "model.pth")
-    torch.save({"other.weight": torch.ones(1)}, tmp_path / "other.pth")
-    for options in ({"like": "x"}, {"reinit": "default"}, {"like": tmp_path / "other.pth", "reinit": "default"}):
-        with pytest.raises(UsageError):
-            repair(tmp_path / "model.pth", tmp_path / "out.pth", **options)
-    assert not (tmp_path / "out.pth").exists()

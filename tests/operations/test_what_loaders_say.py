@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import check
-from tests.formats.test_programs import old_program
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected pickle protocol:UserWarning", "ignore:.*torch.jit.*:DeprecationWarning",
@@ -96,7 +95,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "legacy.safetensors": saved(WEIGHTS, _use_new_zipfile_serialization=False),
     "right.safetensors": lambda path: save_file(WEIGHTS, path), "wrong.pth": lambda path: save_file(WEIGHTS, path),
     "CAPITALS.SAFETENSORS": lambda path: save_file(WEIGHTS, path), "noname": lambda path: save_file(WEIGHTS, path),
-    "jit.pt": jit_program, "old_jit.pt": old_program, "exported.pt2": exported_program,
+    "jit.pt": jit_program, "exported.pt2": exported_program,
     "arrays.npz": lambda path: np.savez(path, a=np.ones(3)), "array.npy": lambda path: np.save(path, np.ones(3)),
     "plain.pkl": pickled({"a": [1, 2]}, 2), "arrays.pkl": pickled({"a": np.ones(3)}, 4),
     "tensors2.pkl": pickled(WEIGHTS, 2), "tensors4.pkl": pickled(WEIGHTS, 4),

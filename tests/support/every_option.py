@@ -80,8 +80,6 @@ WHOLE = {
     "check --output": "ddp.pth --digest -o OUT.digest",
     "check --overwrite": "ddp.pth --digest -o OUT.digest --overwrite",
     "repair --output": "ddp.pth -o OUT.pth",
-    "repair --like": "few.pth OUT.pth --like single.pth --reinit zeros",
-    "repair --reinit": "few.pth OUT.pth --like single.pth --reinit zeros",
     "diff --select": "training.pth training.pth --select model",
     **{
         f"diff --sort {key}": f"ddp.pth other.pth --values --sort {key}"

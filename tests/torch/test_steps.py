@@ -1,4 +1,4 @@
-"""`ckpt_tools.open`: steps are a plan, and what carries them out is `convert`."""
+"""`ckpt_tools.steps`: steps are a plan, and what carries them out is `convert`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +30,9 @@ CHAINS: list[tuple[Path, Chain, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "chain", "options"), CHAINS, ids=lambda value: "")
 def test_steps_are_what_convert_does(tmp_path: Path, path: Path, chain: Chain, options: dict[str, Any]) -> None:
     """The file is the one that `convert` writes, byte for byte; the live tensors are those that torch loads from it."""
-    with ckpt_tools.open(path) as c:
-        steps = chain(c)
-        assert steps.save(tmp_path / "steps.pth", overwrite=True).tensors
-        tensors = steps.state_dict()
+    steps = chain(ckpt_tools.steps(path))
+    assert steps.save(tmp_path / "steps.pth", overwrite=True).tensors
+    tensors = steps.state_dict()
     ckpt_tools.convert(path, tmp_path / "convert.pth", **options)
     assert (tmp_path / "steps.pth").read_bytes() == (tmp_path / "convert.pth").read_bytes()
     loaded = torch.load(tmp_path / "convert.pth")
@@ -44,7 +43,7 @@ def test_steps_are_what_convert_does(tmp_path: Path, path: Path, chain: Chain, o
 
 def test_a_step_gives_a_new_plan(tmp_path: Path) -> None:
     """Nothing is read before the end, and a plan may go on in several ways."""
-    base = ckpt_tools.open(tmp_path / "in.pth").unwrap()
+    base = ckpt_tools.steps(tmp_path / "in.pth").unwrap()
     half, named = base.cast("bf16"), base.add_prefix("net.")
     torch.save({"module.weight": torch.ones(2)}, tmp_path / "in.pth")
     assert half.state_dict()["weight"].dtype is torch.bfloat16
@@ -58,10 +57,10 @@ def test_one_state_dict_is_left(tmp_path: Path) -> None:
     """Several state dicts, objects without a word on them, and a missing file are the errors of convert."""
     torch.save({"a": {"x.weight": torch.ones(1)}, "b": {"y.weight": torch.ones(1)}}, tmp_path / "two.pth")
     with pytest.raises(NothingMatchedError, match="2 state dicts"):
-        ckpt_tools.open(tmp_path / "two.pth").state_dict()
+        ckpt_tools.steps(tmp_path / "two.pth").state_dict()
     for path in (WHOLE, tmp_path / "none.pth"):
         with pytest.raises(CkptError) as steps:
-            ckpt_tools.open(path).state_dict()
+            ckpt_tools.steps(path).state_dict()
         with pytest.raises(CkptError) as convert:
             ckpt_tools.convert(path, tmp_path / "out.pth")
         assert str(steps.value) == str(convert.value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from ckpt_tools.values.numeric import row_major
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_GROUPED = ("lora_gate_and_up_A", "lora_gate_and_up_B", "lora_down_A", "lora_down_B")
 _SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
 
 
@@ -58,6 +57,17 @@ class Change:
         return self.down.shape[0] // self.experts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """What is added as it is to the weight or the bias of a module."""
+
+    module: str
+    component: str
+    flat: bool
+    ending: str
+    entry: Entry
+
+
 @dataclass(slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, sorted."""
@@ -67,6 +77,7 @@ class Adapter:
     version: tuple[int, int] = (0, 0)
     tensors: Mapping[str, Entry] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     saved: dict[str, Entry] = field(default_factory=dict)
 
 
@@ -105,7 +116,6 @@ def _no_adapter(path: str | os.PathLike[str]) -> NotACheckpointError:
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
-    """Sort the tensors of an open adapter."""
     path = str(checkpoint.path)
     tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}
@@ -122,6 +132,13 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
             adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
             continue
+        if "grouped_down" in roles or "grouped_up" in roles:
+            config = _config_of(flats[key], configs, roles, path)
+            adapter.changes.append(_grouped(flats[key], roles, config, parts.values(), path))
+            continue
+        adapter.differences += _differences(flats[key], roles, path)
+        if roles.keys() <= {"alpha"}:
+            continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     _check_chains(adapter.changes, path)
     if not adapter.changes:
@@ -130,6 +147,23 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             why=f"It has {some(list(tensors))}." if tensors else "",
         )
     return adapter
+
+
+def _differences(part: Part, roles: dict[Role, tuple[str, Entry]], path: str) -> Iterator[Difference]:
+    """What is added as it is to a module, taken out of its parts."""
+    if "difference" in roles and "down" in roles:
+        raise ConvertError(f"{path} has factors of {part.module!r}, and a difference of its weight beside them.")
+    endings: tuple[tuple[Role, str], ...] = (("difference", "weight"), ("bias_difference", "bias"))
+    for role, ending in endings:
+        if role in roles:
+            name, entry = roles.pop(role)
+            _check_float(name, entry, path)
+            yield Difference(part.module, part.component, part.flat, ending, entry)
+
+
+def _check_float(name: str, entry: Entry, path: str) -> None:
+    if entry.dtype.name not in _DTYPES:
+        raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
 
 
 def _by_module(
@@ -165,11 +199,6 @@ def _entry(node: Node, name: str, path: str) -> Entry:
 
 def _check_plain(name: str, path: str) -> None:
     """Raise ConvertError for a tensor of another kind of adapter."""
-    if name.endswith(_GROUPED):
-        raise ConvertError(
-            f"{path}: {name!r} is a factor of grouped experts, as NeMo Automodel has them; they are not merged here.",
-            fix="Merge the adapter where it was trained.",
-        )
     if is_factor(name):
         raise ConvertError(
             f"{path}: {name!r} is not a part of a LoRA.",
@@ -207,7 +236,7 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, o
     config = configs.get("") or configs.get(part.component)
     if config is not None and config.alpha is not None:
         return config
-    if part.peft and "alpha" not in roles:
+    if (part.peft and "alpha" not in roles) or "grouped_down" in roles:
         raise ConvertError(
             f"{path} has no {CONFIG} beside it, so the scale of its changes is not known.",
             why="PEFT keeps lora_alpha there, not with the tensors.",
@@ -224,8 +253,8 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
     for name, entry in roles.values():
-        if entry.dtype.name not in _DTYPES and not name.endswith((".alpha", ".base_layer.weight")):
-            raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
+        if not name.endswith((".alpha", ".base_layer.weight")):
+            _check_float(name, entry, path)
     rank = _rank(down, up, roles.get("mid"), path)
     parameters = config.parameters_of(part.module)
     if config.rank is not None and not config.rank_pattern and not parameters and config.rank != rank:
@@ -241,6 +270,37 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
         part.module, part.component, part.flat, down[1], up[1], scale, embedding, part.wrapped > 0, extra.get("magnitude"),
         extra.get("bias"), extra.get("mid"), extra.get("base"), config, parameters,
     )  # fmt: skip
+
+
+def _grouped(
+    part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, parts: Iterable[Part], path: str
+) -> Change:  # fmt: skip
+    """NeMo's factors [experts, in, rank] and [experts, rank, out], laid out as PEFT has those of a parameter."""
+    module = part.module.rpartition(".")[0]
+    (down, a), (up, b) = (roles.get(role, ("", None)) for role in ("grouped_down", "grouped_up"))
+    if a is None or b is None or len(a.shape) != 3 or (a.shape[0], a.shape[2]) != b.shape[:2] or len(b.shape) != 3:
+        shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
+        raise ConvertError(
+            f"{path}: the factors of {part.module!r} do not multiply: {shapes}.",
+            why="One is [experts, in, rank], the other [experts, rank, out].",
+        )
+    _check_float(down, a, path)
+    _check_float(up, b, path)
+    _check_whole(part, roles, config, path)
+    experts, into, rank = a.shape
+    beside = {one.module for one in parts if one.role == "grouped_down"}
+    return Change(
+        module, part.component, part.flat, _laid_out(a, (0, 2, 1), (experts * rank, into)),
+        _laid_out(b, (2, 1, 0), (b.shape[2], rank * experts)), _scale(part, roles, config, rank), config=config,
+        parameters=[one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in beside], experts=experts,
+    )  # fmt: skip
+
+
+def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Entry:
+    """A tensor with its dimensions in another order, as a matrix."""
+    view = replace(entry, shape=tuple(entry.shape[at] for at in order), stride=tuple(entry.stride[at] for at in order))
+    storage = replace(entry.storage, nbytes=entry.nbytes, content=row_major(view))
+    return replace(entry, storage=storage, shape=shape, stride=(shape[1], 1), offset=0)
 
 
 def _check_chains(changes: Sequence[Change], path: str) -> None:

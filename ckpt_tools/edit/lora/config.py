@@ -30,13 +30,11 @@ _NOT_MERGED = {
     "layer_replication": "the adapter is for a base whose layers are repeated",
     "trainable_token_indices": "it has rows of an embedding, which are not read here",
 }  # fmt: skip
-_ESCAPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)
 _WORK = 1_000_000_000  # steps that the patterns of a file may take in all, of some three nanoseconds
-_LONGEST = 2000  # characters of a pattern
-_STEPS_OF_MATCH = 200  # to begin one
-_STEPS_OF_CHARACTER, _CHARACTERS_AROUND = 1000, 50  # to compile a pattern
-# A range beyond ASCII takes milliseconds to compile, or a second; so do many in which upper and lower case are one.
-_WIDE_CLASS = re.compile(r"(?s)\[.*(?:[^\x00-\x7f]|\\[uUN])|\(\?[a-zA-Z-]*i.*\[")
+_LONGEST = 2000  # characters of a pattern, or of a module's name
+_STEPS_OF_KEY, _STEPS_OF_CHARACTER = 50_000, 1000  # to compile a pattern
+# A repeated group and a reference to one have no bound; a range beyond ASCII, or without regard to case, takes long to compile.
+_SLOW = re.compile(r"(?s)\)[*+{]|\\\d|\(\?P=|\[.*(?:[^\x00-\x7f]|\\[uUN])|\(\?[a-zA-Z-]*i.*\[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,6 @@ def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, am
 
 
 def parse(said: Mapping[str, Any], path: str) -> Config:
-    """The values of a configuration."""
     rank = said.get("r")
     if rank is not None and not _is_number(rank, whole=True):
         raise ConvertError(f"{path}: r in {CONFIG} is not a whole number above 0.")
@@ -172,13 +169,16 @@ def _is_number(value: object, *, whole: bool = False) -> bool:
 
 def _check_cost(config: Config, modules: list[str], path: str, most: float) -> None:
     """Refuse patterns that are not regular expressions, or that could take forever: a stranger wrote them."""
-    longest, cost = max(map(len, modules), default=0), 0.0
+    longest, cost = max(map(len, modules), default=0), 0
     longest += max(map(len, config.parameters), default=-1) + 1
     rank_pattern = config.rank_pattern if config.parameters else ()  # else the factors say their rank
     for key in (*config.alpha_pattern, *rank_pattern):
         where = "alpha_pattern" if key in config.alpha_pattern else "rank_pattern"
-        cost += _STEPS_OF_CHARACTER * (_CHARACTERS_AROUND + len(key)) + _steps(key, longest) * max(1, len(modules))
-        if cost > most:
+        repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))  # each may end anywhere, each alternative be tried with each other
+        ends = math.comb(min(longest, _LONGEST) + repeats, repeats) if len(key) <= _LONGEST else 0
+        alternatives = math.prod(1 + part.count("|") for part in re.split(r"[()]", key))
+        cost += _STEPS_OF_KEY + _STEPS_OF_CHARACTER * len(key) + max(1, len(modules)) * (longest + ends * alternatives)
+        if not ends or longest > _LONGEST or cost > most or _SLOW.search(key):
             raise ConvertError(
                 f"{path}: {where} in {CONFIG} has {key[:80]!r}, which could take forever to match.",
                 why=f"{len(config.alpha_pattern) + len(rank_pattern)} patterns are held against {len(modules)} modules.",
@@ -188,21 +188,6 @@ def _check_cost(config: Config, modules: list[str], path: str, most: float) -> N
             _pattern(key)
         except (re.error, OverflowError, RecursionError):
             raise ConvertError(f"{path}: {where} in {CONFIG} has {key[:80]!r}, which is not a regular expression.") from None
-
-
-def _steps(key: str, longest: int) -> float:
-    """How many steps a match may take at most: each repeat may end anywhere, each alternative may be tried with each other."""
-    if len(key) > _LONGEST or _WIDE_CLASS.search(key):
-        return math.inf
-    bare = _ESCAPED.sub("x", key)
-    if re.search(r"\)[*+{]", bare) or re.search(r"\\\d|\(\?P=", key):
-        return math.inf
-    repeats, optional = len(re.findall(r"[*+{]", bare)), len(re.findall(r"(?<!\()\?", bare))
-    if repeats > 8 or optional > 24:
-        return math.inf
-    alternatives = math.prod(1 + part.count("|") for part in re.split(r"[()]", bare))
-    ends: float = longest ** (1 + repeats) / math.factorial(1 + repeats)
-    return _STEPS_OF_MATCH + len(key) + ends * alternatives * 2.0**optional
 
 
 def _of(patterns: Mapping[str, _Value], module: str, other: _Value) -> _Value:

@@ -50,12 +50,10 @@ class Experts:
                 self.split.setdefault(found[1], {}).setdefault(found[3], {})[int(found[2])] = name
 
     def modules(self, parameters: set[str]) -> set[str]:
-        """The modules that have a parameter of such a name."""
         own = {path for name in self.tensors for path, _, last in (name.rpartition("."),) if last in parameters and path}
         return own | {path for path, weights in self.split.items() if any(map(weights.get, _kinds(parameters)))}
 
     def find(self, module: str, parameter: str) -> Parameter | None:
-        """A parameter of a module."""
         name = f"{module}.{parameter}"
         node = self.tensors.get(name)
         if type(node) is Entry:

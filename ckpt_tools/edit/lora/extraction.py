@@ -36,7 +36,6 @@ class Extraction:
 
 
 def sort(base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None) -> Extraction:
-    """Sort the tensors of two models of the same names."""
     found = Extraction()
     changed = _changed(base, tuned, found)
     by_module = _Modules(base, tuned)
@@ -112,7 +111,6 @@ class _Modules:
         found.saved[module] = [row for row in rows if row is not None]
 
     def pair(self, name: str) -> Changed | None:
-        """A tensor of both."""
         one, other = self.base.get(name), self.tuned.get(name)
         return Changed(name, one, other) if type(one) is Entry and type(other) is Entry else None
 

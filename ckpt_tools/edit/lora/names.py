@@ -8,10 +8,14 @@ with underscores for the module's dots (kohya-ss/sd-scripts, networks/lora.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Role: TypeAlias = Literal["base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha"]
+Role: TypeAlias = Literal[
+    "base", "down", "up", "embedding_down", "embedding_up", "magnitude", "bias", "mid", "alpha", "difference",
+    "bias_difference", "grouped_down", "grouped_up",
+]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
 # Behind `lora_A` a live model has the adapter's name, which `save_pretrained` leaves out.
@@ -26,11 +30,15 @@ _RULES: tuple[tuple[Role, str], ...] = (
     ("magnitude", r"\.lora_magnitude_vector(?:\.[^.]+){0,2}|\.dora_scale"),
     ("mid", r"\.lora_mid\.weight"),
     ("alpha", r"\.alpha"),
+    ("difference", r"\.diff"),  # ComfyUI's: what is added as it is
+    ("bias_difference", r"\.diff_b"),
+    ("grouped_down", r"\.lora_(?:gate_and_up|down)_A"),  # NeMo Automodel's, of all experts of a layer
+    ("grouped_up", r"\.lora_(?:gate_and_up|down)_B"),
     ("base", r"\.base_layer\.weight"),  # PEFT saves what an embedding was before its change beside the factors
 )
 _ROLES = tuple((role, re.compile(rule)) for role, rule in _RULES)
 _FACTOR = re.compile(
-    r"[._](?:lora_|lora\.|lora_linear_layer|hada_|lokr_|oft_|boft_|ia3_|vera_|glora|dyt_|diff_b?$|dora_scale|vblora|randlora|fourierft|hra_)"
+    r"[._](?:lora_|lora\.|lora_linear_layer|hada_|lokr_|oft_|boft_|ia3_|vera_|glora|dyt_|dora_scale|vblora|randlora|fourierft|hra_)"
 )
 _KOHYA = re.compile(r"(lora_unet|lora_te\d?|lora_transformer|lora_prior_unet|lora_prior_te|lycoris|lora)_(?=.)")
 _COMPONENT = re.compile(r"(unet|text_encoder(?:_\d)?|transformer(?:_\d)?|prior|controlnet)\.(?=.)")
@@ -52,9 +60,10 @@ class Part:
 
 
 def read_name(name: str) -> Part:
-    """What the name of a tensor in an adapter says."""
     for role, rule in _ROLES:
         if found := _at_end(rule, name):
+            if role in ("grouped_down", "grouped_up"):
+                return _module(f"{name[: found.start()]}.{'gate_up' if '_up_' in found.group() else 'down'}_proj", role)
             old = found.group().startswith("_lora")
             return _module(_processor(name[: found.start()]) if old else name[: found.start()], role)
     return _module(name, None)
@@ -92,3 +101,41 @@ def _processor(path: str) -> str:
     if found is None:
         return path
     return f"{found[1]}.to_out.0" if found[2] == "to_out" else f"{found[1]}.{found[2]}"
+
+
+# Diffusers' names of a U-Net's modules, and Stability's: kohya's scripts use these for SDXL, and diffusers' for SD 1.5.
+_BLOCKS = range(4)
+_LAYOUTS = [
+    *((f"down_blocks.{b}.resnets.{n}", f"input_blocks.{3 * b + n + 1}.0") for b in _BLOCKS for n in range(2)),
+    *((f"down_blocks.{b}.attentions.{n}", f"input_blocks.{3 * b + n + 1}.1") for b in _BLOCKS for n in range(2)),
+    *((f"down_blocks.{b}.downsamplers.0.conv", f"input_blocks.{3 * b + 3}.0.op") for b in _BLOCKS),
+    *((f"up_blocks.{b}.resnets.{n}", f"output_blocks.{3 * b + n}.0") for b in _BLOCKS for n in range(3)),
+    *((f"up_blocks.{b}.attentions.{n}", f"output_blocks.{3 * b + n}.1") for b in _BLOCKS for n in range(3)),
+    *((f"up_blocks.{b}.upsamplers.0.conv", f"output_blocks.{3 * b + 2}.{n}.conv") for b in _BLOCKS for n in (1, 2)),
+    ("mid_block.resnets.0", "middle_block.0"), ("mid_block.attentions.0", "middle_block.1"),
+    ("mid_block.resnets.1", "middle_block.2"), ("conv_in", "input_blocks.0.0"), ("conv_out", "out.2"),
+    ("conv_norm_out", "out.0"), ("time_embedding.linear_1", "time_embed.0"), ("time_embedding.linear_2", "time_embed.2"),
+    ("add_embedding.linear_1", "label_emb.0.0"), ("add_embedding.linear_2", "label_emb.0.2"),
+]  # fmt: skip
+_IN_RESNETS = [
+    ("norm1", "in_layers.0"), ("conv1", "in_layers.2"), ("time_emb_proj", "emb_layers.1"), ("norm2", "out_layers.0"),
+    ("conv2", "out_layers.3"), ("conv_shortcut", "skip_connection"),
+]  # fmt: skip
+_UNET = ("model.diffusion_model.", "diffusion_model.", "unet.", "")
+
+
+def in_other_layout(paths: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The modules of a U-Net with two layers a block, and what they are called in the other layout."""
+    prefix = next(prefix for prefix in _UNET if not prefix or any(path.startswith(prefix) for path in paths))
+    here = {path[len(prefix) :] for path in paths if path.startswith(prefix)}
+    layouts, inner = _LAYOUTS, _IN_RESNETS
+    if "input_blocks.3.0.op" in here:
+        layouts, inner = [(other, own) for own, other in layouts], [(other, own) for own, other in inner]
+    elif "down_blocks.0.resnets.1.conv1" not in here or "down_blocks.0.resnets.2.conv1" in here:
+        return
+    in_resnets = dict(inner)
+    for path in here:
+        for own, other in layouts:
+            if f"{path}.".startswith(f"{own}."):
+                rest = path[len(own) + 1 :]
+                yield prefix + path, ".".join(filter(None, (prefix + other, in_resnets.get(rest, rest))))

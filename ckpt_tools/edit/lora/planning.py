@@ -1,22 +1,30 @@
-"""One adapter and one state dict: what becomes of each of the adapter's tensors."""
+"""Adapters merged into a state dict: what becomes of each of their tensors is planned, one adapter after the other.
+
+The weights become computed contents, which are worked out while they are written.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
-from ckpt_tools.edit.lora.adapter import Adapter, Change
+from ckpt_tools.edit.lora.adapter import Adapter, Change, Difference
 from ckpt_tools.edit.lora.experts import Experts, Parameter, assigned
+from ckpt_tools.edit.lora.names import in_other_layout
 from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.io.content import read
+from ckpt_tools.formats.contents import find_tensors, tensors_by_name
+from ckpt_tools.io.content import Content, read
 from ckpt_tools.text import listed, some
+from ckpt_tools.tree import exchange
+from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.names import unwrap
-from ckpt_tools.tree.nodes import Entry, Node
-from ckpt_tools.values.low_rank import Addend, Delta, Matrix
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.values.low_rank import Addend, Delta, Matrix, biased, merged, recast
 from ckpt_tools.values.numeric import row_major, view_of
+from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.same_bytes import same_content
 
 _WEIGHTS = ("weight", "in_proj_weight")  # the second is torch's MultiheadAttention's
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -37,6 +45,7 @@ class Merged:
         adapter: its path as it was given. weight: what its changes were multiplied with.
         ranks: rank -> how many modules have it. scales: those of the modules, the weight not counted, each once.
         modules: how many were changed. dora: how many of them with magnitudes. biases: how many biases were.
+        differences: to how many weights and biases something was added as it is (`.diff`, `.diff_b`).
         saved: tensors of the base that were replaced by the adapter's own. added: those that the base did not have.
         twice: modules whose change PEFT adds twice, and so it was here.
     """
@@ -48,6 +57,7 @@ class Merged:
     modules: int = 0
     dora: int = 0
     biases: int = 0
+    differences: int = 0
     saved: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
@@ -66,7 +76,6 @@ class Base:
         self.experts = Experts(tensors)
 
     def weight(self, module: str) -> Node:
-        """The weight of a module."""
         return self.tensors[self.names[module]]
 
     def tied_to(self, change: Change) -> str | None:
@@ -85,7 +94,6 @@ class Base:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def entry(self, name: str) -> Entry:
-        """A tensor that can be added to."""
         node = self.tensors[name]
         if type(node) is Entry and node.dtype.name in _DTYPES:
             return node
@@ -99,30 +107,10 @@ class Base:
 MAKE_PLAIN = "`dequantize='bf16'` makes the base plain first."
 
 
-class Plans(Protocol):
-    """Where what is to be done to tensors is noted down."""
-
-    def change(self, name: str, given: str, delta: Delta) -> None:
-        """A weight gets a delta."""
-
-    def base_of(self, name: str, given: str, entry: Entry) -> None:
-        """The adapter has what a weight was before its change."""
-
-    def add(self, name: str, given: str, addend: Addend) -> None:
-        """A bias gets an addend."""
-
-    @property
-    def notes(self) -> list[tuple[str, str]]:
-        """What the user should know: codes and sentences."""
-
-    def put(self, name: str, given: str, entry: Entry) -> None:
-        """A tensor is exchanged for the adapter's own, or is new."""
-
-
 class Planning:
     """One adapter at work: `run` notes everything down in `plans`."""
 
-    def __init__(self, base: Base, plans: Plans, adapter: Adapter, given: str, weight: float) -> None:
+    def __init__(self, base: Base, plans: Merging, adapter: Adapter, given: str, weight: float) -> None:
         self.base, self.plans, self.adapter, self.given, self.weight = base, plans, adapter, given, weight
         self.report = Merged(given, weight)
         self.turned = Turned(adapter, base.tensors)
@@ -134,9 +122,11 @@ class Planning:
         groups: dict[tuple[str, bool], list[Change]] = {}
         for change in self.adapter.changes:
             groups.setdefault((change.component, change.flat), []).append(change)
-        ways = [self.group(changes) for changes in groups.values()]
+        ways = {key: self.group(changes) for key, changes in groups.items()}
+        for difference in self.adapter.differences:
+            self.add_difference(difference, ways.get((difference.component, difference.flat), Way()))
         for path, entry in self.adapter.saved.items():
-            self.save(path, entry, ways)
+            self.save(path, entry, [*ways.values()])
         self.check_saved()
         self.report.scales = sorted(self.scales)
         return self.report
@@ -194,13 +184,11 @@ class Planning:
             self.count(change)
 
     def count(self, change: Change) -> None:
-        """Report a change."""
         self.report.modules += 1
         self.report.ranks[change.rank] = self.report.ranks.get(change.rank, 0) + 1
         self.scales.add(change.scale)
 
     def check_plain(self, module: str) -> None:
-        """Raise ConvertError for a quantised weight."""
         if module in self.base.quantised:
             raise ConvertError(
                 f"{self.base.path} is quantised: it has {self.base.quantised[module]!r}.",
@@ -209,7 +197,6 @@ class Planning:
             )
 
     def add(self, change: Change, module: str) -> None:
-        """The change of one module."""
         name = self.base.names[module]
         entry, report = change.base or self.base.entry(name), self.report
         if fits(change, entry) is None:
@@ -237,7 +224,6 @@ class Planning:
             self.add_bias(change, change.bias, module)
 
     def delta(self, change: Change, entry: Entry, *, narrow: bool) -> Delta:
-        """What is added to a weight."""
         return Delta(
             _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight,
             turned=self.turned.is_turned(change, entry), narrow=narrow, by_down=change.embedding or len(entry.shape) > 2,
@@ -246,7 +232,6 @@ class Planning:
         )  # fmt: skip
 
     def add_bias(self, change: Change, bias: Entry, module: str) -> None:
-        """What is added to the bias of a module."""
         name = f"{module}.bias"
         if name not in self.base.tensors:
             raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
@@ -257,6 +242,25 @@ class Planning:
             )
         self.plans.add(name, self.given, Addend(_matrix(bias, change), change.scale * self.weight))
         self.report.biases += 1
+
+    def add_difference(self, difference: Difference, way: Way) -> None:
+        """What is added as it is to a weight or a bias."""
+        modules, entry = self.base.modules, difference.entry
+        known = (modules.flat if difference.flat else modules.paths).get(way(difference.module) or "", [])
+        name = f"{known[0]}.{difference.ending}" if len(known) == 1 else ""
+        if name not in self.base.tensors:
+            raise ConvertError(
+                f"{self.given}: the {difference.ending} of {difference.module!r} has no partner in {self.base.path}.",
+                why=_OTHER_MODEL,
+            )
+        self.check_plain(known[0])
+        if self.base.entry(name).shape != entry.shape:
+            raise ConvertError(
+                f"{self.given}: the difference of {name!r} is {list(entry.shape)}; it is {list(self.base.entry(name).shape)}."
+            )
+        matrix = Matrix(difference.module, row_major(entry), entry.dtype, entry.shape)
+        self.plans.add(name, self.given, Addend(matrix, self.weight))
+        self.report.differences += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
         """A tensor that the adapter holds whole: in the place of the base's, or beside them where PEFT would have made it."""
@@ -394,6 +398,8 @@ class Modules:
         self.flat: dict[str, list[str]] = {}
         for path, own in self.paths.items():
             self.flat.setdefault(path.replace(".", "_"), []).extend(own)
+        for path, name in in_other_layout(self.paths):
+            self.flat.setdefault(name.replace(".", "_"), []).extend(self.paths[path])
 
     def find(self, wanted: Sequence[str], *, flat: bool, fits: Fits) -> Found:
         """The partners of all paths by one way; exactly the same paths before any other way."""
@@ -437,3 +443,140 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
             break
         count += 1
     return count
+
+
+# --- all of them
+
+
+class Merging:
+    """The adapters that are merged into one state dict: planned one by one, then applied together."""
+
+    def __init__(self, root: Node, node: Dict, path: str) -> None:
+        self.root, self.node = root, node
+        self.base = Base(dict(tensors_by_name(node)), path)
+        self.entries: dict[tuple[int, str], tuple[str, Entry]] = {}
+        self.deltas: dict[tuple[int, str], list[Delta]] = {}
+        self.addends: dict[tuple[int, str], list[Addend]] = {}
+        self.own: dict[str, tuple[str, Entry]] = {}
+        self.based: dict[tuple[int, str], tuple[str, Entry | None]] = {}
+        self.changed: dict[str, str] = {}  # name -> the adapter that changed it last
+        self.equal_bases: list[Node] = []
+        self.notes: list[tuple[str, str]] = []
+
+    @property
+    def taken_in(self) -> list[Node]:
+        """What is not written: the base's tensors in whose place the adapter's come, and the adapter's that are equal."""
+        replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
+        replaced += [self.entries[key][1] for key, (_, own) in self.based.items() if own is not None]
+        return replaced + self.equal_bases
+
+    def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
+        return Planning(self.base, self, adapter, given, weight).run()
+
+    def change(self, name: str, given: str, delta: Delta) -> None:
+        self.changed[name] = given
+        self.deltas.setdefault(self._key(name), []).append(delta)
+
+    def base_of(self, name: str, given: str, entry: Entry) -> None:
+        """What the weight was before the change, by the adapter: the base's own, or it comes in its place, as PEFT loads it."""
+        old = self.base.entry(name)
+        is_same = old.shape == entry.shape and same_content(row_major(old), _as_dtype(name, entry, old.dtype))
+        new = None if is_same else entry
+        self.equal_bases += [entry] * is_same
+        key = self._key(name)
+        before = self.based.setdefault(key, (given, new))
+        if before[1] is not new and given != before[0]:
+            raise ConvertError(f"{before[0]} and {given} were trained on different weights {name!r}, which both hold.")
+        if new is not None and before[1] is new:
+            text = (
+                f"{given} was trained on another {name!r} than {self.base.path} has, and holds it; that is changed and written."
+            )
+            self.notes.append(("adapters-base", text))
+
+    def add(self, name: str, given: str, addend: Addend) -> None:
+        self.changed[name] = given
+        self.addends.setdefault(self._key(name), []).append(addend)
+
+    def put(self, name: str, given: str, entry: Entry) -> None:
+        """A tensor is exchanged for the adapter's own, or is new."""
+        if name in self.own:
+            raise ConvertError(f"Two adapters have a {name!r} of their own: {self.own[name][0]} and {given}.")
+        self.own[name] = given, entry
+
+    def _key(self, name: str) -> tuple[int, str]:
+        entry = self.base.entry(name)
+        key = view_of(entry)
+        self.entries.setdefault(key, (name, entry))
+        return key
+
+    def apply(self) -> Node:
+        """Put what was planned into the tree; returns its root."""
+        need_torch("`lora` adds an adapter to the weights with it.")
+        if (name := next((name for name in self.own if name in self.changed), None)) is not None:
+            raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")
+        self._check_alone()
+        made = {key: self._made(key, number) for number, key in enumerate(self.entries)}
+
+        def swap(node: Node) -> Node:
+            if type(node) is not Entry or (key := view_of(node)) not in made:
+                return node
+            return replace(made[key], kind=node.kind, requires_grad=node.requires_grad)
+
+        root = exchange.replace(self.root, swap)
+        self._put_own()
+        return root
+
+    def _made(self, key: tuple[int, str], number: int) -> Entry:
+        """A changed weight or bias, on a storage of its own."""
+        name, entry = self.entries[key]
+        if (own := self.based.get(key, ("", None))[1]) is not None:
+            content = _as_dtype(name, own, entry.dtype)
+            entry = _alone(entry, "", content, entry.dtype, own.shape)
+        matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
+        if key in self.deltas and key in self.addends:
+            raise ConvertError(f"{name!r} is changed by factors and by a difference: merge one adapter after the other.")
+        content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
+        extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
+        return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
+
+    def _put_own(self) -> None:
+        """Exchange what the adapters hold whole, in the dtype of the base; what is new comes last."""
+        tensors = tensors_by_name(self.node)
+        like = next((node for node in tensors.values() if type(node) is Entry), None)
+        new: dict[str, Entry] = {}
+        for number, (name, (_, entry)) in enumerate(self.own.items()):
+            base = tensors.get(name)
+            both_floats = type(base) is Entry and {base.dtype.family, entry.dtype.family} == {"float"}
+            dtype = base.dtype if type(base) is Entry and both_floats else entry.dtype
+            content = _as_dtype(name, entry, dtype)
+            new[name] = _alone(base if type(base) is Entry else like or entry, f"own{number}", content, dtype, entry.shape)
+        self.node.items[:] = [(key, new.pop(key, value) if type(key) is str else value) for key, value in self.node.items]
+        self.node.items += new.items()
+
+    def _check_alone(self) -> None:
+        """Views that overlap what is changed, and are not it, would no longer be views of it."""
+        changed: dict[int, list[tuple[str, Entry]]] = {}
+        for name, entry in self.entries.values():
+            changed.setdefault(id(entry.storage), []).append((name, entry))
+        for tensor in find_tensors(self.root):
+            node = tensor.node
+            if type(node) is not Entry or id(node.storage) not in changed:
+                continue
+            for name, entry in changed[id(node.storage)]:
+                apart = node.offset >= entry.offset + entry.span or entry.offset >= node.offset + node.span
+                if not apart and view_of(node) != view_of(entry):
+                    raise ConvertError(
+                        f"{self.base.path}: {tensor.where[-1]!r} lies on the memory of {name!r}, and is not the same tensor.",
+                        why="One would be changed and not the other.",
+                        fix="Convert the base to safetensors first, where each tensor has its own memory.",
+                    )
+
+
+def _as_dtype(name: str, entry: Entry, dtype: DType) -> Content:
+    return recast(Matrix(name, row_major(entry), entry.dtype, entry.shape), dtype)
+
+
+def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:
+    """An entry like another, row-major on a storage of its own."""
+    storage = Storage(key, dtype if dtype.storage else None, content.length, like.storage.device, content)
+    return replace(like, storage=storage, dtype=dtype, shape=shape, stride=contiguous_stride(shape), offset=0)

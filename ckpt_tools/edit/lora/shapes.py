@@ -57,7 +57,6 @@ class Turned:
         self.known = turned_by_biases(tensors)
 
     def learn(self, pairs: Iterable[tuple[Change, Node]]) -> None:
-        """Take in what the shapes of an adapter's factors say."""
         for change, node in pairs:
             fit = fits(change, node)
             if not change.embedding and fit is not None and type(node) is Entry and is_oblong(node.shape):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
@@ -29,6 +30,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         if part.role is not None and type(entry := tensors[name]) is Entry:
             modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
     found = {key: pair for key, roles in modules.items() if (pair := _pair(roles)) is not None}
+    found |= {key: pair for key, roles in modules.items() if (pair := _grouped(roles)) is not None}
     pairs = list(found.values())
     alone = [name for name, part in parts.items() if part.role is None]
     if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
@@ -39,7 +41,10 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     rows: dict[str, list[int]] = {}
     for (_, module, _), (down, _) in found.items():
         rows.setdefault(module, []).append(down.shape[0])
-    ranks = [_rank(config, module, down.shape[0], rows[module], problem) for (_, module, _), (down, _) in found.items()]
+    ranks = [
+        modules[key]["grouped_down"].shape[2] if "grouped_down" in modules[key]
+        else _rank(config, key[1], down.shape[0], rows[key[1]], problem) for key, (down, _) in found.items()
+    ]  # fmt: skip
     experts = sorted({down.shape[0] // rank for (down, _), rank in zip(pairs, ranks, strict=True)} - {1})
     elements = [
         up.shape[0] * (down.numel // down.shape[0]) * (down.shape[0] // rank)
@@ -70,6 +75,15 @@ def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
     return (down, up) if down.shape[0] == up.shape[1] > 0 else None
 
 
+def _grouped(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
+    """NeMo's factors [experts, in, rank] and [experts, rank, out], with the shapes that PEFT's have."""
+    down, up = roles.get("grouped_down"), roles.get("grouped_up")
+    if down is None or up is None or len(down.shape) != 3 or (down.shape[0], down.shape[2]) != up.shape[:2]:
+        return None
+    experts, into, rank = down.shape
+    return replace(down, shape=(experts * rank, into)), replace(up, shape=(up.shape[2], experts * rank))
+
+
 def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str | None]:
     """The kind of adapter, what its configuration says, and why it cannot be merged, if that is so."""
     path = checkpoint.path
@@ -95,13 +109,12 @@ def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str |
 
 
 def _whose(parts: Iterable[Part]) -> str:
-    """Whose names they are."""
     found = Counter("PEFT" if part.peft else "kohya" if part.flat else "diffusers" for part in parts if part.role is not None)
     return found.most_common(1)[0][0] if found else "PEFT"
 
 
 def _targets(parts: Iterable[Part]) -> dict[str, int]:
-    """How many modules of each last name are changed."""
-    modules = dict.fromkeys((part.component, part.module, part.flat) for part in parts if part.role in ("up", "embedding_up"))
-    last = (_NUMBERED.sub("", module) if flat else module.rpartition(".")[2] for _, module, flat in modules)
-    return dict(Counter(last))
+    last = ("up", "embedding_up", "grouped_up")
+    modules = dict.fromkeys((part.component, part.module, part.flat) for part in parts if part.role in last)
+    names = (_NUMBERED.sub("", module) if flat else module.rpartition(".")[2] for _, module, flat in modules)
+    return dict(Counter(names))

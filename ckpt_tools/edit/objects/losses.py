@@ -15,6 +15,7 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
+from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
 from ckpt_tools.tree.visit import reachable, walk
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
@@ -49,7 +50,6 @@ def _view(entry: Entry) -> tuple[Any, ...]:
 
 
 def _storages(node: Node) -> frozenset[int]:
-    """The storages below a node."""
     found = {id(below.storage) for below in reachable(node) if type(below) is Entry}
     return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
 
@@ -76,6 +76,7 @@ def outside_state(root: Node) -> set[int]:
         state = attributes(module)
         assert state is not None
         hidden = hidden_names(state)
+        found |= {id(in_text(state))} if is_saved_by_code(module) else set()
         found |= {id(value) for name, value in mapping(state.get("_buffers")) if name in hidden}
         names = {name for name, _ in mapping(state.get("_parameters"))}
         found |= {id(value) for name, value in state.items if type(name) is str and names & {f"{name}_orig", f"{name}_g"}}
@@ -89,7 +90,8 @@ def packed_tensors(root: Node) -> list[Where]:
         state = attributes(module)
         assert state is not None
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
-        packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
+        if not is_saved_by_code(module):
+            packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
     if not packed:
         return []
     outer = [

@@ -107,7 +107,6 @@ class _Keys:
 
 
 def _elements(node: Object) -> tuple[Node, ...]:
-    """The elements of a set."""
     args = node.args
     return tuple(args[0].items) if type(args) is tuple and args and type(args[0]) is List else ()
 
@@ -259,7 +258,6 @@ class _New:
         self.left = self.most = limits.NODES.most(file_bytes) // limits.LISTED
 
     def add(self) -> None:
-        """One more."""
         self.left -= 1
         if self.left < 0:
             raise limits.NODES.error(f"Bytes, numbers and arrays would become more than {self.most} tensors.")
@@ -278,7 +276,6 @@ def _exchange(
 
 
 def _name(node: Node) -> str:
-    """What an object is called in a report."""
     if type(node) is Entry:
         return str(node.extras.python_type or "attributes of a tensor") if node.extras is not None else "tensor"
     if type(node) is tuple:

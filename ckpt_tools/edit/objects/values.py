@@ -69,7 +69,6 @@ def _is_small(node: Object) -> bool:
 
 
 def is_array(name: Global) -> bool:
-    """Whether a global makes a pickled NumPy array."""
     return _conversion(name) in _ARRAYS
 
 
@@ -365,7 +364,6 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
 
 
 def _text_array(shape: Any, code: str, order: str, fortran: Any, data: Any) -> Node:
-    """An array of text: nested lists of it."""
     wide = code[0] == "U"
     width = int(code[1:]) * (4 if wide else 1)
     data = array_bytes(data, prod(shape) * width)

@@ -13,10 +13,7 @@ from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, misma
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import Kernel, Nested, Nibbles, Scaled, Scales
-from ckpt_tools.values.quantised_plain import as_matrix
-from ckpt_tools.values.quantised_rows import Matrix, Repeated
+from ckpt_tools.values.quantised import Rows, Scales, as_matrix, nested, nibbles, repeated, scaled
 
 # bitsandbytes multiplies by this in place of dividing by 127 (backends/default/ops.py, `int8_vectorwise_dequant`)
 _PER_127 = 7.874015718698502e-3
@@ -24,7 +21,6 @@ _NESTED = ("nested_absmax", "nested_quant_map")
 
 
 def match_4bit(name: str, roles: Roles) -> Quantised | None:
-    """A weight of 4 bits."""
     kinds = [kind for kind in ("nf4", "fp4") if kind in roles]
     needed = ("weight", "absmax", "quant_map")
     if len(kinds) != 1 or not all(role in roles for role in needed):
@@ -54,14 +50,12 @@ class _State:
         self.content: dict[str, Any] = content
 
     def whole(self, key: str) -> int:
-        """A number above 0."""
         value = self.content.get(key)
         if type(value) is not int or not 0 < value < MAX_ELEMENTS:
             raise self.error(key, "a whole number above 0")
         return value
 
     def shape(self) -> tuple[int, ...]:
-        """The plain weight's."""
         value = self.content.get("shape")
         sizes = value if isinstance(value, list) and value else [-1]
         if not all(type(size) is int and 0 <= size < MAX_ELEMENTS for size in sizes) or len(sizes) > 64:
@@ -69,7 +63,6 @@ class _State:
         return tuple(sizes)
 
     def number(self, key: str) -> float:
-        """Any number."""
         value = self.content.get(key)
         if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
             raise self.error(key, "a number")
@@ -91,18 +84,17 @@ def _bitsandbytes_settle(parts: dict[str, Part], kind: str) -> Plain:
     table = struct.unpack("<16f", _sized(parts["quant_map"], 16, "float32").small())
     scales_of = _scales(parts, state, -(-count // block))
 
-    def make() -> Kernel:
-        return Nibbles(row_major(codes.entry), table, scales_of(), block, as_matrix(shape)[1], low_first=False)
+    def make() -> Rows:
+        return nibbles(codes.numbers("uint8"), scales_of(), block, as_matrix(shape)[1], low_first=False, table=table)
 
     return Plain(shape, make)
 
 
 def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], Scales]:
-    """What gives the scales of so many blocks."""
     absmax = parts["absmax"]
     if not any(role in parts for role in _NESTED):
         found = _sized(absmax, count, "float32")
-        return lambda: found.numbers()
+        return lambda: found.numbers().floats
     if not all(role in parts for role in _NESTED):
         raise ConvertError(f"{absmax.name!r} is nested, and {' or '.join(_NESTED)} is missing beside it.")
     codes, block, offset = _sized(absmax, count, "uint8"), state.whole("nested_blocksize"), state.number("nested_offset")
@@ -110,7 +102,7 @@ def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], S
         _sized(parts["nested_absmax"], -(-count // block), "float32"),
         _sized(parts["nested_quant_map"], 256, "float32"),
     )
-    return lambda: Nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
+    return lambda: nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
 
 
 def _sized(part: Part, count: int, dtype: str) -> Part:
@@ -121,31 +113,24 @@ def _sized(part: Part, count: int, dtype: str) -> Part:
 
 
 def match_bnb_int8(name: str, roles: Roles) -> Quantised | None:
-    """A weight of bitsandbytes' LLM.int8()."""
     weight, scale, layout = roles.get("weight"), roles.get("SCB"), roles.get("format")
     if weight is None or scale is None or weight.dtype != "int8":
         return None
 
     def settle(_: Config) -> Plain:
-        rows, columns = as_matrix(weight.shape)
+        columns = as_matrix(weight.shape)[1]
         if len(weight.shape) < 2 or scale.shape != weight.shape[:1] or scale.dtype != "float32":
             raise mismatch(weight, scale, "SCB is float32, and has one element for each row.")
         if layout is not None and any(layout.small()):
             fix = "bitsandbytes below 0.45 turns it back on the GPU that it was made for."
             raise ConvertError(f"{weight.name!r} is in a tiled layout ({layout.name}), not in rows.", fix=fix)
 
-        def make() -> Kernel:
-            return Scaled(
-                Matrix(weight.numbers(), columns), _rows_of(scale, weight.shape, (rows,)), columns, columns, factor=_PER_127
-            )
+        def make() -> Rows:
+            outer = weight.shape[:-1]
+            scales = repeated(scale.numbers().rows(1), outer, outer[:1] + (1,) * (len(outer) - 1), (1, *outer[1:]))
+            return scaled(weight.numbers().rows(columns), scales, columns, columns, factor=_PER_127)
 
         return Plain(weight.shape, make)
 
     parts = (weight, scale, *([layout] if layout else []))
     return Quantised(name, "bnb int8", parts, weight.entry.numel, settle)
-
-
-def _rows_of(scale: Part, shape: tuple[int, ...], rows: tuple[int, ...]) -> Repeated | Matrix:
-    """A scale for each index of the first dimension."""
-    matrix = Matrix(scale.numbers(), 1)
-    return matrix if len(shape) == 2 else Repeated(matrix, shape[:-1], shape[:1] + (1,) * (len(shape) - 2), (1, *shape[1:-1]))

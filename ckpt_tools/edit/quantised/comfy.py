@@ -14,8 +14,7 @@ from ckpt_tools.edit.quantised.fp4 import check_one
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, mismatch
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nibbles, Tiled
+from ckpt_tools.values.quantised import Rows, multiplied, nibbles, tiled
 
 _AS_OTHERS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 _METADATA = "_quantization_metadata"
@@ -47,15 +46,14 @@ def _tiled(codes: Part, scale: Part, whole: Part) -> Plain:
         raise mismatch(codes, scale, "A scale for 16 columns, in tiles of 128 x 4, is wanted.")
     check_one(scale, whole)
 
-    def make() -> Kernel:
-        scales = Multiplied(Tiled(scale.numbers(), cells), whole.numbers(), divided=False)
-        return Nibbles(row_major(codes.entry), E2M1, scales, 16, columns, low_first=False)
+    def make() -> Rows:
+        scales = multiplied(tiled(scale.numbers(), cells), whole.numbers(), divided=False)
+        return nibbles(codes.numbers(), scales, 16, columns, low_first=False)
 
     return Plain((rows, columns), make)
 
 
 def _of_layer(name: str, config: Config) -> dict[str, Any] | None:
-    """What the metadata of the file says of the layer."""
     text = config.metadata.get(_METADATA)
     if text is None:
         return None

@@ -41,7 +41,6 @@ class Config:
     layers: Mapping[str, Config] = field(default_factory=dict)  # MLX's, by the path of the module
 
     def layer(self, path: str) -> Config:
-        """What is said of the weight of one module."""
         return self.layers.get(path, self)
 
 
@@ -105,7 +104,6 @@ def _beside(checkpoint: Checkpoint) -> Source | None:
 
 
 def _fetched(url: str) -> Source | None:
-    """Something remote, where it is there."""
     try:
         return open_source(url)
     except MissingFileError:

@@ -15,7 +15,7 @@ from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
-from ckpt_tools.values.quantised_plain import plain_content
+from ckpt_tools.values.quantised import plain_content
 
 
 @dataclass(slots=True)
@@ -96,7 +96,6 @@ class _Maker:
         self.counts: dict[int, CastCount] = {}
 
     def entry(self, tensor: Quantised) -> Entry:
-        """The plain tensor."""
         key = tuple(view_of(part.entry) for part in tensor.parts)
         if key not in self.known:
             plain, count = tensor.settle(self.config), CastCount()

@@ -6,17 +6,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.edit.quantised.bitsandbytes import match_4bit, match_bnb_int8
 from ckpt_tools.edit.quantised.comfy import marked
+from ckpt_tools.edit.quantised.fp4 import match_fp4, match_mxfp4
+from ckpt_tools.edit.quantised.grouped import match_grouped
+from ckpt_tools.edit.quantised.mlx import match_mlx
 from ckpt_tools.edit.quantised.of_torch import beside_packed, read_packed, read_qtensor
+from ckpt_tools.edit.quantised.packed import match_packed
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
-from ckpt_tools.edit.quantised.scaled import FP8
-from ckpt_tools.edit.quantised.schemes import SCHEMES
-from ckpt_tools.edit.quantised.torchao import read_subclass
+from ckpt_tools.edit.quantised.quanto import match_quanto
+from ckpt_tools.edit.quantised.scaled import FP8, match_scaled
+from ckpt_tools.edit.quantised.torchao import match_flat, read_subclass
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Object
 
+# Each tells, by the parts of a weight, whether it is one of its own; a new scheme is a module and a name here.
+_SCHEMES = (
+    match_scaled, match_bnb_int8, match_4bit, match_packed, match_fp4, match_grouped, match_mxfp4, match_flat, match_mlx,
+    match_quanto,
+)  # fmt: skip
 # A tensor with such a name is part of a quantised one, and of nothing else.
 _TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros",
                       "quanto_packed", "quanto_shift"))  # fmt: skip
@@ -37,7 +47,6 @@ class Found:
 
 
 def find(state_dict: Dict) -> Found:
-    """The quantised tensors of a state dict."""
     found = Found()
     entries = {name: node for name, node in tensors_by_name(state_dict).items() if type(node) is Entry}
     groups = by_plain_name(entries)
@@ -75,7 +84,7 @@ def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
 def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
     """Add the tensor that these parts are, if they are one."""
     single = {role: parts[0] for role, parts in roles.items() if len(parts) == 1 or role == "input"}
-    matches = [tensor for scheme in SCHEMES if (tensor := scheme(name, single)) is not None]
+    matches = [tensor for scheme in _SCHEMES if (tensor := scheme(name, single)) is not None]
     several = [parts for role, parts in roles.items() if len(parts) > 1 and role != "input"]
     codes = roles.get("weight", [])
     if several and (matches or any(part.dtype in FP8 for part in codes)):
@@ -136,6 +145,5 @@ _WHOLE = "Get the whole checkpoint."
 
 
 def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
-    """What is beside a weight that no scheme took."""
     others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
     return f"Beside it: {'; '.join(others[:4])}." if others else ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Multiplied, Nibbles, TurnedNibbles
+from ckpt_tools.values.quantised import Rows, multiplied, nibbles, nibbles_turned
 
 _MX, _NV = 32, 16  # columns with one scale
 _BYTES = _MX // 2
@@ -35,10 +34,10 @@ def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: b
     if whole is not None:
         check_one(scale, whole)
 
-    def make() -> Kernel:
-        scales = scale.numbers(exponents=whole is None)
-        found = scales if whole is None else Multiplied(scales, whole.numbers(), divided=divided)
-        return Nibbles(row_major(codes.entry), E2M1, found, block, shape[-1], low_first=True)
+    def make() -> Rows:
+        scales = scale.numbers(exponents=whole is None).floats
+        found = scales if whole is None else multiplied(scales, whole.numbers(), divided=divided)
+        return nibbles(codes.numbers(), found, block, shape[-1], low_first=True)
 
     return Plain(shape, make)
 
@@ -50,7 +49,6 @@ def check_one(scale: Part, whole: Part) -> None:
 
 
 def match_mxfp4(name: str, roles: Roles) -> Quantised | None:
-    """A weight of MXFP4."""
     blocks, scales = roles.get("blocks"), roles.get("block_scales")
     if blocks is None or scales is None or (blocks.dtype, scales.dtype) != ("uint8", "uint8"):
         return None
@@ -64,11 +62,11 @@ def _settle(blocks: Part, scales: Part, *, turned: bool) -> Plain:
         raise mismatch(blocks, scales, f"{_BYTES} bytes have one scale.")
     *outer, rows, groups, _ = blocks.shape
     columns = groups * _MX
-    codes, exponents = row_major(blocks.entry), row_major(scales.entry)
 
-    def make() -> Kernel:
+    def make() -> Rows:
+        exponents = scales.numbers(exponents=True)
         if turned:
-            return TurnedNibbles(codes, E2M1, exponents, _MX, rows, columns)
-        return Nibbles(codes, E2M1, scales.numbers(exponents=True), _MX, columns, low_first=True)
+            return nibbles_turned(blocks.numbers(), exponents, _MX, rows, columns)
+        return nibbles(blocks.numbers(), exponents.floats, _MX, columns, low_first=True)
 
     return Plain((*outer, columns, rows) if turned else (*outer, rows, columns), make)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import Kernel, Scaled
-from ckpt_tools.values.quantised_rows import Columns, ColumnsOfPacked, PackedColumns
+from ckpt_tools.values.quantised import Rows, held, packed_turned, scaled, unpacked
 
 _WORD = 32
 _BITS = (2, 3, 4, 8)
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a word of numbers that are each 1: zero points are stored less one
 _AWQ_BITS = 4
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each number of AWQ is
 _VARIANTS = ("", "gptq", "gptq_v2", "gemm")  # what a config may call these layouts
@@ -46,14 +45,15 @@ def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
     if order is None:
         run = _run(weight, scales, columns, cells, config)
 
-    def make() -> Kernel:
-        return Scaled(
-            PackedColumns(row_major(weight.entry), bits, weight.shape[0], out),
-            Columns(row_major(scales.entry), scales.entry.dtype, cells, out), columns, run,
-            ColumnsOfPacked(row_major(zeros.entry), bits, cells, zeros.shape[1], out,
-                            less_one=not config.zeros_as_they_are),
-            None if order is None else order.numbers(), cells,
-        )  # fmt: skip
+    def make() -> Rows:
+        words, less = zeros.numbers().whole(zeros.shape[1]), not config.zeros_as_they_are
+        if less and bits in _ONES:
+            words = words + _ONES[bits]
+        zero = unpacked(words, bits)
+        if less and bits not in _ONES:
+            zero = zero + 1 & (1 << bits) - 1
+        codes, groups = packed_turned(weight.numbers().whole(out), bits), None if order is None else order.numbers()
+        return scaled(codes, held(scales.numbers().whole(out).t()), columns, run, held(zero[:, :out].t()), groups, cells)
 
     return Plain((out, columns), make)
 
@@ -65,12 +65,12 @@ def _awq(parts: tuple[Part, ...], config: Config) -> Plain:
     columns = weight.shape[0]
     run = _run(weight, scales, columns, cells, config)
 
-    def turned(part: Part) -> ColumnsOfPacked:
-        return ColumnsOfPacked(row_major(part.entry), _AWQ_BITS, part.shape[0], part.shape[1], out, order=_AWQ_ORDER)
+    def turned(part: Part) -> Rows:
+        found = unpacked(part.numbers().whole(part.shape[1]), _AWQ_BITS).view(part.shape[0], -1, len(_AWQ_ORDER))
+        return held(found[:, :, list(_AWQ_ORDER)].flatten(1)[:, :out].t().contiguous())
 
-    def make() -> Kernel:
-        found = Columns(row_major(scales.entry), scales.entry.dtype, cells, out)
-        return Scaled(turned(weight), found, columns, run, turned(zeros))
+    def make() -> Rows:
+        return scaled(turned(weight), held(scales.numbers().whole(out).t()), columns, run, turned(zeros))
 
     return Plain((out, columns), make)
 

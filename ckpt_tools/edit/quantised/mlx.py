@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised import Numbers
-from ckpt_tools.values.quantised_kernels import E2M1, Kernel, Nibbles, Scaled
-from ckpt_tools.values.quantised_rows import Matrix, Packed
+from ckpt_tools.values.quantised import Rows, nibbles, packed, scaled
 
 _WORD = 32  # bits
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -76,9 +72,9 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
     bits, group = found[0]
     columns, cells = weight.shape[-1] * _WORD // bits, scales.shape[-1]
 
-    def make() -> Kernel:
-        codes = Packed(row_major(weight.entry), bits, columns, weight.shape[-1], 0)
-        return Scaled(codes, Matrix(scales.numbers(), cells), columns, group, biases=Matrix(biases.numbers(), cells))
+    def make() -> Rows:
+        codes = packed(weight.numbers("int32"), bits, columns, weight.shape[-1])
+        return scaled(codes, scales.numbers().rows(cells), columns, group, biases=biases.numbers().rows(cells))
 
     return Plain((*weight.shape[:-1], columns), make, f", {bits} bits")
 
@@ -89,11 +85,11 @@ def _of_mode(weight: Part, scales: Part, mode: str, config: Config) -> Plain:
         raise ConvertError(f"{weight.name!r} is {mode} by its shapes, and {said.mode!r} by config.json.")
     columns = weight.shape[-1] * _WORD // way.bits
 
-    def make() -> Kernel:
-        found = Numbers(row_major(scales.entry), DTYPES[way.scales])
+    def make() -> Rows:
+        found = scales.numbers(way.scales)
         if way.bits == 4:
-            return Nibbles(row_major(weight.entry), E2M1, found, way.group, columns, low_first=True)
-        codes = Numbers(row_major(weight.entry), DTYPES["float8_e4m3fn"])
-        return Scaled(Matrix(codes, columns), Matrix(found, scales.shape[-1]), columns, way.group)
+            return nibbles(weight.numbers("uint8"), found.floats, way.group, columns, low_first=True)
+        codes = weight.numbers("float8_e4m3fn").rows(columns)
+        return scaled(codes, found.rows(scales.shape[-1]), columns, way.group)
 
     return Plain((*weight.shape[:-1], columns), make)

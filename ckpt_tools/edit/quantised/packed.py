@@ -5,20 +5,17 @@ from __future__ import annotations
 import struct
 
 from ckpt_tools.edit.quantised.config import Config
-from ckpt_tools.edit.quantised.grid import lay_out
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
+from ckpt_tools.edit.quantised.scaled import lay_out
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import Kernel, Scaled
-from ckpt_tools.values.quantised_plain import as_matrix
-from ckpt_tools.values.quantised_rows import Matrix, Packed, PackedDown, Repeated, Rows
+from ckpt_tools.values.quantised import Rows, as_matrix, packed_down, repeated, scaled
+from ckpt_tools.values.quantised import packed as unpacked_rows
 
 _WORD_BITS = 32
 
 
 def match_packed(name: str, roles: Roles) -> Quantised | None:
-    """A weight of whole numbers in 32-bit words."""
     packed, scale = roles.get("packed"), roles.get("scale")
     if packed is None or scale is None or packed.dtype != "int32" or "global_scale" in roles:
         return None
@@ -40,29 +37,24 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
     if zero is not None:
         _check_zero(zero, grid, bits, loose)
 
-    def spread(rows: Rows) -> Repeated:
-        return Repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
+    def spread(rows: Rows) -> Rows:
+        return repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
 
-    def make() -> Kernel:
+    def make() -> Rows:
         zeros: Rows | None = None
-        if zero is not None:
+        if zero is not None and zero.dtype == "int8":
+            zeros = spread(zero.numbers().rows(grid[-1]))
+        elif zero is not None:
             height = grid[-2] if len(grid) > 1 else 1
-            whole = zero.dtype == "int8"
-            inner = (
-                Matrix(zero.numbers(), grid[-1])
-                if whole
-                else PackedDown(row_major(zero.entry), bits, height, grid[-1], offset, loose=loose)
-            )
-            zeros = spread(inner)
-        codes = Packed(row_major(packed.entry), bits, columns, words, offset, loose=loose)
+            zeros = spread(packed_down(zero.numbers(), bits, height, grid[-1], offset, loose=loose))
+        codes = unpacked_rows(packed.numbers(), bits, columns, words, offset, loose=loose)
         order = None if groups is None else groups.numbers()
-        return Scaled(codes, spread(Matrix(scale.numbers(), grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
+        return scaled(codes, spread(scale.numbers().rows(grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
 
     return Plain(shape, make)
 
 
 def _shape(packed: Part, shape: Part | None) -> tuple[int, ...]:
-    """What the tensor of the shape says."""
     if shape is None:
         raise ConvertError(f"{packed.name!r} is packed, and its shape (weight_shape) is missing beside it.")
     kind = {"int64": "q", "int32": "i"}.get(shape.dtype)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import read
+from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised import Numbers
-from ckpt_tools.values.quantised_plain import MakeKernel
+from ckpt_tools.values.quantised import MakeRows, Numbers
 
 _SMALL = 1 << 16  # bytes of a tensor that says something about others, in JSON or numbers
 
@@ -27,17 +27,15 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return self.entry.shape
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
         return self.entry.dtype.name
 
-    def numbers(self, *, exponents: bool = False) -> Numbers:
-        """Its elements, row-major."""
-        return Numbers(row_major(self.entry), self.entry.dtype, exponents=exponents)
+    def numbers(self, dtype: str = "", *, exponents: bool = False) -> Numbers:
+        """Its elements, row-major; or its bytes as those of another dtype."""
+        return Numbers(row_major(self.entry), DTYPES[dtype or self.dtype], exponents=exponents)
 
     def small(self) -> bytes:
         """Its bytes, where it says something about others."""
@@ -58,7 +56,7 @@ class Plain:
     """What a quantised tensor means: the shape, and what works the numbers out, a new one each time."""
 
     shape: tuple[int, ...]
-    make: MakeKernel
+    make: MakeRows
     detail: str = ""  # of the scheme, where only config.json tells
 
 
@@ -75,7 +73,6 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.entry.nbytes for part in self.parts)
 
 

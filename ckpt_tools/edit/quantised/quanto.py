@@ -7,13 +7,10 @@ that of a linear layer, which its bias tells.
 from __future__ import annotations
 
 from ckpt_tools.edit.quantised.config import Config
-from ckpt_tools.edit.quantised.grid import lay_out
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.edit.quantised.scaled import FP8, SHORT, scaled_plain
+from ckpt_tools.edit.quantised.scaled import FP8, SHORT, lay_out, scaled_plain
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.numeric import row_major
-from ckpt_tools.values.quantised_kernels import Grouped, Kernel
-from ckpt_tools.values.quantised_rows import Matrix, PackedApart
+from ckpt_tools.values.quantised import Rows, grouped, packed_apart
 
 
 def match_quanto(name: str, roles: Roles) -> Quantised | None:
@@ -55,8 +52,8 @@ def _settle(packed: Part, scale: Part, shift: Part, bias: Part | None, bits: lis
             fix="Load it with optimum-quanto, save `weight.dequantize()`.",
         )
 
-    def make() -> Kernel:
-        codes = PackedApart(row_major(packed.entry), bits[0], packed.shape[0], size)
-        return Grouped(codes, Matrix(scale.numbers(), 1), Matrix(shift.numbers(), 1), groups // rows)
+    def make() -> Rows:
+        codes = packed_apart(packed.numbers(), bits[0], packed.shape[0], size)
+        return grouped(codes, scale.numbers().rows(1), shift.numbers().rows(1), groups // rows)
 
     return Plain((rows, groups // rows * size), make)

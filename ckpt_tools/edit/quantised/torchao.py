@@ -16,7 +16,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import FROM_TYPE, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Object
-from ckpt_tools.values.quantised_kernels import Rounded
+from ckpt_tools.values.quantised import rounded
 
 _CODES = {"Int8Tensor": ("int8",), "IntxUnpackedToInt8Tensor": ("int8",), "Float8Tensor": tuple(FP8)}
 _ROUNDED = (DTYPES["bfloat16"], DTYPES["float16"])
@@ -107,4 +107,4 @@ def _plain(found: Roles, block: Any, own: DType | None) -> Plain:
         if not fits or part.entry.numel != prod(grid):
             raise mismatch(codes, part, f"One for each block of {block} is wanted.")
     plain = scaled_plain(codes, scale, zero, shape, grid, tuple(block))
-    return Plain(plain.shape, lambda: Rounded(plain.make(), own)) if own in _ROUNDED else plain
+    return Plain(plain.shape, lambda: rounded(plain.make(), own)) if own in _ROUNDED else plain

@@ -18,7 +18,6 @@ class Cursor:
         self._window, self._start = b"", at
 
     def take(self, length: int) -> bytes:
-        """The next bytes."""
         self.check(length)
         begin = self.at - self._start
         if begin + length > len(self._window):
@@ -45,11 +44,9 @@ class Cursor:
             )  # fmt: skip
 
     def number(self, code: str) -> int:
-        """The next whole number, by the code of `struct`."""
         return int(self.numbers(code, 1)[0])
 
     def numbers(self, code: str, count: int) -> tuple[int | float | bool, ...]:
-        """The next numbers of one kind."""
         self.check(count * struct.calcsize(f"{self.order}{code}"))  # before a format of any length is made
         size = struct.calcsize(f"{self.order}{count}{code}")
         return struct.unpack(f"{self.order}{count}{code}", self.take(size))

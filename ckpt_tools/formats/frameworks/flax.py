@@ -49,12 +49,10 @@ _NODES_OF_MAP, _VALUES_PER_NODE = 5, 4
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be a map of msgpack with text as its first key."""
     return _START.match(head) is not None
 
 
 def decode(source: Source) -> Decoded:
-    """Read the maps, and where the arrays are; no elements."""
     reader = _Reader(source)
     root = reader.value(0)
     if type(root) is not Dict:
@@ -196,7 +194,6 @@ class _Reader:
         return row_major(str(self.count - 1), dtype, shape, content, "An array of the msgpack file")
 
     def _chunked(self, node: Dict) -> Entry:
-        """An array in pieces, as one."""
         pieces = _in_order(node.get("chunks"))
         entries = [piece for piece in pieces if type(piece) is Entry]
         if not entries or len(entries) < len(pieces) or len({entry.dtype for entry in entries}) > 1:

@@ -46,7 +46,6 @@ NUMBERS = {
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a GGUF."""
     return head.startswith(MAGIC)
 
 
@@ -65,7 +64,6 @@ class _Info:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the header; no tensor bytes."""
     cursor = Cursor(source, len(MAGIC), source.size, "GGUF file")
     version = cursor.number("I")
     if version & 0xFFFF == 0:
@@ -116,7 +114,6 @@ class _Values:
         return metadata | ({GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
 
     def _value(self, kind: int, key: str, depth: int = 0) -> tuple[str, Any]:
-        """The name of a type, and the value."""
         if kind == STRING:
             return "string", self._text(key)
         if kind == ARRAY:

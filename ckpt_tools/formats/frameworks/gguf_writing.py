@@ -25,7 +25,6 @@ OF_THE_INPUT = "general.file_type"  # says of which types the tensors of the inp
 def lay_out(
     tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, quantise: bool = False
 ) -> list[Piece]:
-    """The pieces of a GGUF."""
     types = types_in(metadata)
     keys = [
         _text(key, key) + _value(types.get(key, "string"), key, text)
@@ -55,7 +54,6 @@ def becomes_q8_0(entry: Entry) -> bool:
 
 
 def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tuple[BlockType, Content]:
-    """A tensor's type, and its bytes in that."""
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
         need_torch("`dtype='q8_0'` works blocks out with it.")
@@ -80,7 +78,6 @@ def _info(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
 
 
 def _value(kind: str, key: str, text: str) -> bytes:
-    """A type and a value."""
     if kind == "string":
         return struct.pack("<I", STRING) + _text(key, text)
     try:
@@ -91,7 +88,6 @@ def _value(kind: str, key: str, text: str) -> bytes:
 
 
 def _encoded(kind: str, key: str, value: Any) -> tuple[int, bytes]:
-    """A type's number, and a value of it."""
     if kind == "string":
         return STRING, _text(key, value)
     if not kind.startswith("["):

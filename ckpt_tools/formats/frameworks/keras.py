@@ -39,7 +39,6 @@ _ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes is an HDF5."""
     return head.startswith(_MAGIC)
 
 
@@ -59,7 +58,6 @@ class _Opened:
         self._file: Any = None
 
     def __getitem__(self, path: str) -> Any:
-        """The array at a path."""
         with self._lock:
             if self._file is None:
                 self._file = _h5py().File(_Stream(self._source), "r")
@@ -68,8 +66,6 @@ class _Opened:
 
 
 class _Stream(Reader):
-    """A source as h5py reads it."""
-
     def readinto(self, buffer: Any, /) -> int:
         data = self.read(len(buffer))
         buffer[: len(data)] = data
@@ -89,7 +85,6 @@ def _h5py() -> types.ModuleType:
 
 
 def decode(source: Source) -> Decoded:
-    """Read the groups, and where the arrays are; no elements."""
     h5py = _h5py()
     warnings: list[Warned] = []
     try:

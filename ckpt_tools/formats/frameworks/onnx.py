@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
-from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
@@ -53,34 +51,48 @@ _TENSOR = {
 }  # fmt: skip
 _PAIR, _OPSET = {1: (_BYTES,), 2: (_BYTES,)}, {1: (_BYTES,), 2: (_NUMBER,)}
 _Wires = Mapping[int, tuple[int, ...]]
+_Message = dict[int, list[Range]]
 _MAX_FIELD = (1 << 29) - 1
-_MODEL_TEXTS = {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
+_MODEL_KEYS = {
+    1: "ir_version", 2: "producer_name", 3: "producer_version", 4: "domain", 5: "model_version", 6: "doc_string",
+}  # fmt: skip
 _LONGEST = 70  # bits in ten bytes of seven
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be an ONNX model."""
     return _START.match(head) is not None
 
 
-def _fields(place: Range, wires: _Wires, budget: limits.Budget) -> Iterator[tuple[int, int, Range]]:
-    """(field, number, bytes) of a message: of a number also the bytes that it stands in."""
-    cursor = _cursor(place)
-    while cursor.at < cursor.end:
-        budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
-        tag = _varint(cursor)
-        number, wire = tag >> 3, tag & 7
-        if not 0 < number <= _MAX_FIELD or wire not in wires.get(number, (_NUMBER, _WIDE, _BYTES, _NARROW)):
-            raise DamagedFileError(f"The ONNX model holds the field {number} of the wire type {wire} at byte {cursor.at}.")
-        start, value = cursor.at, 0
-        if wire == _NUMBER:
-            value = _varint(cursor)
-        elif wire == _BYTES:
-            length = _varint(cursor)
-            start = cursor.skip(length)
-        else:
-            cursor.skip(8 if wire == _WIDE else 4)
-        yield number, value, Range(place.source, start, cursor.at - start)
+def decode(source: Source, files: Files | None = None) -> Decoded:
+    reader = _Reader(source, files)
+    model = reader.fields(Range(source, 0, source.size), _MODEL)
+    if 7 not in model:
+        why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
+        raise UnsupportedContainerError("This is no ONNX model, which would have a graph.", why=why)
+    metadata = {}
+    for number, name in _MODEL_KEYS.items():
+        if number in model:
+            place = model[number][-1]
+            metadata[f"onnx.{name}"] = str(_signed(_number(place))) if _MODEL[number] == (_NUMBER,) else reader.text(place)
+    for place in model[7]:
+        graph = reader.fields(place, _GRAPH)
+        if 2 in graph:
+            metadata["onnx.graph"] = reader.text(graph[2][-1])
+        for initializer in graph.get(5, ()):
+            reader.initializer(initializer)
+        if 15 in graph:
+            text = f"{len(graph[15])} sparse initializers of the model are left out"
+            reader.warnings.append(Warned("left-out", text, "dense tensors"))
+    for place in model.get(14, ()):
+        key, value = reader.pair(place, _PAIR)
+        metadata[key] = reader.text(value) if value else ""
+    opsets = dict(reader.pair(place, _OPSET) for place in model.get(8, ()))
+    if opsets:
+        versions = {domain: _signed(_number(version)) if version else 0 for domain, version in opsets.items()}
+        metadata["onnx.opset"] = json.dumps(versions)
+    made = state_dict("onnx", files if reader.elsewhere and files else source, reader.items)
+    made.metadata, made.warnings = metadata, reader.warnings
+    return made
 
 
 def _cursor(place: Range) -> Cursor:
@@ -88,7 +100,6 @@ def _cursor(place: Range) -> Cursor:
 
 
 def _varint(cursor: Cursor) -> int:
-    """A number of seven bits a byte."""
     value = 0
     for shift in range(0, _LONGEST, 7):
         byte = cursor.take(1)[0]
@@ -98,183 +109,125 @@ def _varint(cursor: Cursor) -> int:
     raise DamagedFileError(f"The ONNX model has a number of more than ten bytes at byte {cursor.at}.")
 
 
+def _number(place: Range) -> int:
+    return _varint(_cursor(place))
+
+
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-@dataclass(slots=True)
-class _Tensor:
-    """What a TensorProto says. `fields`: the elements that are there, by the field's number."""
-
-    name: str = ""
-    dims: list[int] = field(default_factory=list)
-    kind: int = 0
-    fields: dict[int, list[Range]] = field(default_factory=dict)
-    location: int = 0
-    external: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def called(self) -> str:
-        """What errors call it."""
-        return f"The initializer {self.name!r}"
-
-
-def decode(source: Source, files: Files | None = None) -> Decoded:
-    """Read what the model says of its initializers; no elements."""
-    reader = _Reader(source, files)
-    reader.model()
-    if not reader.graphs:
-        why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
-        raise UnsupportedContainerError("This is no ONNX model, which would have a graph.", why=why)
-    made = state_dict("onnx", files if reader.elsewhere and files else source, reader.items)
-    made.metadata, made.warnings = reader.metadata, reader.warnings
-    return made
-
-
 class _Reader:
-    """The initializers of a model, and its texts."""
-
     def __init__(self, source: Source, files: Files | None) -> None:
         self.source, self.files = source, files
         self.budget = limits.budget(source.size)
         self.items: list[tuple[str, Entry]] = []
-        self.metadata: dict[str, str] = {}
         self.warnings: list[Warned] = []
-        self.graphs = 0
         self.elsewhere = False
 
-    def model(self) -> None:
-        """Everything."""
-        opsets: dict[str, int] = {}
-        for number, value, place in _fields(Range(self.source, 0, self.source.size), _MODEL, self.budget):
-            if number == 1:
-                self.metadata["onnx.ir_version"] = str(value)
-            elif number == 5:
-                self.metadata["onnx.model_version"] = str(_signed(value))
-            elif number in _MODEL_TEXTS:
-                self.metadata[f"onnx.{_MODEL_TEXTS[number]}"] = self._text(place)
-            elif number == 7:
-                self.graphs += 1
-                self._graph(place)
-            elif number == 8:
-                domain, version = self._pair(place, _OPSET)
-                opsets[domain] = version or 0
-            elif number == 14:
-                key, text = self._pair(place, _PAIR)
-                self.metadata[key] = text
-        if opsets:
-            self.metadata["onnx.opset"] = json.dumps(opsets)
+    def fields(self, place: Range, wires: _Wires) -> _Message:
+        """The fields of a message that have wire types here, by number: the bytes of each value."""
+        cursor, found = _cursor(place), _Message()
+        while cursor.at < cursor.end:
+            self.budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
+            tag = _varint(cursor)
+            number, wire = tag >> 3, tag & 7
+            if not 0 < number <= _MAX_FIELD or wire not in wires.get(number, (_NUMBER, _WIDE, _BYTES, _NARROW)):
+                raise DamagedFileError(f"The ONNX model holds the field {number} of the wire type {wire} at byte {cursor.at}.")
+            start = cursor.at
+            if wire == _NUMBER:
+                _varint(cursor)
+            elif wire == _BYTES:
+                length = _varint(cursor)
+                start = cursor.skip(length)
+            else:
+                cursor.skip(8 if wire == _WIDE else 4)
+            if number in wires:
+                found.setdefault(number, []).append(Range(place.source, start, cursor.at - start))
+        return found
 
-    def _graph(self, place: Range) -> None:
-        sparse = 0
-        for number, _, inner in _fields(place, _GRAPH, self.budget):
-            if number == 5:
-                self._initializer(self._tensor(inner))
-            elif number == 2:
-                self.metadata["onnx.graph"] = self._text(inner)
-            sparse += number == 15
-        if sparse:
-            text = f"{sparse} sparse initializers of the model are left out"
-            self.warnings.append(Warned("left-out", text, "dense tensors"))
-
-    def _text(self, place: Range) -> str:
+    def text(self, place: Range) -> str:
         self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
-    def _pair(self, place: Range, wires: _Wires) -> tuple[str, Any]:
-        """Fields 1 and 2 of a message: a text, and a text or a number."""
-        found: dict[int, Any] = {1: "", 2: ""}
-        for number, value, inner in _fields(place, wires, self.budget):
-            if number in found:
-                found[number] = self._text(inner) if _BYTES in wires[number] else _signed(value)
-        return found[1], found[2]
+    def pair(self, place: Range, wires: _Wires) -> tuple[str, Range | None]:
+        """Field 1 of a message, a text, and where field 2 is."""
+        found = self.fields(place, wires)
+        return self.text(found[1][-1]) if 1 in found else "", found[2][-1] if 2 in found else None
 
-    def _tensor(self, place: Range) -> _Tensor:
-        found = _Tensor()
-        for number, value, inner in _fields(place, _TENSOR, self.budget):
-            if number == 1:
-                found.dims += [_signed(size) for size in islice(_packed(inner), MAX_DIMENSIONS + 1)]
-                if len(found.dims) > MAX_DIMENSIONS:
-                    raise TensorError(f"An initializer of the ONNX model has more than {MAX_DIMENSIONS} dimensions.")
-            elif number == 2:
-                found.kind = value
-            elif number == 3:
-                raise UnsupportedContainerError("An initializer of the ONNX model is cut into segments, which is not read.")
-            elif number == 8:
-                found.name = self._text(inner)
-            elif number == 13:
-                key, text = self._pair(inner, _PAIR)
-                found.external[key] = text
-            elif number == 14:
-                found.location = value
-            elif number == _RAW or (number in _IN_FIELD and inner.length) or number == 6:
-                found.fields.setdefault(number, []).append(inner)
-        return found
-
-    def _initializer(self, tensor: _Tensor) -> None:
-        self.elsewhere |= tensor.location == _EXTERNAL
-        if tensor.kind == _STRING:
-            self.warnings.append(Warned("left-out", f"the initializer {tensor.name!r} is text, and is left out", "numbers"))
+    def initializer(self, place: Range) -> None:
+        row = self.fields(place, _TENSOR)
+        name = self.text(row[8][-1]) if 8 in row else ""
+        called = f"The initializer {name!r}"
+        kind, location = (_number(row[number][-1]) if number in row else 0 for number in (2, 14))
+        sizes = [_signed(size) for part in row.get(1, ()) for size in islice(_packed(part), MAX_DIMENSIONS + 1)]
+        self.elsewhere |= location == _EXTERNAL
+        if len(sizes) > MAX_DIMENSIONS:
+            raise TensorError(f"An initializer of the ONNX model has more than {MAX_DIMENSIONS} dimensions.")
+        if 3 in row:
+            raise UnsupportedContainerError("An initializer of the ONNX model is cut into segments, which is not read.")
+        if kind == _STRING:
+            self.warnings.append(Warned("left-out", f"the initializer {name!r} is text, and is left out", "numbers"))
             return
-        if tensor.kind not in _DTYPES:
-            raise UnsupportedContainerError(f"{tensor.called} is of ONNX's type {tensor.kind}, which torch does not have.")
-        content, dtype, shape = self._content(tensor), DTYPES[_DTYPES[tensor.kind]], tuple(tensor.dims)
-        if tensor.kind in (_UINT4, _INT4):
-            content = _one_a_byte(content, prod(shape), tensor)
-        elif tensor.kind == _FLOAT4:
+        if kind not in _DTYPES:
+            raise UnsupportedContainerError(f"{called} is of ONNX's type {kind}, which torch does not have.")
+        if location not in (_INSIDE, _EXTERNAL):
+            raise DamagedFileError(f"{called} is at the unknown location {location}.")
+        dtype, shape = DTYPES[_DTYPES[kind]], tuple(sizes)
+        content = self._external(row, called) if location == _EXTERNAL else _inside(row, kind, shape, called)
+        if kind in (_UINT4, _INT4):
+            content = _one_a_byte(content, prod(shape), kind, called)
+        elif kind == _FLOAT4:
             if not shape or shape[-1] % 2:
-                raise UnsupportedContainerError(f"{tensor.called} is float4 with an odd last size, which torch has not.")
+                raise UnsupportedContainerError(f"{called} is float4 with an odd last size, which torch has not.")
             shape = (*shape[:-1], shape[-1] // 2)
         count = len(self.items)
         limits.NODES.check(limits.LISTED * count, f"The model lists {count} initializers.", self.source.size)
-        self.items.append((tensor.name, row_major(str(count), dtype, shape, content, tensor.called)))
+        self.items.append((name, row_major(str(count), dtype, shape, content, called)))
 
-    def _content(self, tensor: _Tensor) -> Content:
-        """The elements as bytes, little-endian."""
-        if tensor.location == _EXTERNAL:
-            return self._external(tensor)
-        if tensor.location != _INSIDE:
-            raise DamagedFileError(f"{tensor.called} is at the unknown location {tensor.location}.")
-        number, parts = next(iter(tensor.fields.items()), (_RAW, []))
-        if len(tensor.fields) > 1 or (number == _RAW and len(parts) > 1):
-            raise DamagedFileError(f"{tensor.called} has its elements in two places.")
-        if number != _RAW and tensor.kind not in _IN_FIELD.get(number, ()):
-            raise DamagedFileError(f"{tensor.called} has its elements in a field of another type.")
-        content: Content = parts[0] if len(parts) == 1 else Joined(tuple(parts))
-        if number in (_RAW, 4, 10):
-            return content
-        width, count = DTYPES[_DTYPES[tensor.kind]].itemsize, max(prod(tensor.dims), 0)
-        if tensor.kind in (_UINT4, _INT4, _FLOAT4):
-            count = -(-count // 2)
-        if count > content.length:  # a number takes a byte at least
-            raise TensorError(f"{tensor.called} has fewer numbers than its shape.")
-        return Computed(count * width, lambda: _numbers(content, width, count, tensor.called), content)
-
-    def _external(self, tensor: _Tensor) -> Content:
-        location = tensor.external.get("location", "")
+    def _external(self, row: _Message, called: str) -> Content:
+        """The elements in a file beside the model."""
+        said = dict(self.pair(place, _PAIR) for place in row.get(13, ()))
+        texts = {key: self.text(value) if value else "" for key, value in said.items()}
+        location = texts.get("location", "")
         if self.files is None:
             raise UnsupportedContainerError(
-                f"{tensor.called} is in another file, {location!r}, beside the model.",
+                f"{called} is in another file, {location!r}, beside the model.",
                 fix="Name the model where that file is beside it.",
             )
+        for key in ("offset", "length"):
+            text = texts.get(key, "0")
+            if not (text.isascii() and text.isdecimal() and len(text) < 20):
+                raise DamagedFileError(f"{called} has the {key} {text[:30]!r} in another file.")
         other = self.files.open(location)
-        start = _size(tensor, "offset", 0)
-        size = _size(tensor, "length", other.size - start)
+        start = int(texts.get("offset", "0"))
+        size = int(texts.get("length", other.size - start))
         if size < 0 or start + size > other.size:
             raise DamagedFileError(
-                f"{tensor.called} reaches outside {location!r}.",
+                f"{called} reaches outside {location!r}.",
                 why=f"Its bytes end at {start + size}; the file has {other.size}.", fix="Get that file again.",
             )  # fmt: skip
         return Range(other, start, size)
 
 
-def _size(tensor: _Tensor, key: str, default: int) -> int:
-    text = tensor.external.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise DamagedFileError(f"{tensor.called} has the {key} {text[:30]!r} in another file.")
-    return int(text)
+def _inside(row: _Message, kind: int, shape: tuple[int, ...], called: str) -> Content:
+    """The elements in the model itself, as bytes, little-endian."""
+    fields = {number: row[number] for number in (_RAW, 6) if number in row}
+    fields |= {number: parts for number in _IN_FIELD if (parts := [part for part in row.get(number, ()) if part.length])}
+    number, parts = next(iter(fields.items()), (_RAW, []))
+    if len(fields) > 1 or (number == _RAW and len(parts) > 1):
+        raise DamagedFileError(f"{called} has its elements in two places.")
+    if number != _RAW and kind not in _IN_FIELD.get(number, ()):
+        raise DamagedFileError(f"{called} has its elements in a field of another type.")
+    content: Content = parts[0] if len(parts) == 1 else Joined(tuple(parts))
+    if number in (_RAW, 4, 10):
+        return content
+    width, count = DTYPES[_DTYPES[kind]].itemsize, max(prod(shape), 0)
+    if kind in (_UINT4, _INT4, _FLOAT4):
+        count = -(-count // 2)
+    if count > content.length:  # a number takes a byte at least
+        raise TensorError(f"{called} has fewer numbers than its shape.")
+    return Computed(count * width, lambda: _numbers(content, width, count, called), content)
 
 
 def _packed(place: Range) -> Iterator[int]:
@@ -303,11 +256,11 @@ def _numbers(content: Content, width: int, count: int, called: str) -> Iterator[
         raise DamagedFileError(f"{called} has more or fewer numbers than its shape.")
 
 
-def _one_a_byte(content: Content, count: int, tensor: _Tensor) -> Computed:
+def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Computed:
     """Numbers of four bits, two in a byte, as one in each."""
     if content.length != -(-count // 2):
-        raise TensorError(f"{tensor.called} has {content.length} bytes, and its shape needs {-(-count // 2)}.")
-    numbers = [half - 16 if tensor.kind == _INT4 and half > 7 else half for half in range(16)]
+        raise TensorError(f"{called} has {content.length} bytes, and its shape needs {-(-count // 2)}.")
+    numbers = [half - 16 if kind == _INT4 and half > 7 else half for half in range(16)]
     low, high = (bytes(numbers[byte >> shift & 15] & 255 for byte in range(256)) for shift in (0, 4))
 
     def work() -> Iterator[bytes | memoryview]:

@@ -95,7 +95,7 @@ def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress |
         (report,) = check_many([candidate.path], wanted, progress=progress)
         if _state(candidate.path) != before:
             unfinished.append(candidate.path)
-        elif not _fails(report):
+        elif not (report.container is None or bool(failures(report))):
             rest = [one for one in candidates[number + 1 :] if not one.readable and one.time > candidate.time]
             return LatestGood(report, [*passed_over, *check_many([one.path for one in rest], wanted)], unfinished)
         else:
@@ -106,10 +106,6 @@ def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress |
 def failures(report: Checked) -> list[Finding]:
     """The findings for which a checkpoint is not a good one: problems, and that it is only a part."""
     return [finding for finding in report.findings if finding.severity == "problem" or finding.code in _FAILING]
-
-
-def _fails(report: Checked) -> bool:
-    return report.container is None or bool(failures(report))
 
 
 def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Candidate]:

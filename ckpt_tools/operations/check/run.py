@@ -89,7 +89,8 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         of = f" of {row.source.path.name}" if row.source is not checkpoint.decoded.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
         part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
-        no_repair = isinstance(row.source, Window) or checkpoint.container in (*PROGRAMS, "npz")
+        is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp"
+        no_repair = is_part or checkpoint.container in (*PROGRAMS, "npz")
         fix = part if no_repair else mending("repair", str(row.source.path))
         yield Finding("damaged-record", "problem", [], text, "the bytes that were saved; torch.load does not notice", fix)
     if written_twice:
@@ -323,7 +324,10 @@ def _verdict(report: Checked) -> Verdict:
 
 def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
     heads = _heads(checkpoint) if wanted.values else frozenset()
-    told = _tell(checkpoint, wanted)
+    safety = of_checkpoint(checkpoint)
+    found = list(disorder(checkpoint))
+    wheres = [state_dict.where for state_dict in checkpoint.state_dicts]
+    told = _Told(safety, found, list(_loading(checkpoint, safety, wanted)), wheres)
     if checkpoint.container not in PART_CONTAINERS:  # of which the ranks are compared when all was read
         checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
@@ -354,13 +358,6 @@ class _Told:
     state_dicts: list[Where]
 
 
-def _tell(checkpoint: Checkpoint, wanted: Wanted) -> _Told:
-    safety = of_checkpoint(checkpoint)
-    found = list(disorder(checkpoint))
-    wheres = [state_dict.where for state_dict in checkpoint.state_dicts]
-    return _Told(safety, found, list(_loading(checkpoint, safety, wanted)), wheres)
-
-
 def _unpacked_first(finding: Finding) -> Finding:
     """A finding about what is packed: ckpt repair takes only what is not."""
     is_repair = finding.fix.startswith("ckpt repair ")
@@ -387,7 +384,12 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, 
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
-    yield from _disagreeing(checkpoint)
+    # What several ranks hold, and do not hold alike
+    if checkpoint.container in PART_CONTAINERS:
+        try:
+            checkpoint.locate()
+        except PartError as error:
+            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
     yield from told.loading
 
 
@@ -428,15 +430,6 @@ def _differences(compared: digests.Compared) -> Iterator[Finding]:
     for code, wheres, what in rows:
         if wheres:
             yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_paths(wheres)}")
-
-
-def _disagreeing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What several ranks hold, and do not hold alike."""
-    if checkpoint.container in PART_CONTAINERS:
-        try:
-            checkpoint.locate()
-        except PartError as error:
-            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
 
 
 def _paths(wheres: Sequence[Where]) -> str:

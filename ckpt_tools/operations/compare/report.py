@@ -167,7 +167,13 @@ def _counted(kind: str, count: int) -> str:
 def _only_difference(kind: str, report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:
     """What the only kind of difference comes down to, where one phrase says it."""
     if kind == "renamed":
-        return _renaming(names, sides)
+        if (prefix := removed_prefix(names)) is not None:
+            return f"the prefix `{prefix}`"
+        if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):
+            return None
+        left, right = ({*wrappers_in(name for found in side.state_dicts for name in found.names)} for side in sides)
+        wrappers = ", ".join(f"`{wrapper}`" for wrapper in sorted(left ^ right))
+        return f"in the names: the wrappers {wrappers}" if wrappers else None
     if kind == "moved":
         (row,) = (row for row in report.state_dicts if row["moved"])  # there is at most one
         return f"the path of the state dict: {dotted(row['left']) or '(root)'} -> {dotted(row['right']) or '(root)'}"
@@ -182,16 +188,6 @@ def _only_difference(kind: str, report: Difference, names: Sequence[NamePair], s
         (old, new), tensors = moves.pop(), "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
         return f"the {'dtype' if kind == 'dtype' else 'device tag'} of {tensors}: {old} -> {new}"
     return None
-
-
-def _renaming(names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:
-    if (prefix := removed_prefix(names)) is not None:
-        return f"the prefix `{prefix}`"
-    if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):
-        return None
-    left, right = ({*wrappers_in(name for found in side.state_dicts for name in found.names)} for side in sides)
-    wrappers = ", ".join(f"`{wrapper}`" for wrapper in sorted(left ^ right))
-    return f"in the names: the wrappers {wrappers}" if wrappers else None
 
 
 def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,23 +130,23 @@ def report_flat(flat: Flat, report: Converted) -> None:
 def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     decoded = checkpoint.decoded
     if edits.kind == "safetensors":
-        pieces = _lay_out_flat(edited.root, decoded, edits, report)
+        from ckpt_tools.edit.flatten import flatten
+        from ckpt_tools.formats import safetensors
+
+        flat = flatten(edited.root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts)
+        report_flat(flat, report)
+        pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
     elif edits.kind == "gguf":
         pieces = _lay_out_gguf(edited.root, decoded, edits, report)
     else:
         if decoded.metadata:
-            _tell_lost_text(decoded, edited.ties, report)
+            from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
+
+            known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
+            lost = [key for key in decoded.metadata if key not in known]
+            report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
         pieces = _lay_out_torch(edited.root, decoded, edits)
     return pieces
-
-
-def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
-    from ckpt_tools.edit.flatten import flatten
-    from ckpt_tools.formats import safetensors
-
-    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts)
-    report_flat(flat, report)
-    return safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
 
 
 def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
@@ -166,14 +166,6 @@ def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted)
             Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
         )
     return gguf_writing.lay_out(flat.tensors, flat.metadata, quantise=quantise)
-
-
-def _tell_lost_text(decoded: Decoded, ties: Mapping[str, str], report: Converted) -> None:
-    from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
-
-    known = {ALIASES, STATE_DICT_METADATA, "format", *ties}
-    lost = [key for key in decoded.metadata if key not in known]
-    report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
 
 
 def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:

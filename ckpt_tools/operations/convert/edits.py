@@ -108,7 +108,11 @@ class Edits:
         left_out = {path for path, _ in report.dropped}
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
         report.tensors = account.close(root, left_out)
-        _check_not_empty(checkpoint, report)
+        # Raise NothingMatchedError where there were tensors, and none is left
+        if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
+            frozen = not checkpoint.tensors
+            why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
+            raise NothingMatchedError("No tensor would be left.", why=why)
         if self.options.under is not None:
             root = _under(self.options.under, root)
         elif self.kind == "safetensors":
@@ -150,7 +154,14 @@ class Edits:
         if self.options.fill_from is not None:
             _fill(root, self.options.fill_from, report, stack, self.account)
         if self.options.tie:
-            _tie(root, checkpoint, report, self.account)
+            # Make one of what config.json says is tied
+            from ckpt_tools.fit.retarget import only_state_dict
+            from ckpt_tools.fit.tying import tie
+            from ckpt_tools.fit.values import Config
+
+            gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
+            self.account.leave_out(node for _, _, node in gone)
+            report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
 
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
         """Keep and drop tensors by their names."""
@@ -160,8 +171,11 @@ class Edits:
         gone = filter_tensors(root, self.options.keep, self.options.drop, used)
         self.account.leave_at(before, gone)
         report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
-        if self.options.keep:
-            _note_outside(root, report)
+        # --keep is about the names of state dicts: say what stays because it has no such name
+        if self.options.keep and (outside := tensors_outside(root, find_state_dicts(root))):
+            shown = listed([dotted(tensor.where) for tensor in outside], 1)
+            text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
+            report.notes.append(Note("outside-kept", text))
 
     def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
         """With other device tags, where that was asked for."""
@@ -266,15 +280,6 @@ def _retargeting(options: FitOptions) -> Retargeting | None:
     return Retargeting(options)
 
 
-def _note_alone(checkpoint: Checkpoint, report: Converted) -> None:
-    """That the input is one file of several, and how all of them are named."""
-    if may_be_of_several(checkpoint.path.name):
-        from ckpt_tools.operations.in_folders import alone
-
-        if (found := alone(checkpoint)) is not None:
-            report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
-
-
 def _danger(checkpoint: Checkpoint) -> str:
     """That the input is dangerous, and what it calls; most are known not to be."""
     if checkpoint.decoded.is_examined and checkpoint.packed is None:
@@ -313,7 +318,12 @@ def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict
     checkpoint.locate()
     report.dropped += checkpoint.decoded.lost
     report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
-    _note_alone(checkpoint, report)
+    # That the input is one file of several, and how all of them are named
+    if may_be_of_several(checkpoint.path.name):
+        from ckpt_tools.operations.in_folders import alone
+
+        if (found := alone(checkpoint)) is not None:
+            report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
     _note_beside(checkpoint, report, into_folder)
     ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     if ties:
@@ -362,17 +372,6 @@ def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: Ex
         report.notes.append(Note("only-in-input", said_to_stay(alone, filling.path)))
 
 
-def _tie(root: Node, checkpoint: Checkpoint, report: Converted, account: Account) -> None:
-    """Make one of what config.json says is tied."""
-    from ckpt_tools.fit.retarget import only_state_dict
-    from ckpt_tools.fit.tying import tie
-    from ckpt_tools.fit.values import Config
-
-    gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
-    account.leave_out(node for _, _, node in gone)
-    report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
-
-
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
     """Which weights were in parts."""
     if rows:
@@ -382,14 +381,6 @@ def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) ->
         if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
             text = f"The state in {state} belongs to the parts of the weights; leave it out: `drop={state!r}`"
             report.notes.append(Note("optimizer-of-old-tensors", text))
-
-
-def _check_not_empty(checkpoint: Checkpoint, report: Converted) -> None:
-    """Raise NothingMatchedError where there were tensors, and none is left."""
-    if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
-        frozen = not checkpoint.tensors
-        why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
-        raise NothingMatchedError("No tensor would be left.", why=why)
 
 
 def _is_plain(checkpoint: Checkpoint) -> bool:
@@ -432,14 +423,6 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
         report.notes.append(Note("others-beside", text))
 
 
-def _note_outside(root: Node, report: Converted) -> None:
-    """--keep is about the names of state dicts: say what stays because it has no such name."""
-    if outside := tensors_outside(root, find_state_dicts(root)):
-        shown = listed([dotted(tensor.where) for tensor in outside], 1)
-        text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
-        report.notes.append(Note("outside-kept", text))
-
-
 def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:
     if "safetensors" in (checkpoint.container, report.container):
         report.notes.append(Note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it."))
@@ -470,7 +453,7 @@ def merge(
             "A pickled model gives its state dict with `objects='plain'`.",
         )  # fmt: skip
     from ckpt_tools.edit.lora.adapter import opened
-    from ckpt_tools.edit.lora.merging import Merging
+    from ckpt_tools.edit.lora.planning import Merging
 
     merging = Merging(root, found[0].node, report.source)
     for path, weight in adapters:

@@ -249,9 +249,9 @@ class FolderTarget:
         """What is in the folder already."""
         overwrite = self.options.overwrite or self.options.dry_run
         if is_address(self.path):
-            from ckpt_tools.io import uploads
+            from ckpt_tools.io import remote
 
-            return uploads.check_folder(os.fspath(self.path), overwrite=overwrite)
+            return remote.check_folder(os.fspath(self.path), overwrite=overwrite)
         target = check_folder(self.path, overwrite=overwrite)
         with output_errors(target):
             return os.listdir(target) if target.is_dir() else []
@@ -283,11 +283,11 @@ class FolderTarget:
     def _staging(self, last: str, beside: Companions) -> AbstractContextManager[Staging]:
         rule = re.compile(_STALE[self.kind])
         if is_address(self.path):
-            from ckpt_tools.io import uploads
+            from ckpt_tools.io import remote
 
             rule = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))  # what goes when the writing fails
 
-            return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.options.overwrite)
+            return remote.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.options.overwrite)
         return replacing_folder(
             self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.durable, inputs=self.inputs
         )

@@ -85,7 +85,7 @@ def open_output(stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs
             return stack.enter_context(replacing(target, overwrite=options.overwrite, inputs=inputs))
         output_target(target, overwrite=True)
     else:
-        from ckpt_tools.io.uploads import check_upload, uploading
+        from ckpt_tools.io.remote import check_upload, uploading
 
         if not options.dry_run:
             return stack.enter_context(uploading(os.fspath(target), overwrite=options.overwrite))

@@ -150,7 +150,7 @@ def _home(path: str, modules: set[str]) -> str | None:
 def _lacking_counters(state_dict: StateDict, lost: frozenset[Where]) -> Iterator[str]:
     """The batch norms of version 2 that have no num_batches_tracked, and have not lost it."""
     versions, names = _versions(state_dict.node), set(state_dict.names)
-    for parent in (_parent(name) for name in state_dict.names if _leaf(name) == "running_mean"):
+    for parent in (_parent(name) for name in state_dict.names if name.rpartition(".")[2] == "running_mean"):
         counter = _joined(parent, "num_batches_tracked")
         counts = versions.get(parent) == _COUNTS_BATCHES and _joined(parent, "running_var") in names
         if counts and counter not in names and (*state_dict.where, counter) not in lost:
@@ -173,10 +173,6 @@ def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) ->
     state_dict.node.items[:] = items
     text = f"{len(lacking)} batch norms lacked num_batches_tracked ({lacking[0]}); it is 0 there"
     yield Mended("num-batches-tracked", list(state_dict.where), text)
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _joined(parent: str, leaf: str) -> str:

@@ -10,7 +10,7 @@ from ckpt_tools.text import brief, notebook
 
 # Notes about what could not be saved, or what was written and is not to be loaded.
 _UNSAVED = (
-    "assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values", "dangerous", "enclosed",
+    "assumed-byteorder", "damaged-names", "damaged-pickle", "damaged-values", "dangerous", "enclosed",
     "mixed-writers", "unproved-places",
 )  # fmt: skip
 
@@ -35,7 +35,6 @@ class Repaired:
         tensors, saved: how many there are, and how many of them are whole. tensor_bytes, saved_bytes: the same in bytes, a
             storage counted once.
         missing: those that are not.
-        filled: names that got initial values, with the scheme.
         mended: what was mended, and what was left because the file does not tell. notes: what else there is to know.
         bytes: size of the output. seconds: how long it took.
     """
@@ -50,7 +49,6 @@ class Repaired:
     tensor_bytes: int = 0
     saved_bytes: int = 0
     missing: list[Missing] = field(default_factory=list)
-    filled: dict[str, str] = field(default_factory=dict)
     mended: list[Mended] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
     bytes: int = 0

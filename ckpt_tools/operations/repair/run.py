@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -14,21 +14,16 @@ from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.edit.devices import is_device
 from ckpt_tools.errors import CkptError, RepairError, UsageError
-from ckpt_tools.fit.fit import Choices, Wanted, fit
-from ckpt_tools.fit.initialisers import Rules, blank_for
-from ckpt_tools.fit.plans import plan_of
-from ckpt_tools.fit.targets import params_of, read_target
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import StateDict, count_tensors, find_state_dicts, find_tensors
+from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, check_space, output_target, replacing
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.matching import match
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
@@ -42,8 +37,6 @@ from ckpt_tools.parts.open import open_checkpoint, part_error
 from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.arguments import Schemes
-from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import output_format
@@ -173,7 +166,6 @@ Expected: TypeAlias = list[tuple[Where, Entry]]
 class _Choices:
     keep_damaged: bool
     tie_equal: bool
-    to_fill: MissingTensors | None
     kind: str
 
 
@@ -184,9 +176,6 @@ def repair(
     *,
     keep_damaged: bool = False,
     tie_equal: bool = False,
-    like: str | os.PathLike[str] | None = None,
-    reinit: Schemes = (),
-    seed: int = 0,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -198,8 +187,6 @@ def repair(
             `.safetensors` makes one.
         keep_damaged: keep damaged tensors as they are, what is missing of them as zeros; take a damaged pickle.
         tie_equal: tie matrices of one state dict that are equal byte for byte.
-        like: a target (a checkpoint, or "package.module:callable", which is imported) whose tensors the output shall have;
-            what was lost gets initial values. reinit: how: "default", or globs as for `ckpt convert`. seed: the seed of those.
         overwrite: replace an existing target. dry_run: only report.
         progress: called with (bytes done, bytes in total) while writing.
 
@@ -210,7 +197,6 @@ def repair(
         RepairError: nothing can be saved. OutputError: the target cannot be written. CkptError: what an option names is wrong.
     """
     started = time.perf_counter()
-    to_fill = _to_fill(like, reinit, seed)
     source, target = as_path(source), as_path(target)
     kind = output_format(target, None)
     if kind == "gguf":
@@ -219,7 +205,7 @@ def repair(
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
-    choices = _Choices(keep_damaged, tie_equal, to_fill, kind)
+    choices = _Choices(keep_damaged, tie_equal, kind)
     with opened(source, keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
         report.was = was
         pieces, expected = _plan(salvaged, choices, report)
@@ -238,15 +224,6 @@ def _write(pieces: list[Piece], expected: Expected, output: Output, report: Repa
     write(pieces, output, progress)
     if output.path is not None:
         verify(output.path, expected, report.target)
-
-
-def _to_fill(like: str | os.PathLike[str] | None, reinit: Schemes, seed: int) -> MissingTensors | None:
-    if not isinstance(like, str | os.PathLike | None):
-        raise UsageError(f"`like` is a {type(like).__name__}.", why="It takes a checkpoint's path, or package.module:callable.")
-    if bool(like) != bool(reinit):
-        raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
-    schemes = [reinit] if isinstance(reinit, str) else list(reinit)
-    return MissingTensors(str(like), schemes, seed) if like is not None else None
 
 
 def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
@@ -281,8 +258,6 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     decoded.root, decoded.byteorder = root, "little"
     if choices.tie_equal:
         report.mended += tie(root, _equal(Checkpoint(decoded)))
-    if choices.to_fill is not None:
-        report.filled = choices.to_fill.fill(root)
     if danger:
         report.notes.append(danger_note(danger, root, keeps_objects=choices.kind != "safetensors"))
     return _lay_out(root, salvaged, choices.kind, report)
@@ -305,7 +280,7 @@ def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
     checkpoint = Checkpoint(decoded)
     if (part := partition(checkpoint)) is None:
         return
-    if choices.kind == "safetensors" or choices.to_fill is not None:
+    if choices.kind == "safetensors":
         raise part_error(checkpoint, part)
     report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
 
@@ -314,11 +289,10 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     root = salvaged.decoded.root
     lost = find_lost(root, salvaged.lost)
     report.missing = [Missing(list(row.where), row.bytes, row.why, keep_damaged) for row in lost]
-    report.missing += [Missing([row.index], row.bytes, row.why) for row in salvaged.archives]
-    report.tensors = count_tensors(root) + len(salvaged.archives)  # each holds one tensor at least
-    report.saved = report.tensors - len(lost) - len(salvaged.archives)
+    report.tensors = count_tensors(root)
+    report.saved = report.tensors - len(lost)
     sizes = {id(node): node.nbytes for node in reachable(root, bare=False) if type(node) is Storage}
-    report.tensor_bytes = sum(sizes.values()) + sum(row.bytes for row in salvaged.archives)
+    report.tensor_bytes = sum(sizes.values())
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
         zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size
@@ -384,36 +358,3 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
     report.notes.append(("index-written", f"It names {len(shards)} shards, which are unchanged."))
     report.seconds = time.perf_counter() - started
     return report
-
-
-class MissingTensors:
-    """`--like` and `--reinit`, read and checked before any work."""
-
-    def __init__(self, like: str, reinit: Sequence[str], seed: int) -> None:
-        if any(text.rpartition("=")[2] == "target" for text in reinit):
-            raise UsageError("`reinit='target'` is for ckpt convert; repair fills in missing tensors with initial values.")
-        self.target = read_target(like)
-        self.choices = Choices(Rules(reinit), seed=seed, allow_unexpected=("*",))
-
-    def fill(self, root: Node) -> dict[str, str]:
-        """Fill the state dict that the target is about, in place; its tensors come in the target's order."""
-        params = {param.name: param for param in self.target.params}
-        found = [state_dict for state_dict in find_state_dicts(root) if set(map(unwrap, state_dict.names)) & set(params)]
-        if len(found) != 1:
-            raise UsageError(
-                f"{len(found)} state dicts share names with {self.target.label}: {_listed(found)}.",
-                fix="Take one out after the repair: ckpt convert --select WHERE --like TARGET --reinit default."
-                if found
-                else "",
-            )
-        node = found[0].node
-        wanted = Wanted(
-            self.target.names, lambda name: blank_for(self.target, params[name]), None, self.target.ties,
-            f"What was saved does not fit {self.target.label}",
-        )  # fmt: skip
-        fitted = fit(node, plan_of(match(params_of(node), self.target.params)), wanted, self.choices)
-        return {row.name: row.scheme for row in fitted.initialised}
-
-
-def _listed(found: Sequence[StateDict]) -> str:
-    return ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"

@@ -38,16 +38,6 @@ class Salvaged:
     decoded: Decoded
     lost: dict[int, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
-    archives: list[LostArchive] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class LostArchive:
-    """An archive whose pickle is lost: its place among the file's archives, and the bytes of its records."""
-
-    index: int
-    bytes: int
-    why: str
 
 
 def filled(content: Content | None, nbytes: int) -> Computed:

@@ -28,7 +28,6 @@ class Given:
     by_name: dict[str, torch.Tensor]
 
     def to(self, dtype: torch.dtype) -> Given:
-        """The same with floats of another dtype."""
         return Given(tuple(_to(value, dtype) for value in self.by_position),
                      {name: _to(value, dtype) for name, value in self.by_name.items()})  # fmt: skip
 
@@ -38,7 +37,6 @@ def _to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make(inputs: Sequence[Input], seed: int, runs: int) -> list[Given]:
-    """So many sets of inputs, all from one seed."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(runs):
@@ -56,7 +54,6 @@ def _values(row: Input, generator: torch.Generator) -> torch.Tensor:
 
 
 def digest(sets: Sequence[Given]) -> str:
-    """SHA-256 over the bytes of all inputs, in order."""
     total = hashlib.sha256()
     for given in sets:
         for value in (*given.by_position, *given.by_name.values()):

@@ -24,12 +24,10 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and inputs."""
         return torch.float32 if self is Precision.FLOAT32 else torch.float64
 
     @property
     def dtype_name(self) -> str:
-        """torch's name for that."""
         return str(self.dtype).removeprefix("torch.")
 
 
@@ -64,7 +62,6 @@ def _deeply(value: Any) -> Any:
 
 @contextlib.contextmanager
 def computing_in(precision: Precision) -> Iterator[None]:
-    """Models that run in here compute so."""
     if precision is not Precision.FLOAT64:
         yield
         return

@@ -192,7 +192,6 @@ class Search:
 
 
 def count(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> int:
-    """How many calls of two runs have partners."""
     return 1 + sum(count(*pair, pairs) for pair in pair_calls(old, new, pairs))
 
 
@@ -232,7 +231,6 @@ class Trial:
         cls, old: torch.nn.Module, new: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int,
         tolerance: float | None,
     ) -> Trial:  # fmt: skip
-        """Run both."""
         for model in (old, new):
             try:
                 cast(model, precision)
@@ -247,22 +245,18 @@ class Trial:
 
     @property
     def largest(self) -> float:
-        """The largest difference of two outputs."""
         return max(gap.largest for gap in self.gaps)
 
     @property
     def relative(self) -> float:
-        """The largest difference by the largest output."""
         return max(gap.relative for gap in self.gaps)
 
     @property
     def is_equal(self) -> bool:
-        """Whether the outputs are equal."""
         return self.relative <= self.tolerance
 
     @property
     def worst(self) -> int:
-        """Which set shows the difference best."""
         return max(range(len(self.gaps)), key=lambda index: self.gaps[index].relative)
 
     def reach(self) -> Reach:
@@ -406,7 +400,6 @@ class Prover:
         self, paths: tuple[str, str], models: tuple[Any, Any], arguments: tuple[Any, Any], select: str | None,
         certificate: str | os.PathLike[str] | None, overwrite: bool,
     ) -> Proved:  # fmt: skip
-        """The report; see `prove`."""
         if certificate is not None:
             check_document_name(certificate, "a certificate", ".json")
         wanted = [Wanted(*row) for row in zip(paths, models, arguments, (select, None), strict=True)]
@@ -476,7 +469,6 @@ def _raised(problem: RaisedError, side: str) -> ConvertError:
 
 
 def _settings(old: torch.nn.Module, new: torch.nn.Module, pairs: Mapping[str, str]) -> Iterator[Setting]:
-    """Settings of partners of one class that differ."""
     left, right = dict(old.named_modules()), dict(new.named_modules())
     for path, other in pairs.items():
         if path in left and other in right and type(left[path]).__name__ == type(right[other]).__name__:
@@ -494,7 +486,6 @@ class Wanted(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the user called the model."""
         return self.spec if isinstance(self.spec, str) else getattr(self.spec, "__qualname__", type(self.spec).__qualname__)
 
 

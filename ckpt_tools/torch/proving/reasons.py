@@ -34,7 +34,6 @@ def settings(module: torch.nn.Module) -> dict[str, str]:
 
 
 def different_settings(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, tuple[str, str]]:
-    """Settings that both have, with other values."""
     left, right = settings(old), settings(new)
     shared = [name for name in left if name in right and name != "training"]
     return {name: (left[name], right[name]) for name in shared if left[name] != right[name]}
@@ -66,7 +65,6 @@ class Reasons:
         self.old, self.new, self.pairs, self.tolerance = old, new, pairs, tolerance
 
     def of_modules(self, old: ModuleCall, new: ModuleCall) -> list[str]:
-        """Of two modules that make other numbers of the same."""
         found = list(self._weights(old, new))
         kinds = type(old.module).__name__, type(new.module).__name__
         differ = different_settings(old.module, new.module) or _different_configs(old.module, new.module)
@@ -98,7 +96,6 @@ class Reasons:
         return found + self.of_modules(ModuleCall("", old.module), ModuleCall("", new.module))
 
     def _orders(self, old: ModuleCall, new: ModuleCall) -> Iterator[str]:
-        """In which order each calls what both have."""
         partners = set(self.pairs.values())
         left = [self.pairs[call.path] for call in shown_calls(old, self.pairs) if call.path in self.pairs]
         right = [call.path for call in shown_calls(new, partners) if call.path in partners]
@@ -205,7 +202,6 @@ def factor(old: Numbers, new: Numbers, tolerance: float) -> float | None:
 
 
 def values(old: Sequence[Numbers], new: Sequence[Numbers], tolerance: float) -> Iterator[str]:
-    """What the first numbers that differ have in common."""
     for left, right in zip(old, new, strict=False):
         if same_in_another_order(left, right, tolerance):
             yield "the same numbers in another order (of positions, heads or channels)"
@@ -219,7 +215,6 @@ def values(old: Sequence[Numbers], new: Sequence[Numbers], tolerance: float) -> 
 
 
 def gives_back(call: ModuleCall, tolerance: float) -> bool:
-    """Whether what comes out of a module is what went in."""
     return bool(call.inputs and call.outputs) and _is_equal(call.inputs[0], call.outputs[0], tolerance)
 
 

@@ -24,7 +24,6 @@ class Numbers:
 
     @property
     def numel(self) -> int:
-        """How many the tensor has."""
         return torch.Size(self.shape).numel()
 
 
@@ -43,7 +42,6 @@ CallPair: TypeAlias = tuple[ModuleCall, ModuleCall]  # of the old model and of t
 
 
 def numbers(tensor: torch.Tensor) -> Numbers:
-    """What is kept of a tensor."""
     held = plain(tensor)
     flat = held.reshape(-1).to(torch.float64)
     count = flat.numel()
@@ -79,7 +77,6 @@ class Recorder:
         return self._open[-1] if self._open else None
 
     def close(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
@@ -134,7 +131,6 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a value, and the step to it."""
     if isinstance(value, Mapping):
         yield from ((f".{key}", item) for key, item in value.items())
     elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -193,7 +189,6 @@ def pair(old: Named, new: Named) -> Paired:
 
 
 def gap(old: Named, new: Named, paired: Paired) -> Gap:
-    """How far the paired outputs of two runs are apart."""
     found = [_one(old[left], new[right]) for left, right in paired.pairs]
     return Gap(max(one.largest for one in found), max(one.relative for one in found),
                sum(one.numbers for one in found), sum(one.nan for one in found))  # fmt: skip

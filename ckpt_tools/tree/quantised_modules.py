@@ -1,0 +1,127 @@
+"""What quantised modules put into their state dict by code of their own, read off their records. Nothing is run.
+
+Sources: torch/ao/nn/quantized/modules/linear.py (`LinearPackedParams`, `Linear`); bitsandbytes/nn/modules.py (`Linear4bit`,
+`Linear8bitLt`) and functional.py (`QuantState.as_dict`), 0.50.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.io.content import Literal, Range, read
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage
+
+Pairs = Iterator[tuple[str, Node]]
+
+
+def saved_by_code(name: str, state: Dict) -> Pairs:
+    """What a module of this class adds to its parameters and buffers, from its attributes."""
+    made = next((made for ending, made in _CLASSES.items() if name.endswith(ending)), None)
+    return made(state) if made is not None else iter(())
+
+
+def is_saved_by_code(module: Node) -> bool:
+    """Whether what this module keeps outside of its tables is known to be in its state dict."""
+    return type(module) is Object and any(module.name.endswith(ending) for ending in _CLASSES)
+
+
+def in_text(state: Dict) -> Node:
+    """The tensor of bitsandbytes that its state dict has as a number in a text."""
+    return _attributes(_attribute(_weight(state), "quant_state")).get("offset")
+
+
+def plain_weight(node: Node) -> Node:
+    """A weight of bitsandbytes as the tensor that it is: its attributes are in the state dict under names of their own."""
+    return replace(node, extras=None) if type(node) is Entry and _attribute(node, "quant_state") is not None else node
+
+
+def _of_packed(state: Dict) -> Pairs:
+    packed = state.get("_packed_params")
+    pair = packed.state if type(packed) is Object else None
+    if type(pair) is tuple and len(pair) == 2 and type(pair[0]) is tuple:
+        yield "dtype", state.get("dtype")
+        yield "_packed_params", pair[0]
+
+
+def _of_linear(state: Dict) -> Pairs:
+    scale, zero = state.get("scale"), state.get("zero_point")
+    if type(scale) is float and type(zero) is int:
+        yield "scale", _scalar("scale", DTYPES["float32"], struct.pack("<f", scale))
+        yield "zero_point", _scalar("zero_point", DTYPES["int64"], struct.pack("<q", zero))
+
+
+def _of_bnb_4bit(state: Dict) -> Pairs:
+    found = _attributes(_attribute(_weight(state), "quant_state"))
+    nested = _attributes(found.get("state2"))
+    said: dict[str, Any] = {"quant_type": found.get("quant_type"), "blocksize": found.get("blocksize")}
+    said |= {"dtype": _dtype(found.get("dtype")), "shape": _sizes(found.get("shape"))}
+    tensors = {"absmax": found.get("absmax"), "quant_map": found.get("code")}
+    if nested:
+        tensors |= {"nested_absmax": nested.get("absmax"), "nested_quant_map": nested.get("code")}
+        said |= {"nested_blocksize": nested.get("blocksize"), "nested_dtype": _dtype(nested.get("dtype"))}
+        said |= {"nested_offset": _float32(found.get("offset"))}
+    if None in said.values() or not all(type(node) is Entry for node in tensors.values()):
+        return
+    yield from ((f"weight.{name}", node) for name, node in tensors.items())
+    text = json.dumps(said).encode()
+    uint8, kind = DTYPES["uint8"], said["quant_type"]
+    storage = Storage(f"quant_state {id(state)}", uint8, len(text), "cpu", Literal(text))
+    yield f"weight.quant_state.bitsandbytes__{kind}", Entry(storage, uint8, (len(text),), (1,), 0)
+
+
+def _of_bnb_int8(state: Dict) -> Pairs:
+    scale = _attribute(_weight(state), "SCB") or _attributes(state.get("state")).get("SCB")
+    if type(scale) is Entry:
+        yield "SCB", scale
+        yield "weight_format", _scalar("weight_format", DTYPES["uint8"], b"\0")
+
+
+_CLASSES: dict[str, Callable[[Dict], Pairs]] = {
+    ".quantized.modules.linear.LinearPackedParams": _of_packed,
+    ".quantized.modules.linear.Linear": _of_linear,
+    ".quantized.dynamic.modules.linear.Linear": _of_linear,
+    "bitsandbytes.nn.modules.Linear4bit": _of_bnb_4bit, "bitsandbytes.nn.modules.LinearNF4": _of_bnb_4bit,
+    "bitsandbytes.nn.modules.LinearFP4": _of_bnb_4bit, "bitsandbytes.nn.modules.Linear8bitLt": _of_bnb_int8,
+}  # fmt: skip
+
+
+def _weight(state: Dict) -> Node:
+    parameters = state.get("_parameters")
+    return parameters.get("weight") if type(parameters) is Dict else None
+
+
+def _attribute(node: Node, name: str) -> Node:
+    extras = node.extras if type(node) is Entry else None
+    return extras.state.get(name) if extras is not None and type(extras.state) is Dict else None
+
+
+def _attributes(node: Node) -> dict[str, Node]:
+    state = node.state if type(node) is Object else None
+    return {key: value for key, value in state.items if type(key) is str} if type(state) is Dict else {}
+
+
+def _dtype(node: Node) -> str | None:
+    return node.name if type(node) is Global and node.module == "torch" else None
+
+
+def _sizes(node: Node) -> list[int] | None:
+    """The sizes of a torch.Size."""
+    sizes = node.args[0] if type(node) is Object and type(node.args) is tuple and len(node.args) == 1 else None
+    return [size for size in sizes if type(size) is int] if type(sizes) is tuple else None
+
+
+def _float32(node: Node) -> float | None:
+    """The number in a tensor of one, which is read."""
+    content = node.storage.content if type(node) is Entry and node.dtype.name == "float32" and node.numel == 1 else None
+    if not isinstance(content, Range) or type(node) is not Entry:
+        return None
+    return float(struct.unpack("<f", read(replace(content, offset=content.offset + 4 * node.offset, length=4)))[0])
+
+
+def _scalar(name: str, dtype: DType, data: bytes) -> Entry:
+    return Entry(Storage(name, dtype, len(data), "cpu", Literal(data)), dtype, (), (), 0)

@@ -1,0 +1,92 @@
+"""Whole models of quantised layers, by `torch.save(model)`: what their own code puts into a state dict is read off them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+from tests.hostile import pickles as p
+from tests.hostile.zips import torch_zip
+from tests.support.samples import FIXTURES
+
+QUANTISED = FIXTURES / "quantised"
+KINDS = ["nf4", "fp4", "int8", "dynamic"]
+
+
+def told(value: Any) -> Any:
+    """A value of a state dict, so that it can be compared."""
+    if isinstance(value, tuple):
+        return [told(part) for part in value]
+    if isinstance(value, torch.Tensor) and value.is_quantized:
+        return value.int_repr().tolist(), value.q_scale(), value.q_zero_point()
+    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_form_is_the_models_own_state_dict(kind: str, tmp_path: Path) -> None:
+    """Name by name in its order, bit by bit."""
+    ckpt_tools.convert(QUANTISED / f"module_{kind}.pth", tmp_path / "out.pth", objects="plain")
+    made, own = (
+        torch.load(path, weights_only=False) for path in (tmp_path / "out.pth", QUANTISED / f"module_{kind}.state.pth")
+    )
+    assert [*made] == [*own]
+    assert {name: told(value) for name, value in made.items()} == {name: told(value) for name, value in own.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_weights_are_those_of_the_state_dict(kind: str, tmp_path: Path) -> None:
+    """Inspect names the scheme; --dequantize makes the same of the model and of its state dict."""
+    model, state = QUANTISED / f"module_{kind}.pth", QUANTISED / f"module_{kind}.state.pth"
+    schemes = [ckpt_tools.inspect(path).quantised for path in (model, state)]
+    assert schemes[0] is not None
+    assert schemes[0]["schemes"] == (schemes[1] or {})["schemes"]
+    for number, path in enumerate((model, state)):
+        ckpt_tools.convert(path, tmp_path / f"{number}.safetensors", dequantize="fp32", objects="plain")
+    one, two = (load_file(tmp_path / f"{number}.safetensors") for number in range(2))
+    assert one.keys() == two.keys() == {"0.weight", "0.bias"}
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_tensor_that_is_given_other_data_is_refused(tmp_path: Path) -> None:
+    """The state of a parameter sets `data` once more: the same is read, another would be what torch loads."""
+    for key, reads in (("0", True), ("1", False)):
+        state = p.dict_of(data=p.tensor(on=p.storage(key)), requires_grad=b"\x89")
+        made = p.call(
+            "torch._utils", "_rebuild_parameter_with_state", p.tensor(), b"\x89", p.call("collections", "OrderedDict"), state
+        )
+        (tmp_path / "model.pth").write_bytes(torch_zip(p.pickle(p.dict_of(weight=made)), {"0": bytes(24), "1": bytes(24)}))
+        if reads:
+            assert ckpt_tools.inspect(tmp_path / "model.pth").totals["tensors"] >= 1
+        else:
+            with pytest.raises(CkptError, match="sets more than attributes"):
+                ckpt_tools.inspect(tmp_path / "model.pth")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+    """Four matrices of 256 MB of FP8, which are holes in the file: no more than 40 MB beyond what importing torch takes."""
+    rows, size = {}, 1 << 28
+    for number in range(4):
+        start = number * (size + 4)
+        rows[f"{number}.weight"] = {"dtype": "F8_E4M3", "shape": [1 << 14, 1 << 14], "data_offsets": [start, start + size]}
+        rows[f"{number}.weight_scale"] = {"dtype": "F32", "shape": [1], "data_offsets": [start + size, start + size + 4]}
+    head = json.dumps(rows).encode()
+    with (tmp_path / "in.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 4 * (size + 4))
+    peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    source, target = str(tmp_path / "in.safetensors"), str(tmp_path / "out.safetensors")
+    convert = f"import ckpt_tools; ckpt_tools.convert({source!r}, {target!r}, dequantize='bf16')"
+    alone, whole = (
+        int(subprocess.run([sys.executable, "-c", f"{code}; {peak}"], check=True, capture_output=True).stdout)
+        for code in ("import torch", convert)
+    )
+    assert whole < alone + 40
