@@ -42,7 +42,11 @@ class Filling:
             )
         for name, tensor in there.items():
             if name in all_names and _shape(tensor) != _shape(all_names[name]):
-                raise self._other_shape(name, _shape(all_names[name]), _shape(tensor))
+                own_shape, shape = shape_text(_shape(all_names[name])), shape_text(_shape(tensor))
+                raise ConvertError(
+                    f"{name!r} has the shape {own_shape} in {self.path}, and {shape} in IN.",
+                    fix=f"Leave IN's out, and it is filled: `drop={name!r}`.",
+                )
         own: dict[object, str] = {}
         for name, entry in all_names.items():
             if name in there and type(entry) is Entry and entry.nbytes:
@@ -66,12 +70,6 @@ class Filling:
             self.made[view] = self.storages.entry(row_major(entry), blank, entry)
         self.taken[name] = self.made[view]
         return self.made[view]
-
-    def _other_shape(self, name: str, own: Shape, shape: Shape) -> ConvertError:
-        return ConvertError(
-            f"{name!r} has the shape {shape_text(own)} in {self.path}, and {shape_text(shape)} in IN.",
-            fix=f"Leave IN's out, and it is filled: `drop={name!r}`.",
-        )
 
 
 @contextmanager

@@ -123,8 +123,14 @@ class Rules:
 def resolve(scheme: Scheme, blank: Blank) -> Scheme:
     """The scheme that `default`, or one for all weights, means for a tensor; any other is itself, checked."""
     resolved = _default(blank) if scheme.kind == "default" else scheme
-    if resolved.for_weights and resolved.kind != "target":
-        resolved = _of_no_weight(blank) or replace(resolved, for_weights=False, zero_row=blank.padding)
+    if resolved.for_weights and resolved.kind != "target":  # biases, norms and slopes are no weights
+        own = _NORMS.get(blank.own) if blank.layer in _NORMED else _by_name(blank)
+        if blank.layer == "PReLU":
+            resolved = _default(blank)
+        elif own is not None and own.kind in ("zeros", "ones"):
+            resolved = own
+        else:
+            resolved = replace(resolved, for_weights=False, zero_row=blank.padding)
     if resolved.kind == "target":
         return resolved
     if resolved.kind not in _CONSTANT and blank.dtype.family != "float":
@@ -148,16 +154,6 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
     if blank.dtype.family == "float" and largest > torch.finfo(torch_dtype(blank.dtype)).max:
         raise ConvertError(f"{blank.name!r}: {resolved} gives values that {blank.dtype.name} cannot hold.")
     return resolved
-
-
-def _of_no_weight(blank: Blank) -> Scheme | None:
-    """What biases, norms and slopes get where one scheme is for all weights; None for a weight."""
-    if blank.layer in _NORMED:
-        return _NORMS.get(blank.own)
-    if blank.layer == "PReLU":
-        return _default(blank)
-    found = _by_name(blank)
-    return found if found is not None and found.kind in ("zeros", "ones") else None
 
 
 # What torch.nn's layers do in reset_parameters (torch 2.13). U: uniform in +-1/sqrt(fan_in of `weight`).

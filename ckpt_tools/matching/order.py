@@ -51,15 +51,10 @@ def in_order_of_names(params: Iterable[Param], known: Callable[[str], str]) -> l
 
 def _walk(module: _Module) -> Iterator[Param]:
     """Tensors of a module's own stand in front of the modules in it."""
-    for _, param in sorted(module.tensors, key=lambda row: _of_tensor(row[0])):
-        yield param
+    rows = [(_LEAVES.get(leaf, len(_LEAVES)), numbers(leaf), leaf, param) for leaf, param in module.tensors]
+    yield from (param for *_, param in sorted(rows, key=lambda row: row[:3]))
     for part in _in_order(module.modules):
         yield from _walk(module.modules[part])
-
-
-@lru_cache(maxsize=65536)
-def _of_tensor(part: str) -> Key:
-    return (_LEAVES.get(part, len(_LEAVES)), numbers(part), part)
 
 
 def _in_order(modules: Mapping[str, _Module]) -> list[str]:
@@ -88,16 +83,13 @@ def _norms_behind_layers(parts: list[str], single: set[str]) -> list[str]:
     counted = [numbers(part) for part in norms] == [(number,) for number, _ in zip(count(1), norms)]
     if not layers or len(layers) != len(norms) or not counted or any(map(numbers, layers)):
         return parts
-    if not (len(set(ends)) == len(ends) or _is_sequence(ranks)):
+    # whether words say an order; a `pw` beside a `dw` comes before it or behind, as there is a `pwl` or not
+    is_sequence = len(set(ranks)) == len(ranks) and _NO_RANK not in ranks
+    is_sequence = is_sequence and (not {_NARROW, _DEPTHWISE} <= set(ranks) or _WIDE in ranks)
+    if len(set(ends)) < len(ends) and not is_sequence:
         return parts
     behind = dict(zip(layers, norms, strict=True))
     return [each for part in parts if part not in norms for each in ([part, behind[part]] if part in behind else [part])]
-
-
-def _is_sequence(ranks: list[int]) -> bool:
-    """Whether words say an order; a `pw` beside a `dw` comes before it or behind, as there is a `pwl` or not."""
-    said = len(set(ranks)) == len(ranks) and _NO_RANK not in ranks
-    return said and (not {_NARROW, _DEPTHWISE} <= set(ranks) or _WIDE in ranks)
 
 
 @lru_cache(maxsize=65536)
