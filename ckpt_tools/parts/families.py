@@ -306,9 +306,11 @@ def layout(folder: Path, names: list[str]) -> Found:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:
         fix = f"Name a checkpoint in it: {', '.join(models[:4])}."
+        if len({os.path.splitext(name)[1] for name in models}) == 1 < len(models) == len(inside) and not folders:
+            fix += f" ckpt convert {shlex.quote(str(folder))} --to-dir DIR takes all of them."
     raise NotACheckpointError(
         f"{folder} is a directory, and not a checkpoint.",
-        why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
+        why="It has no shards or index of them (*.index.json), no .metadata, and not the files of all ranks of one model.",
         fix=fix,
     )
 

@@ -21,13 +21,13 @@ Pairs = Iterator[tuple[str, Node]]
 
 def saved_by_code(name: str, state: Dict) -> Pairs:
     """What a module of this class adds to its parameters and buffers, from its attributes."""
-    made = next((made for ending, made in _CLASSES.items() if name.endswith(ending)), None)
+    made = _writer(name)
     return made(state) if made is not None else iter(())
 
 
 def is_saved_by_code(module: Node) -> bool:
     """Whether what this module keeps beside its tables is known to be in its state dict."""
-    return type(module) is Object and any(module.name.endswith(ending) for ending in _CLASSES)
+    return type(module) is Object and _writer(module.name) is not None
 
 
 def in_text(state: Dict) -> Node:
@@ -88,6 +88,11 @@ _CLASSES: dict[str, Callable[[Dict], Pairs]] = {
     "bitsandbytes.nn.modules.Linear4bit": _of_bnb_4bit, "bitsandbytes.nn.modules.LinearNF4": _of_bnb_4bit,
     "bitsandbytes.nn.modules.LinearFP4": _of_bnb_4bit, "bitsandbytes.nn.modules.Linear8bitLt": _of_bnb_int8,
 }  # fmt: skip
+
+
+def _writer(name: str) -> Callable[[Dict], Pairs] | None:
+    """What a class saves; a program's state dict (`__torch__...`) has none of it."""
+    return None if name.startswith("__torch__") else next((made for end, made in _CLASSES.items() if name.endswith(end)), None)
 
 
 def _weight(state: Dict) -> Node:
