@@ -35,7 +35,13 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
         self._stack = ExitStack()
         self._checkpoint = self._stack.enter_context(open_whole(path))
         restore_named_ties(self._checkpoint.root, self._checkpoint.decoded.metadata)
-        self._tensors = {dotted(tensor.where): tensor for tensor in place_in(self._checkpoint, select).tensors}
+        self._tensors: dict[str, Tensor] = {}
+        for tensor in place_in(self._checkpoint, select).tensors:
+            if (name := dotted(tensor.where)) in self._tensors:
+                raise ConvertError(
+                    f"{self._checkpoint.path}: two tensors are called {name!r}.", fix="Open one: `select=WHERE`."
+                )
+            self._tensors[name] = tensor
         self._map_location = map_location
 
     def __enter__(self) -> Self:
@@ -82,7 +88,7 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
     def _entry(self, name: str) -> Entry:
         tensor = self._tensors.get(name)
         if tensor is None:
-            fix = did_you_mean(name, self._tensors) or f"ckpt inspect --all {self._checkpoint.path} lists the names."
+            fix = did_you_mean(str(name), self._tensors) or f"ckpt inspect --all {self._checkpoint.path} lists the names."
             raise NothingMatchedError(f"{self._checkpoint.path} has no tensor {name!r}.", fix=fix)
         return _plain(tensor, name)
 

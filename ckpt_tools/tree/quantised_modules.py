@@ -17,12 +17,16 @@ from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage
 
 Pairs = Iterator[tuple[str, Node]]
+_NEW = "made by code"
 
 
-def saved_by_code(name: str, state: Dict) -> Pairs:
-    """What a module of this class adds to its parameters and buffers, from its attributes."""
+def saved_by_code(name: str, state: Dict, prefix: str) -> Pairs:
+    """What a module of this class, below `prefix`, adds to its parameters and buffers, from its attributes."""
     made = _writer(name)
-    return made(state) if made is not None else iter(())
+    for name, node in made(state) if made is not None else ():
+        if type(node) is Entry and node.storage.key == _NEW:  # as torch makes it anew for each name
+            node = replace(node, storage=replace(node.storage, key=f"{prefix}{name} {id(state)}"))
+        yield name, node
 
 
 def is_saved_by_code(module: Node) -> bool:
@@ -51,8 +55,8 @@ def _of_packed(state: Dict) -> Pairs:
 def _of_linear(state: Dict) -> Pairs:
     scale, zero = state.get("scale"), state.get("zero_point")
     if type(scale) is float and type(zero) is int:
-        yield "scale", _scalar("scale", DTYPES["float32"], struct.pack("<f", scale))
-        yield "zero_point", _scalar("zero_point", DTYPES["int64"], struct.pack("<q", zero))
+        yield "scale", _made(DTYPES["float32"], struct.pack("<f", scale))
+        yield "zero_point", _made(DTYPES["int64"], struct.pack("<q", zero))
 
 
 def _of_bnb_4bit(state: Dict) -> Pairs:
@@ -69,22 +73,22 @@ def _of_bnb_4bit(state: Dict) -> Pairs:
         return
     yield from ((f"weight.{name}", node) for name, node in tensors.items())
     text = json.dumps(said).encode()
-    uint8, kind = DTYPES["uint8"], said["quant_type"]
-    storage = Storage(f"quant_state {id(state)}", uint8, len(text), "cpu", Literal(text))
-    yield f"weight.quant_state.bitsandbytes__{kind}", Entry(storage, uint8, (len(text),), (1,), 0)
+    yield f"weight.quant_state.bitsandbytes__{said['quant_type']}", _made(DTYPES["uint8"], text, (len(text),))
 
 
 def _of_bnb_int8(state: Dict) -> Pairs:
     scale = _attribute(_weight(state), "SCB") or _attributes(state.get("state")).get("SCB")
     if type(scale) is Entry:
         yield "SCB", scale
-        yield "weight_format", _scalar("weight_format", DTYPES["uint8"], b"\0")
+        yield "weight_format", _made(DTYPES["uint8"], b"\0")
 
 
 _CLASSES: dict[str, Callable[[Dict], Pairs]] = {
     ".quantized.modules.linear.LinearPackedParams": _of_packed,
     ".quantized.modules.linear.Linear": _of_linear,
     ".quantized.dynamic.modules.linear.Linear": _of_linear,
+    **dict.fromkeys(("linear_relu.LinearReLU", "linear_relu.LinearLeakyReLU", "linear_relu.LinearTanh"), _of_linear),
+    ".quantized.modules.functional_modules.QFunctional": _of_linear,
     "bitsandbytes.nn.modules.Linear4bit": _of_bnb_4bit, "bitsandbytes.nn.modules.LinearNF4": _of_bnb_4bit,
     "bitsandbytes.nn.modules.LinearFP4": _of_bnb_4bit, "bitsandbytes.nn.modules.Linear8bitLt": _of_bnb_int8,
 }  # fmt: skip
@@ -128,5 +132,5 @@ def _float32(node: Node) -> float | None:
     return float(struct.unpack("<f", read(replace(content, offset=content.offset + 4 * node.offset, length=4)))[0])
 
 
-def _scalar(name: str, dtype: DType, data: bytes) -> Entry:
-    return Entry(Storage(name, dtype, len(data), "cpu", Literal(data)), dtype, (), (), 0)
+def _made(dtype: DType, data: bytes, shape: tuple[int, ...] = ()) -> Entry:
+    return Entry(Storage(_NEW, dtype, len(data), "cpu", Literal(data)), dtype, shape, (1,) * len(shape), 0)

@@ -25,7 +25,9 @@ def told(value: Any) -> Any:
     if isinstance(value, tuple):
         return [told(part) for part in value]
     if isinstance(value, torch.Tensor) and value.is_quantized:
-        return value.int_repr().tolist(), value.q_scale(), value.q_zero_point()
+        by_channel = value.qscheme() is torch.per_channel_affine
+        scale = value.q_per_channel_scales().tolist() if by_channel else (value.q_scale(), value.q_zero_point())
+        return value.int_repr().tolist(), scale
     return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
@@ -53,6 +55,36 @@ def test_plain_weights_are_those_of_the_state_dict(kind: str, tmp_path: Path) ->
     one, two = (load_file(tmp_path / f"{number}.safetensors") for number in range(2))
     assert one.keys() == two.keys() == {"0.weight", "0.bias"}
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_layers_and_fused_ones(tmp_path: Path) -> None:
+    """Two linear layers, one of them under two names, and a fused one: the plain form is the model's own state dict."""
+    from torch import nn
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    dynamic = quantization.quantize_dynamic(nn.Sequential(shared, nn.Linear(4, 4), shared), {nn.Linear})
+    fused = quantization.fuse_modules(nn.Sequential(quantization.QuantStub(), nn.Linear(8, 4), nn.ReLU()).eval(), [["1", "2"]])
+    fused.qconfig = quantization.get_default_qconfig("fbgemm")
+    prepared = quantization.prepare(fused)
+    prepared(torch.randn(4, 8))
+    for model in (dynamic, quantization.convert(prepared)):
+        torch.save(model, tmp_path / "model.pth")
+        ckpt_tools.convert(tmp_path / "model.pth", tmp_path / "out.pth", objects="plain", overwrite=True)
+        made, own = torch.load(tmp_path / "out.pth", weights_only=False), model.state_dict()
+        assert [*made] == [*own]
+        assert {name: told(value) for name, value in made.items()} == {name: told(value) for name, value in own.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_a_model_are_those_of_its_state_dict(kind: str) -> None:
+    """`diff --values` and `stats` take both as the numbers that the codes stand for."""
+    model, state = QUANTISED / f"module_{kind}.pth", QUANTISED / f"module_{kind}.state.pth"
+    assert not ckpt_tools.diff(model, state, values=True).changed
+    one, two = ({row.name: row.numbers for row in ckpt_tools.stats(path).tensors} for path in (model, state))
+    assert one["0.weight"] == two["0.weight"] is not None
 
 
 def test_a_tensor_that_is_given_other_data_is_refused(tmp_path: Path) -> None:

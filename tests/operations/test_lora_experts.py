@@ -150,7 +150,8 @@ def test_grouped_factors(layout: str, tmp_path: Path) -> None:
     ("gone", "settings", "message"),
     [
         ("lora_down_B", {}, "do not multiply"), ("", {"use_dora": True}, "use_dora is true"),
-        ("", {"r": 3}, "fit none of"), ("adapter_config.json", {}, "has no adapter_config.json"),
+        ("", {"r": 3}, "fit none of"), ("half", {}, "fit none of"),
+        ("empty", {}, "do not multiply"), ("adapter_config.json", {}, "has no adapter_config.json"),
     ],
 )  # fmt: skip
 def test_grouped_factors_that_are_not_whole(gone: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -160,6 +161,10 @@ def test_grouped_factors_that_are_not_whole(gone: str, settings: dict[str, Any],
     save_file({name: value for name, value in load_file(path).items() if not gone or not name.endswith(gone)}, path)
     if gone.endswith("json"):
         (tmp_path / "a" / gone).unlink()
+    if gone in ("half", "empty"):  # of fewer experts than the base has
+        count = {"half": 1, "empty": 0}[gone]
+        save_file({name: value[:count].clone() for name, value in load_file(path).items()}, path)
+        ckpt_tools.inspect(path)
     name = "model.layers.0.mlp.experts"
     base = {
         f"{name}.gate_up_proj": torch.randn(EXPERTS, 2 * INNER, WIDTH),

@@ -207,12 +207,21 @@ SDXL = {
 }  # fmt: skip
 
 
+def skeleton(layout: str) -> list[str]:
+    """A module of every layer of SDXL's U-Net."""
+    if layout == "Stability":
+        names = [f"{kind}_blocks.{number}.0.in_layers.2" for kind in ("input", "output") for number in range(9)]
+        return [*names, "input_blocks.3.0.op", "input_blocks.6.0.op"]
+    kinds = (("down", 2), ("up", 3))
+    return [f"{kind}_blocks.{block}.resnets.{n}.conv1" for kind, count in kinds for block in range(3) for n in range(count)]
+
+
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("layout", ["diffusers", "Stability"])
 def test_kohyas_names_in_the_other_layout(layout: str, prefix: str, tmp_path: Path) -> None:
     """Each module of a U-Net gets its change by either name; with three layers a block nothing is guessed."""
     names = {**SDXL} if layout == "diffusers" else {other: own for own, other in SDXL.items()}
-    base = {f"{prefix}{name}.weight": torch.zeros(3, 4) for name in names}
+    base = {f"{prefix}{name}.weight": torch.zeros(3, 4) for name in {**names, **dict.fromkeys(skeleton(layout))}}
     adapter: Tensors = {}
     for number, name in enumerate(names.values(), 1):
         flat = f"lora_unet_{name.replace('.', '_')}"
@@ -224,9 +233,8 @@ def test_kohyas_names_in_the_other_layout(layout: str, prefix: str, tmp_path: Pa
     assert [made[f"{prefix}{name}.weight"].unique().tolist() for name in names] == [
         [float(n)] for n in range(1, len(names) + 1)
     ]
-    other = base | {f"{prefix}down_blocks.0.resnets.2.conv1.weight": torch.zeros(3, 4)}
-    other.pop(f"{prefix}input_blocks.3.0.op.weight", None)
-    save_file(other, tmp_path / "other.safetensors")
+    more = "down_blocks.1.resnets.2.conv1" if layout == "diffusers" else "input_blocks.9.0.in_layers.2"
+    save_file(base | {f"{prefix}{more}.weight": torch.zeros(3, 4)}, tmp_path / "other.safetensors")
     with pytest.raises(ConvertError, match="are not in"):
         ckpt_tools.convert(tmp_path / "other.safetensors", tmp_path / "out2.safetensors", lora=tmp_path / "lora.safetensors")
 
@@ -269,3 +277,27 @@ def test_differences(tmp_path: Path, flat: bool) -> None:
         save_file(adapter | wrong, tmp_path / "lora.safetensors")
         with pytest.raises(ConvertError, match=words):
             ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "no.safetensors", lora=tmp_path / "lora.safetensors")
+
+
+@pytest.mark.parametrize(
+    "names", [("transformer.a", "transformer_2.a"), ("lora_te1_a", "lora_te2_a"), ("unet.a", "lora_unet_a")]
+)
+def test_two_modules_for_one_tensor_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    """Twin components have modules of the same names: the base is of one of them."""
+    adapter: Tensors = {}
+    for name in names:
+        down, up = ("lora_down", "lora_up") if name.startswith("lora_") else ("lora_A", "lora_B")
+        adapter |= {f"{name}.{down}.weight": torch.randn(2, 4), f"{name}.{up}.weight": torch.randn(4, 2)}
+    save_file({"a.weight": torch.randn(4, 4)}, tmp_path / "base.safetensors")
+    save_file(adapter, tmp_path / "lora.safetensors")
+    with pytest.raises(ConvertError, match="changes of two modules for"):
+        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "lora.safetensors")
+
+
+def test_magnitudes_of_columns_are_refused(tmp_path: Path) -> None:
+    """LyCORIS' dora_scale [1, in] is not that of the rows, whatever the weight's shape."""
+    adapter = {"lora_unet_a.lora_down.weight": torch.randn(2, 4), "lora_unet_a.lora_up.weight": torch.randn(4, 2)}
+    save_file({"a.weight": torch.randn(4, 4)}, tmp_path / "base.safetensors")
+    save_file(adapter | {"lora_unet_a.dora_scale": torch.rand(1, 4)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ConvertError, match="a magnitude for each column"):
+        ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "lora.safetensors")

@@ -65,6 +65,18 @@ def test_a_part_is_refused(part: bytes, tmp_path: Path) -> None:
         repair(tmp_path / "__0_0.distcp", tmp_path / "out.pth")
 
 
+def test_a_tensor_that_holds_a_file_is_cut(tmp_path: Path) -> None:
+    """What was whole before it is saved, and that something follows is said."""
+    blob = torch.frombuffer(bytearray(one(7.0)), dtype=torch.uint8)
+    torch.save({"first": torch.ones(500), "blob": blob, "last": torch.ones(500)}, tmp_path / "in.pth")
+    data = (tmp_path / "in.pth").read_bytes()
+    (tmp_path / "in.pth").write_bytes(data[: data.rindex(b"archive/data/0")])
+    report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert report.exit_code == 1
+    assert torch.equal(torch.load(tmp_path / "out.pth")["first"], torch.ones(500))
+    assert list(torch.load(tmp_path / "out.pth")) == ["first"]
+
+
 def test_two_archives_are_not_joined(tmp_path: Path) -> None:
     """Whatever is zeros in a file of two: a tensor that is written is that of its own pickle."""
     for parts in ([one(1.0), one(2.0)], [one(1.0), one(2.0), one(3.0)]):

@@ -94,3 +94,11 @@ def test_load_code_is_found_at_the_top() -> None:
         f"assert len(load_state_dict({str(FIXTURES / 'single.pth')!r})) and 'torch' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_two_tensors_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
+    """Neither would be the one that is meant; a name of another type is none."""
+    torch.save({"model.w": torch.ones(2), "model": {"w": torch.zeros(2)}}, tmp_path / "two.pth")
+    with pytest.raises(ConvertError, match="two tensors are called"):
+        ckpt_tools.open(tmp_path / "two.pth")
+    assert ckpt_tools.open(FIXTURES / "single.pth").get(3) is None  # type: ignore[call-overload]

@@ -51,6 +51,7 @@ class Change:
     config: Config = field(default_factory=Config)
     parameters: Sequence[str] = ()  # of the module, which the factors may be for by `target_parameters`
     experts: int = 1
+    grouped: bool = False  # NeMo's: [in, out] whatever the version, and it says its experts
 
     @property
     def rank(self) -> int:
@@ -136,12 +137,13 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             config = _config_of(flats[key], configs, roles, path)
             adapter.changes.append(_grouped(flats[key], roles, config, parts.values(), path))
             continue
-        adapter.differences += _differences(flats[key], roles, path)
-        if roles.keys() <= {"alpha"}:
+        differences = [*_differences(flats[key], roles, path)]
+        adapter.differences += differences
+        if differences and roles.keys() <= {"alpha"}:
             continue
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     _check_chains(adapter.changes, path)
-    if not adapter.changes:
+    if not (adapter.changes or adapter.differences):
         raise ConvertError(
             f"{path} holds no LoRA: none of its {len(tensors)} tensors is called lora_A, lora_down or the like.",
             why=f"It has {some(list(tensors))}." if tensors else "",
@@ -256,6 +258,15 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
     if config.rank is not None and not config.rank_pattern and not parameters and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
     _check_whole(part, roles, config, path)
+    magnitude = roles.get("magnitude")
+    if (
+        magnitude is not None
+        and magnitude[0].endswith(".dora_scale")
+        and magnitude[1].shape[:1] == (1,) != magnitude[1].shape[1:2]
+    ):
+        raise ConvertError(
+            f"{path}: {magnitude[0]!r} is {list(magnitude[1].shape)}, a magnitude for each column, which is not merged here."
+        )
     extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
     if part.wrapped > 1 and not parameters:
         raise ConvertError(
@@ -274,7 +285,14 @@ def _grouped(
     """NeMo's factors [experts, in, rank] and [experts, rank, out], laid out as PEFT has those of a parameter."""
     module = part.module.rpartition(".")[0]
     (down, a), (up, b) = (roles.get(role, ("", None)) for role in ("grouped_down", "grouped_up"))
-    if a is None or b is None or len(a.shape) != 3 or (a.shape[0], a.shape[2]) != b.shape[:2] or len(b.shape) != 3:
+    if (
+        a is None
+        or b is None
+        or not a.numel
+        or len(a.shape) != 3
+        or (a.shape[0], a.shape[2]) != b.shape[:2]
+        or len(b.shape) != 3
+    ):
         shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
         raise ConvertError(
             f"{path}: the factors of {part.module!r} do not multiply: {shapes}.",
@@ -289,6 +307,7 @@ def _grouped(
         module, part.component, part.flat, _laid_out(a, (0, 2, 1), (experts * rank, into)),
         _laid_out(b, (2, 1, 0), (b.shape[2], rank * experts)), _scale(part, roles, config, rank), config=config,
         parameters=[one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in beside], experts=experts,
+        grouped=True,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def assigned(
     if len({one.name for _, one, _ in pairs}) != len(pairs):
         raise ConvertError(f"{adapter.path} has factors twice for one parameter of {module!r}: {shown}.")
     sure = {way for _, _, ways in pairs if len(ways) == 1 for way in ways}
-    return [(change, one, _turned(one, ways, sure, adapter)) for change, one, ways in pairs]
+    return [(change, one, _turned(change, one, ways, sure, adapter)) for change, one, ways in pairs]
 
 
 def _fitted(change: Change, one: Parameter) -> tuple[Change, set[bool]]:
@@ -119,17 +119,19 @@ def _fitted(change: Change, one: Parameter) -> tuple[Change, set[bool]]:
     ways = {False} if (out, into) == (rows, columns) else set()
     if (into, out) == (rows, columns) and one.experts > 1:  # of one alone PEFT makes [out, in] in any case
         ways.add(True)
-    if not ways or rank * one.experts != down:
+    if not ways or rank * one.experts != down or (change.grouped and change.experts != one.experts):
         return change, set()
     return replace(change, experts=one.experts, scale=change.config.scale(key, rank)), ways
 
 
-def _turned(one: Parameter, ways: set[bool], sure: set[bool], adapter: Adapter) -> bool:
+def _turned(change: Change, one: Parameter, ways: set[bool], sure: set[bool], adapter: Adapter) -> bool:
     """Whether the rows are `in`: by the shape, or of a square one by the module's others, or by the version."""
     known = ways if len(ways) == 1 else sure
     if len(known) == 1:
         return next(iter(known))
-    version = adapter.version
+    if change.grouped and len(one.pieces) > 1:  # a weight of one expert is [out, in]
+        return False
+    version = (0, 0) if change.grouped else adapter.version
     if (0, 0) < version <= _TURNED:
         return True
     if version >= _BY_MODULE and len(one.pieces) > 1:  # transformers' modules that say `is_transposed` are not written so

@@ -129,9 +129,9 @@ def in_other_layout(paths: Collection[str]) -> Iterator[tuple[str, str]]:
     prefix = next(prefix for prefix in _UNET if not prefix or any(path.startswith(prefix) for path in paths))
     here = {path[len(prefix) :] for path in paths if path.startswith(prefix)}
     layouts, inner = _LAYOUTS, _IN_RESNETS
-    if "input_blocks.3.0.op" in here:
+    if _is_stabilitys(here):
         layouts, inner = [(other, own) for own, other in layouts], [(other, own) for own, other in inner]
-    elif "down_blocks.0.resnets.1.conv1" not in here or "down_blocks.0.resnets.2.conv1" in here:
+    elif not _is_diffusers(here):
         return
     in_resnets = dict(inner)
     for path in here:
@@ -139,3 +139,24 @@ def in_other_layout(paths: Collection[str]) -> Iterator[tuple[str, str]]:
             if f"{path}.".startswith(f"{own}."):
                 rest = path[len(own) + 1 :]
                 yield prefix + path, ".".join(filter(None, (prefix + other, in_resnets.get(rest, rest))))
+
+
+def _is_stabilitys(paths: Collection[str]) -> bool:
+    """Whether a U-Net has two layers a block: its blocks are three numbers long, and the last of a block halves the size."""
+    found = {
+        kind: {int(path.split(".")[1]) for path in paths if path.startswith(f"{kind}_blocks.")} for kind in ("input", "output")
+    }
+    halving = [number for number in found["input"] if f"input_blocks.{number}.0.op" in paths]
+    whole = set(range(3 * len(halving) + 3))
+    return bool(halving) and set(halving) == {number for number in whole if number and number % 3 == 0} and (
+        found["input"] == found["output"] == whole
+    )  # fmt: skip
+
+
+def _is_diffusers(paths: Collection[str]) -> bool:
+    """Whether every block down has two layers, and every block up three."""
+    layers: dict[tuple[str, str], set[str]] = {}
+    for path in paths:
+        if found := re.match(r"(down|up)_blocks\.(\d{1,3})\.resnets\.(\d{1,3})\.", path):
+            layers.setdefault((found[1], found[2]), set()).add(found[3])
+    return bool(layers) and all(own == ({"0", "1"} if kind == "down" else {"0", "1", "2"}) for (kind, _), own in layers.items())

@@ -115,6 +115,7 @@ class Planning:
         self.report = Merged(given, weight)
         self.turned = Turned(adapter, base.tensors)
         self.scales: set[float] = set()
+        self.taken: dict[str, str] = {}  # a tensor of the base -> the module of the adapter that changes it
         self.read = functools.lru_cache(maxsize=4)(read)  # a factor of all experts, for one after the other
 
     def run(self) -> Merged:
@@ -155,6 +156,7 @@ class Planning:
         self.turned.learn((change, base.weight(partners[path])) for path, change in plain.items())
         for path, chain in chains.items():
             if path in plain:
+                self.take(base.names[partners[path]], chain[0], is_tied=path in tied)
                 self.add(chain[0], partners[path])
             else:
                 self.add_parameters(chain, self.targeted(path, partners[path], chains))
@@ -175,6 +177,7 @@ class Planning:
             down, up = _matrix(change.down, change), _matrix(change.up, change)
             for name, first in parameter.pieces:
                 self.check_plain(name.removesuffix(".weight"))
+                self.take(name, change)
                 self.base.entry(name)
                 delta = Delta(
                     down, up, change.scale * self.weight, turned=turned, narrow=True,
@@ -182,6 +185,16 @@ class Planning:
                 )  # fmt: skip
                 self.plans.change(name, self.given, delta)
             self.count(change)
+
+    def take(self, name: str, change: Change | Difference, *, is_tied: bool = False) -> None:
+        """Raise ConvertError where two modules of the adapter change one tensor, as those of twin components do."""
+        own = f"{change.component}: {change.module}" if change.component else change.module
+        if not is_tied and self.taken.setdefault(name, own) != own:
+            raise ConvertError(
+                f"{self.given} has changes of two modules for {name!r}: {self.taken[name]!r} and {own!r}.",
+                why="Only one of them is of this base.",
+                fix=f"Make adapters of one component each: `keep={change.component or 'NAME'}*`.",
+            )
 
     def count(self, change: Change) -> None:
         self.report.modules += 1
@@ -254,6 +267,7 @@ class Planning:
                 why=_OTHER_MODEL,
             )
         self.check_plain(known[0])
+        self.take(name, difference)
         if self.base.entry(name).shape != entry.shape:
             raise ConvertError(
                 f"{self.given}: the difference of {name!r} is {list(entry.shape)}; it is {list(self.base.entry(name).shape)}."

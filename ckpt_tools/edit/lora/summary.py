@@ -77,7 +77,7 @@ def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
 def _grouped(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
     """NeMo's factors [experts, in, rank] and [experts, rank, out], with the shapes that PEFT's have."""
     down, up = roles.get("grouped_down"), roles.get("grouped_up")
-    if down is None or up is None or len(down.shape) != 3 or (down.shape[0], down.shape[2]) != up.shape[:2]:
+    if down is None or up is None or not down.numel or len(down.shape) != 3 or (down.shape[0], down.shape[2]) != up.shape[:2]:
         return None
     experts, into, rank = down.shape
     return replace(down, shape=(experts * rank, into)), replace(up, shape=(up.shape[2], experts * rank))

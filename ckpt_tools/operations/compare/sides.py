@@ -108,6 +108,10 @@ def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tens
     from ckpt_tools.edit.quantised.config import read_config
     from ckpt_tools.edit.quantised.dequantising import as_meant
 
+    if place.has_modules:
+        from ckpt_tools.edit.slimming import modules_as_state_dicts
+
+        place.root = modules_as_state_dicts(place.locate())
     done = as_meant(place.locate(), read_config(place), parts=plain == "beside")
     for listed in ("tensors", "state_dicts"):  # before the exchange
         vars(place).pop(listed, None)

@@ -55,11 +55,17 @@ def salvage_zip(source: Source, *, keep_damaged: bool) -> Salvaged:
     walked = walk_zip(source)
     if any(re.search(PROGRAM, found.name) for found in walked.records):
         raise no_program(str(source.path))
-    if source.path.suffix == _PART or len(pickles_of(walked.records)) > 1 or _goes_on(source, walked.records):
+    later = sorted(found.header for found in pickles_of(walked.records))[1:2]
+    walked.records = [found for found in walked.records if not later or found.header < later[0]]  # the first archive's
+    if source.path.suffix == _PART or _goes_on(source, walked.records):
         raise _several_archives(source.path)
     salvaged = salvage_walked(source, walked, keep_damaged=keep_damaged)
     if any(name.module.split(".")[0] == "__torch__" for name in salvaged.decoded.globals):  # cut before its code
         raise no_program(str(source.path))
+    if later:
+        salvaged.notes.append(
+            ("several-archives", f"Another archive begins at byte {later[0]}: what is behind that is left out.")
+        )
     return salvaged
 
 

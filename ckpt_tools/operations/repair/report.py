@@ -11,7 +11,7 @@ from ckpt_tools.text import brief, notebook
 # Notes about what could not be saved, or what was written and is not to be loaded.
 _UNSAVED = (
     "assumed-byteorder", "damaged-names", "damaged-pickle", "damaged-values", "dangerous", "enclosed",
-    "mixed-writers", "unproved-places",
+    "mixed-writers", "several-archives", "unproved-places",
 )  # fmt: skip
 
 
