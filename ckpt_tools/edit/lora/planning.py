@@ -149,6 +149,9 @@ class Planning:
         found = modules.find([path for path in chains if path not in tied], flat=changes[0].flat, fits=may_be)
         if found.way is None:
             raise _no_partners(self.given, base.path, changes, found)
+        if found.way.strip and found.way.add:
+            text = f"{self.given}: what it names below {found.way.strip!r} is what {base.path} has below {found.way.add!r}."
+            self.plans.notes.append(("adapter-names", text))
         for module in found.partners.values():
             self.check_plain(module)
         partners = {**found.partners, **tied}
