@@ -28,7 +28,6 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
-from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
 from ckpt_tools.tree.nodes import Entry, Global, List, as_dict
@@ -167,6 +166,8 @@ def describe_cut(source: Source) -> DamagedFileError:
 def _count(source: Source) -> tuple[int, int, str]:
     """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
     sizes: dict[str, int] = {}
+    from ckpt_tools.pickling.stream import Part, Pickles  # few files need it
+
     entries: list[str] | None = None
     storages = Storages(lambda _key, _nbytes: Literal(b""))
     whole: set[str] = set()

@@ -7,15 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, passing, total
+from ckpt_tools.io.content import CHUNK, Checksum, Content, Joined, Late, Piece, Range, chunks, total
 from ckpt_tools.io.output import Output, Source, free_bytes, no_space, output_error, output_errors, reserve
 
 Progress: TypeAlias = Callable[[int, int], None]
+Step: TypeAlias = Callable[[], None]
 
 # From this size on the kernel copies a range by itself (and shares the blocks where the file system can); below it, a
 # trip through the buffer costs fewer system calls. Of a range that moves to another offset modulo 64 KiB, the buffer is faster.
@@ -25,7 +27,8 @@ _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, er
 _CLONED_FROM = 32 << 20  # below this a copy takes less time than a thread is worth
 _STEP, _STEP_SECONDS = 64 << 20, 0.1  # a step grows while it takes less: after each the thread waits for Python's lock
 _ZIP = b"PK\x03\x04"
-_BUFFER = 1 << 20  # bytes: what is read should still be in the cache when it is summed up and written
+_BUFFER = 1 << 20  # bytes: what two cores hand on should stay in their cache
+_BUFFERS = 4
 
 
 class Clone:
@@ -92,89 +95,137 @@ class Clone:
 
 
 def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
-    """Write the pieces in order and return the number of bytes. Memory stays at two buffers of 1 MiB."""
+    """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 1 MiB."""
     loop = _Loop(output, total(pieces), progress, clone)
     if clone is None or not clone.done:
         reserve(output.fd, loop.size)
-    while clone is not None and clone.is_running(0.1):
-        if progress is not None:
-            progress(min(clone.done, loop.size), loop.size)
-    with loop.pool:
+    try:
+        while clone is not None and clone.is_running(0.1):
+            if progress is not None:
+                progress(min(clone.done, loop.size), loop.size)
         for piece in pieces:
             loop.add(piece.content, piece.checksum)
         loop.drain()
+    finally:
+        loop.close()
     if clone is not None:
         with output_errors(output.target):
             os.ftruncate(output.fd, loop.position)
     return loop.position
 
 
+class _Buffer:
+    """Room for bytes, `fill` of which are taken, and the steps to do once they are all there."""
+
+    __slots__ = ("data", "fill", "steps")
+
+    def __init__(self, size: int) -> None:
+        self.data = memoryview(bytearray(size))
+        self.fill = 0
+        self.steps: list[Step] = []
+
+    @property
+    def room(self) -> int:
+        return len(self.data) - self.fill
+
+    def take(self, length: int) -> memoryview:
+        """The next bytes, up to `length` of them, for the caller to fill."""
+        part = self.data[self.fill : self.fill + length]
+        self.fill += len(part)
+        return part
+
+
 class _Loop:
-    """The pieces one after another; `position` is where the next byte goes, once the buffer is written."""
+    """The pieces one after another; `position` is where the next byte goes.
+
+    The caller fills a buffer, while one thread sums up the ones before it, and another writes those that are summed up
+    (one thread that writes, or executors of concurrent.futures, took 8 to 19 % longer for 300 MB).
+    """
 
     def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None) -> None:
         self.output, self.size, self.progress, self.clone = output, size, progress, clone
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
-        self.pool = ThreadPoolExecutor(1)  # writes one buffer while the caller fills the other
-        self.written: Future[None] | None = None
-        self.fill = 0
-        self.buffer, self.other = (memoryview(bytearray(min(_BUFFER, max(size, 1)))) for _ in range(2))
+        self.buffer = _Buffer(min(_BUFFER, max(size, 1)))
+        self.threads: list[threading.Thread] = []
+        self.free: SimpleQueue[_Buffer] = SimpleQueue()
+        self.filled: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.summed: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self.failure: BaseException | None = None
 
     def add(self, content: Content | Late, checksum: Checksum | None) -> None:
         if isinstance(content, Joined):
             for part in content.parts:
                 self.add(part, checksum)
+        elif isinstance(content, Late):
+            self.late(content, checksum)
         elif isinstance(content, Range):
             self.range(content, checksum)
         else:
-            for chunk in (content.make(),) if isinstance(content, Late) else chunks(content):
-                self.append(memoryview(chunk), checksum)
+            for chunk in chunks(content):
+                self.append(chunk, checksum)
 
     def range(self, content: Range, checksum: Checksum | None) -> None:
         source, offset, left = content.source, content.offset, content.length
         if checksum is None and offset == self.position and self.clone is not None and self.clone.holds(source, offset, left):
-            self.drain()
-            with output_errors(self.output.target):
-                os.lseek(self.output.fd, left, os.SEEK_CUR)
-            self.advance(left)
+            self.pass_over(content)
             return
-        is_checked = checksum is not None or (offset, left) in source.expected
-        if not is_checked and left >= _KERNEL_COPY and (offset - self.position) % _CONGRUENT == 0 and source.fd >= 0:
-            copied = self.copy_in_kernel(source, offset, left)
+        expected = source.expected.pop((offset, left), None)
+        own = None if expected is None else Checksum(left, *expected)
+        if checksum is None and own is None and self.is_for_kernel(content):
+            copied = self.copy_in_kernel(content)
             offset, left = offset + copied, left - copied
-        with passing(content) as check:
-            while left:
-                if self.fill == len(self.buffer):
-                    self.flush()
-                part = self.buffer[self.fill : self.fill + left]
-                source.read_into(offset, part)
-                check(part)
-                if checksum is not None:
-                    checksum.update(part)
-                self.fill += len(part)
-                offset, left = offset + len(part), left - len(part)
-                self.advance(len(part))
+        while left:
+            part = self.part(left, checksum, own)
+            source.read_into(offset, part)
+            offset, left = offset + len(part), left - len(part)
 
-    def append(self, data: memoryview, checksum: Checksum | None) -> None:
-        if checksum is not None:
-            checksum.update(data)
-        if len(data) > len(self.buffer) - self.fill:
+    def is_for_kernel(self, content: Range) -> bool:
+        congruent = (content.offset - self.position) % _CONGRUENT == 0
+        return self.kernel_copy and content.length >= _KERNEL_COPY and congruent and content.source.fd >= 0
+
+    def pass_over(self, content: Range) -> None:
+        """Leave a range where it is already."""
+        self.drain()
+        with output_errors(self.output.target):
+            os.lseek(self.output.fd, content.length, os.SEEK_CUR)
+        self.advance(content.length)
+
+    def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
+        left = memoryview(data)
+        while len(left):
+            part = self.part(len(left), checksum)
+            part[:] = left[: len(part)]
+            left = left[len(part) :]
+
+    def late(self, content: Late, checksum: Checksum | None) -> None:
+        """Bytes that are known once all before them have been summed up."""
+        if content.length > self.buffer.room:
             self.flush()
-        if len(data) > len(self.buffer):
+        if content.length > self.buffer.room:
             self.drain()
-            self.write(data)
-        else:
-            self.buffer[self.fill : self.fill + len(data)] = data
-            self.fill += len(data)
-        self.advance(len(data))
+            self.append(content.make(), checksum)
+            return
+        part = self.part(content.length)
+        self.buffer.steps.append(partial(_fill, part, content.make))
+        if checksum is not None:
+            self.buffer.steps.append(partial(checksum.update, part))
 
-    def copy_in_kernel(self, source: Source, offset: int, length: int) -> int:
+    def part(self, length: int, *checksums: Checksum | None) -> memoryview:
+        """Room in the buffer for up to `length` bytes, which count into the checksums."""
+        if not self.buffer.room:
+            self.flush()
+        part = self.buffer.take(length)
+        self.buffer.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
+        self.advance(len(part))
+        return part
+
+    def copy_in_kernel(self, content: Range) -> int:
         """Copy without the bytes passing through this process; how many, where the kernel cannot (go on)."""
         self.drain()
         done = 0
-        while self.kernel_copy and done < length:
-            count = self.copy_some(source, offset + done, min(length - done, 16 * CHUNK))
+        while self.kernel_copy and done < content.length:
+            count = self.copy_some(content.source, content.offset + done, min(content.length - done, 16 * CHUNK))
             if not count:  # the source has shrunk, which the buffer loop says, or a file system that copies nothing
                 break
             done += count
@@ -196,20 +247,61 @@ class _Loop:
             return 0
 
     def flush(self) -> None:
-        """Send the buffer on its way, and take the other."""
-        if self.written is not None:
-            self.written.result()
-        data, self.fill = self.buffer[: self.fill], 0
-        self.written = self.pool.submit(self.write, data)
-        self.buffer, self.other = self.other, self.buffer
+        """Send the buffer on its way, and take a free one."""
+        if self.size <= _BUFFER:
+            self.sum_up(self.buffer)
+            self.write(self.buffer)
+        else:
+            if not self.threads:
+                self.start()
+            self.filled.put(self.buffer)
+            self.buffer = self.free.get()
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self) -> None:
+        for _ in range(_BUFFERS - 1):
+            self.free.put(_Buffer(_BUFFER))
+        stages = (self.sum_up, self.filled, self.summed.put), (self.write, self.summed, self.free.put)
+        self.threads = [threading.Thread(target=self.stage, args=stage, daemon=True) for stage in stages]
+        for thread in self.threads:
+            thread.start()
+
+    def stage(
+        self, work: Callable[[_Buffer], None], source: SimpleQueue[_Buffer | None], hand_on: Callable[[_Buffer], None]
+    ) -> None:
+        """In a thread: do the work on buffers as they come, until something has failed, and hand them on."""
+        while (buffer := source.get()) is not None:
+            try:
+                if self.failure is None:
+                    work(buffer)
+            except BaseException as error:  # for the caller's thread
+                self.failure = error
+            hand_on(buffer)
 
     def drain(self) -> None:
         """Flush, and wait until everything is written."""
-        self.flush()
-        if self.written is not None:
-            self.written.result()
+        if self.buffer.fill:
+            self.flush()
+        if self.threads:
+            for buffer in [self.free.get() for _ in range(_BUFFERS - 1)]:
+                self.free.put(buffer)
+        if self.failure is not None:
+            raise self.failure
 
-    def write(self, data: memoryview) -> None:
+    def close(self) -> None:
+        """Let the threads end."""
+        for thread, queue in zip(self.threads, (self.filled, self.summed), strict=False):
+            queue.put(None)
+            thread.join()
+
+    def sum_up(self, buffer: _Buffer) -> None:
+        for step in buffer.steps:
+            step()
+        buffer.steps = []
+
+    def write(self, buffer: _Buffer) -> None:
+        data, buffer.fill = buffer.data[: buffer.fill], 0
         while len(data):
             try:
                 count = os.write(self.output.fd, data)
@@ -224,3 +316,7 @@ class _Loop:
         before, self.position = self.position, self.position + count
         if self.progress is not None and (before // CHUNK != self.position // CHUNK or self.position == self.size):
             self.progress(self.position, self.size)
+
+
+def _fill(part: memoryview, make: Callable[[], bytes]) -> None:
+    part[:] = make()

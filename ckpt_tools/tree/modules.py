@@ -13,7 +13,6 @@ from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Where
-from ckpt_tools.tree.quantised_modules import plain_weight, saved_by_code
 from ckpt_tools.tree.visit import component
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
@@ -83,6 +82,8 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
 
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
     """Names and values in the order of `state_dict()`, Parameters as they are."""
+    from ckpt_tools.tree.quantised_modules import plain_weight, saved_by_code  # few files need it
+
     for prefix, node, state in submodules(module):
         hidden = hidden_names(state)
         buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]

@@ -6,7 +6,6 @@ Sources: torch/ao/nn/quantized/modules/linear.py (`LinearPackedParams`, `Linear`
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,6 +71,8 @@ def _of_bnb_4bit(state: Dict) -> Pairs:
     if None in said.values() or not all(type(node) is Entry for node in tensors.values()):
         return
     yield from ((f"weight.{name}", node) for name, node in tensors.items())
+    import json
+
     text = json.dumps(said).encode()
     yield f"weight.quant_state.bitsandbytes__{said['quant_type']}", _made(DTYPES["uint8"], text, (len(text),))
 

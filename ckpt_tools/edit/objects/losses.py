@@ -15,7 +15,6 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
-from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
 from ckpt_tools.tree.visit import reachable, walk
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
@@ -71,6 +70,8 @@ def in_state_dicts(root: Node) -> Iterator[Tensor]:
 
 def outside_state(root: Node) -> set[int]:
     """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew."""
+    from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
+
     found: set[int] = set()
     for module in filter(is_module, reachable(root, bare=False)):
         state = attributes(module)
@@ -85,6 +86,8 @@ def outside_state(root: Node) -> set[int]:
 
 def packed_tensors(root: Node) -> list[Where]:
     """The tensors of modules that only their own code puts into a state dict: quantised layers pack their weights."""
+    from ckpt_tools.tree.quantised_modules import is_saved_by_code
+
     packed: set[int] = set()
     for module in filter(is_module, reachable(root, bare=False)):
         state = attributes(module)
