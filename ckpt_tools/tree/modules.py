@@ -90,7 +90,7 @@ def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
         for name, value in (*mapping(state.get("_parameters")), *buffers):
             if value is not None:
                 yield f"{prefix}{component(name)}", plain_weight(value)
-        yield from ((f"{prefix}{name}", value) for name, value in saved_by_code(node.name, state, prefix))
+        yield from ((f"{prefix}{name}", value) for name, value in saved_by_code(module, node.name, state, prefix))
 
 
 def hidden_names(state: Dict) -> frozenset[str]:

@@ -14,18 +14,20 @@ from typing import Any
 from ckpt_tools.io.content import Literal, Range, read
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage
+from ckpt_tools.tree.visit import reachable
 
 Pairs = Iterator[tuple[str, Node]]
 _NEW = "made by code"
 
 
-def saved_by_code(name: str, state: Dict, prefix: str) -> Pairs:
-    """What a module of this class, below `prefix`, adds to its parameters and buffers, from its attributes."""
+def saved_by_code(model: Object, name: str, state: Dict, prefix: str) -> Pairs:
+    """What a module of this class, below `prefix` in a model, adds to its parameters and buffers, from its attributes."""
     made = _writer(name)
-    for name, node in made(state) if made is not None else ():
+    for own, node in made(state) if made is not None else ():
         if type(node) is Entry and node.storage.key == _NEW:  # as torch makes it anew for each name
-            node = replace(node, storage=replace(node.storage, key=f"{prefix}{name} {id(state)}"))
-        yield name, node
+            of = next((below.key for below in reachable(model) if type(below) is Storage), "")  # no other model's
+            node = replace(node, storage=replace(node.storage, key=f"{prefix}{own} of {of}"))
+        yield own, node
 
 
 def is_saved_by_code(module: Node) -> bool:
