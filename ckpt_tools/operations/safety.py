@@ -77,7 +77,7 @@ class Safety:
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
-        return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
+        return "safe: no code in it" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data: the contract of docs/json.md."""
