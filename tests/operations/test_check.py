@@ -214,7 +214,7 @@ def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
     mixed = FIXTURES / "mixed_devices.pth"
     assert devices(mixed, device="cuda:3") == [("problem", "tensors are on mps: not there on a machine with cuda:3")]
     assert devices(mixed, device="cuda:2") == [("problem", "tensors are on mps, cuda:3: not there on a machine with cuda:2")]
-    assert devices(mixed, device="mps") == [("problem", "storages tagged cuda:0, cuda:3: not there on a machine with mps")]
+    assert devices(mixed, device="mps") == [("problem", "tensors are on cuda:0, cuda:3: not there on a machine with mps")]
     assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
     assert devices(FIXTURES / "cuda.pth", device="cpu")
     apple = tmp_path / "apple.pth"
