@@ -124,8 +124,8 @@ HARMFUL = named(
     "pandas.io.pickle:read_pickle joblib:load joblib.numpy_pickle:load logging:FileHandler itertools:starmap,accumulate,"
     "takewhile,dropwhile,filterfalse,groupby copyreg:add_extension codecs:open,decode,encode,lookup enum:Enum"
 )
-# Names that lead to a module wherever they stand last, but those shared with functions, as `torch.trace`; and what runs programs
-# and loads libraries, wherever it is taken from.
+# Names that lead to a module wherever they stand last, but for those of functions, as `torch.trace`; and what runs programs and
+# loads libraries.
 LEAD_TO_HARM = (HARMFUL_MODULES - _words("code commands platform profile signal timeit trace")) | _words(
     "Popen CDLL PyDLL OleDLL WinDLL"
 )

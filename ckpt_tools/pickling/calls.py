@@ -34,7 +34,8 @@ _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs
 # Opcodes that take nothing from the stack: a pickle begins with one.
 _STARTS = frozenset(b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97")
 _SHORTEST = 8  # bytes of a pickle that makes a call
-_BYTEARRAY, _STR, _STORAGE = (Global("builtins", "bytearray"), Global("builtins", "str"), Global("torch.storage", "UntypedStorage"))
+_BYTEARRAY, _STR = Global("builtins", "bytearray"), Global("builtins", "str")
+_STORAGE = Global("torch.storage", "UntypedStorage")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _KEY = 2  # in the persistent id of a storage
 _MODULE = ("module", b"module")
@@ -186,8 +187,9 @@ class Lister(ArrayMachine):
             return kind
         if type(pid) not in PLAIN and kind not in _KINDS:
             self.rate("unknown", _PERSISTENT, (pid,))
-        if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
-            self.kinds[pid[_KEY]] = pid[1]
+        key = pid[_KEY] if type(pid) is tuple and len(pid) > _KEY else None
+        if type(key) is str and type(pid) is tuple:
+            self.kinds[key] = pid[1]
         return Object("none", _STORAGE, ())
 
     def _check_callable(self, function: Node) -> None:

@@ -179,7 +179,7 @@ def _is_of_typing(given: _Given) -> bool:
 
 
 _CONSTANTS = (None, *named("builtins:Ellipsis,NotImplemented"))
-_OR = named("operator:or_ _operator:or_")
+_OR = (*named("operator:or_ _operator:or_"),)
 # What calls of these may be given, and what they are with any other arguments.
 _JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
     name: (is_harmless, otherwise)
@@ -191,7 +191,7 @@ _JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
         ("operator:itemgetter", lambda given: PLAIN.issuperset(map(type, given)), _RATINGS[2]),
         ("operator:getitem _operator:getitem", _is_of_typing, _RATINGS[2]),
         # `functools.reduce(or_, types)`: int | None
-        ("functools:reduce _functools:reduce", lambda given: len(given) == 2 and type(given[0]) is Global and given[0] in _OR, _RATINGS[2]),
+        ("functools:reduce _functools:reduce", lambda given: len(given) == 2 and given[0] in _OR, _RATINGS[2]),
     )
     for name in named(names)
 }
@@ -244,17 +244,19 @@ def _text(node: Node, depth: int) -> str:
         return repr(node)
     if type(node) is Global:
         return shortened(printable(str(node)), _MOST_TEXT)
-    if depth == _MOST_DEPTH:
-        return "..."
+    return "..." if depth == _MOST_DEPTH else _container_text(node, depth + 1)
+
+
+def _container_text(node: Node, depth: int) -> str:
     if type(node) is Object:
         args = node.args if type(node.args) is tuple else (node.args,)
-        return f"{_text(node.function, depth + 1)}({_items(args, depth + 1)})"
+        return f"{_text(node.function, depth)}({_items(args, depth)})"
     if type(node) is tuple:
-        return f"({_items(node, depth + 1)}{',' if len(node) == 1 else ''})"
+        return f"({_items(node, depth)}{',' if len(node) == 1 else ''})"
     if type(node) is List:
-        return f"[{_items(node.items, depth + 1)}]"
+        return f"[{_items(node.items, depth)}]"
     if type(node) is Dict:
-        pairs = [f"{_text(key, depth + 1)}: {_text(value, depth + 1)}" for key, value in node.items[:_MOST_ITEMS]]
+        pairs = [f"{_text(key, depth)}: {_text(value, depth)}" for key, value in node.items[:_MOST_ITEMS]]
         return "{" + ", ".join(pairs) + (", ..." if len(node.items) > _MOST_ITEMS else "") + "}"
     return "<tensor>" if type(node) is Entry else f"<{type(node).__name__.lower()}>"
 

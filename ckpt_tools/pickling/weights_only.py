@@ -28,9 +28,10 @@ NOT_CALLABLE = frozenset(Global("torch", name) for name, dtype in DTYPES.items()
     "torch:per_channel_affine,per_channel_affine_float_qparams,per_channel_symmetric,per_tensor_affine,per_tensor_symmetric"
 )
 _TENSORS = {Global(module, f"{name}Tensor") for module in ("torch", "torch.cuda") for name in _DENSE}
-_CLASSES = named(
+_CLASSES = _TENSORS | {Global(module, f"{name}Tensor") for module in ("torch.sparse", "torch.cuda.sparse") for name in _SPARSE}
+_CLASSES |= named(
     "collections:OrderedDict,Counter torch:Size,Tensor,device builtins:bytearray,set,complex torch.nn.parameter:Parameter"
-) | _TENSORS | {Global(module, f"{name}Tensor") for module in ("torch.sparse", "torch.cuda.sparse") for name in _SPARSE}  # fmt: skip
+)
 # Of them what no class is, and has no `__new__`; or is made by a function of torch's only, with its tensor.
 NO_CLASSES = NOT_CALLABLE | _REBUILD | _FROM_TYPE | named(
     "torch.nn.parameter:Parameter torch.serialization:_get_layout _codecs:encode torch.storage:TypedStorage,UntypedStorage"
