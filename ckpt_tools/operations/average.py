@@ -121,7 +121,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
             if output is not None:
                 execute(planned, output, options.progress)
         for checkpoint in checkpoints:
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
     if beyond := mean.overflowed():
         text = f"Values of the mean are too large for their dtype: {listed(beyond, 3)}."
         report.output.notes.append(Note("overflowed", text))
@@ -170,11 +170,11 @@ class _Mean:
         select = options.select
         self.roots = []
         for checkpoint in checkpoints:
-            ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
-            checkpoint.decoded.metadata = {k: text for k, text in checkpoint.decoded.metadata.items() if k not in ties}
-            checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
-            checkpoint.decoded.byteorder = "little"
-            with naming(checkpoint.decoded.source):
+            ties = restore_named_ties(checkpoint.root, checkpoint.metadata)
+            checkpoint.metadata = {k: text for k, text in checkpoint.metadata.items() if k not in ties}
+            checkpoint.root = to_little_endian(checkpoint.root, checkpoint.byteorder)
+            checkpoint.byteorder = "little"
+            with naming(checkpoint.source):
                 self.roots.append(checkpoint.root if select is None else select_in(checkpoint, select))
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]

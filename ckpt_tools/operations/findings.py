@@ -45,7 +45,7 @@ class Facts:
     @property
     def needed(self) -> str:
         """The option without which convert refuses the file, so that every command that is shown has it; or nothing."""
-        return "" if all(map(is_known, self.checkpoint.decoded.globals)) else _PLAIN
+        return "" if all(map(is_known, self.checkpoint.globals)) else _PLAIN
 
     def fix(self, options: str = "") -> str:
         """The conversion with these options, and with what the file needs anyway."""
@@ -190,7 +190,7 @@ def _parametrized(facts: Facts) -> Iterator[_Advised]:
 
 def _arrays(facts: Facts) -> Iterator[_Advised]:
     """Arrays of NumPy's that objects hold: they become tensors with the objects."""
-    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.decoded.globals):
+    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.globals):
         return
     from ckpt_tools.edit.objects.values import as_array
 
@@ -215,7 +215,7 @@ def _devices(facts: Facts) -> Iterator[_Advised]:
 
 
 def _big_endian(facts: Facts) -> Iterator[_Advised]:
-    if facts.checkpoint.decoded.byteorder == "big":
+    if facts.checkpoint.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", facts.fix()), ""
 
 
@@ -236,7 +236,7 @@ def _oversized(facts: Facts) -> Iterator[_Advised]:
 
 
 def _dead_bytes(facts: Facts) -> Iterator[_Advised]:
-    dead, size = facts.checkpoint.decoded.dead_bytes(), facts.checkpoint.file_bytes
+    dead, size = facts.checkpoint.dead_bytes(), facts.checkpoint.file_bytes
     kept = dead * 64 <= facts.totals["storage_bytes"]  # so small a gap may stay when the file is written anew
     if not kept and (dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size)):
         found = f"{dead} of {size} bytes of the file are unused"
@@ -259,7 +259,7 @@ def _loading(facts: Facts) -> Iterator[_Advised]:
 
 def _tied_names(facts: Facts) -> Iterator[_Advised]:
     """Names that a safetensors file has in its metadata alone."""
-    metadata = facts.checkpoint.decoded.metadata
+    metadata = facts.checkpoint.metadata
     if facts.checkpoint.container != "safetensors" or not metadata:
         return
 

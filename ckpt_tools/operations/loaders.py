@@ -93,7 +93,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     elif container in _REFUSED:
         reasons = [_REFUSED[container]]
     else:
-        reasons = [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+        reasons = [f"it uses {reason}" for reason in checkpoint.unusual]
     if not refused:
         reasons += [f"another pickle in the file names {name}" for name in elsewhere]
     if misnamed and not refused:
@@ -104,7 +104,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
 
 
 def _call(checkpoint: Checkpoint) -> str:
-    if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.decoded.globals):
+    if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.globals):
         return _JOBLIB
     if checkpoint.container != "sharded":
         return _CALLS.get(checkpoint.container, TORCH_LOAD)

@@ -105,14 +105,14 @@ def show(
     """
     need_torch("The values of a tensor are read with it.")
     with open_whole(path) as checkpoint:
-        restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        restore_named_ties(checkpoint.root, checkpoint.metadata)
         tensors, _ = tensors_in(place_in(checkpoint, select), "beside")
         tensor, index = _chosen(checkpoint, tensors.values(), name, index, select)
         del tensors
         checkpoint.let_go()
         entry = _entry(tensor)
-        if checkpoint.decoded.locate is not None:
-            located = checkpoint.decoded.locate(entry)
+        if checkpoint.locator is not None:
+            located = checkpoint.locator(entry)
             assert type(located) is Entry
             entry = located
         axes = windows.read_index(index, entry.shape)
@@ -125,7 +125,7 @@ def show(
             _write(entry, axes, report, output, overwrite=overwrite, progress=progress)
         else:
             _read(entry, axes, report, whole=whole)
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
     return report
 
 

@@ -87,7 +87,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Adapter]:
     """An adapter, open while its tensors are read; that it has not changed is checked at the end."""
     with open_checkpoint(file_of(path)) as checkpoint:
         yield read_adapter(checkpoint)
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
 
 
 def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -184,7 +184,7 @@ def _by_module(
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
     checkpoint.locate()
-    root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+    root = to_little_endian(checkpoint.root, checkpoint.byteorder)
     found = find_state_dicts(root)
     if len(found) != 1:
         raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
@@ -212,7 +212,7 @@ def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
     said = read_config(path) if checkpoint.packed is None else None
     if said is not None:
         return {"": check_kind(said, str(path), modules)}
-    header = checkpoint.decoded.metadata.get(_HEADER)
+    header = checkpoint.metadata.get(_HEADER)
     if header is None:
         return {}
     try:

@@ -26,7 +26,7 @@ _LONGEST_INDEX = 16  # more digits than any machine has devices
 
 def findings(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Finding]:
     """What stands in the way of loading on this machine, in this Python; with `device`, on a machine that has this one."""
-    path, names = str(checkpoint.path), checkpoint.decoded.globals
+    path, names = str(checkpoint.path), checkpoint.globals
     yield from _devices(checkpoint, device)
     if checkpoint.container in PROGRAMS:
         return  # torch's own loaders import none of the classes that a program names

@@ -46,7 +46,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     started, asked = time.perf_counter(), ConvertOptions(**options.asked(), overwrite=True)
     with open_input(path, asked) as checkpoint:
-        source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
+        source, kind = checkpoint.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ConvertError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."

@@ -13,7 +13,7 @@ from itertools import pairwise
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
 from ckpt_tools.formats import torch_legacy
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.torch_zip import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
@@ -35,7 +35,7 @@ NO_CHECKSUMS = "The file carries no checksums: bytes of tensors that were change
 class Salvaged:
     """A decoded checkpoint with missing tensors."""
 
-    decoded: Decoded
+    checkpoint: Checkpoint
     lost: dict[int, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
         )  # fmt: skip
     locator.tell_misplaced(walked.records, storages.by_key)
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
-    decoded = Decoded(
+    checkpoint = Checkpoint(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
         sum(storage.nbytes for storage in made.values()), locator.byteorder() or "little", walked.has_checksums, folder,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
         notes.append(("assumed-byteorder", text))
     if not pickle.proof:
         notes.append(("damaged-pickle", "The pickle matches no checksum: names, shapes and values in it may be wrong."))
-    return Salvaged(decoded, lost, notes)
+    return Salvaged(checkpoint, lost, notes)
 
 
 def _pickle(source: Source, walked: Walked) -> Found:
@@ -228,7 +228,7 @@ def salvage_legacy(source: Source) -> Salvaged:
         salvaged.lost[id(changed)] = f"the file ends after {there[id(storage)]} of its {storage.nbytes} bytes"
         return changed
 
-    salvaged.decoded.root = map_storages(salvaged.decoded.root, fill)
+    salvaged.checkpoint.root = map_storages(salvaged.checkpoint.root, fill)
     return salvaged
 
 
