@@ -19,28 +19,26 @@ _ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
 _ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
 _HEAD = """# Messages, and what helps
 
-What PyTorch and its libraries say when a checkpoint does not load, what happened, and the command. `ckpt explain 'MESSAGE'`, or
-`python train.py 2>&1 | ckpt explain`, finds the row; `ckpt explain NAME` shows it. IN and OUT are files, MODEL is what
-[`--like`](loading.md) takes: another checkpoint, or `package.module:callable`.
+What PyTorch and its libraries say when a checkpoint does not load, why, and the command. `ckpt explain 'MESSAGE'`, or
+`python train.py 2>&1 | ckpt explain`, finds the entry. IN and OUT are files, MODEL is what [`--like`](loading.md) takes: another checkpoint, or
+`package.module:callable`.
 """
 
 
 def page() -> str:
-    """docs/messages.md as it is to be: a table a section."""
+    """docs/messages.md as it is to be: a list a section, for narrow screens too."""
     parts = [_HEAD]
     for section in sections():
-        parts.append(f"\n## {section['title']}\n\n| message | what happened | command |\n|---|---|---|\n")
+        parts.append(f"\n## {section['title']}\n\n")
         for row in section["row"]:
             more = f" [More]({row['page']})" if "page" in row else ""
             command = "<br>".join(f"`{line}`" for line in fill(row["command"], {}).split("\n"))
             text = " ".join(fill(row["text"], {}).split())
-            message = f'<a id="{row["name"]}"></a>{_code(row["says"])} ({row["name"]})'
-            parts.append(f"| {message} | {text}{more} | {command} |\n")
+            parts.append(f'* <a id="{row["name"]}"></a>{_code(row["says"])}<br>{text}{more}<br>{command}\n')
     return "".join(parts)
 
 
 def _code(text: str) -> str:
-    text = text.replace("|", "\\|")
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
