@@ -1,22 +1,18 @@
-"""docs/messages.md, made from ckpt_tools/operations/messages.toml; explained.json, from the findings in docs/check.md.
+"""docs/messages.md, made from ckpt_tools/operations/messages.toml, and the table of findings of the site.
 
-python -m docs.explained      # writes both again; a test says when they are old
+python -m docs.explained      # writes the page again; a test says when it is old
 """
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
+from ckpt_tools.operations.explain import codes as codes
 from ckpt_tools.operations.explain import fill as fill
 from ckpt_tools.operations.explain import sections as sections
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "messages.md"
-FINDINGS = DOCS.parent / "ckpt_tools" / "operations" / "explained.json"
-_ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
-_ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
 _HEAD = """# Messages, and what helps
 
 What PyTorch and its libraries say when a checkpoint does not load, why, and the command. `ckpt explain 'MESSAGE'`, or
@@ -43,16 +39,13 @@ def _code(text: str) -> str:
 
 
 def findings() -> str:
-    """explained.json as it is to be: what each code of a finding means."""
-    rows: dict[str, dict[str, str]] = {}
-    for codes, severity, text in _ROW.findall((DOCS / "check.md").read_text("utf-8")):
-        for code in re.findall(r"`([^-`][^`]*)`", codes):
-            rows[code] = {"severity": severity, "text": _LINK.sub(r"\1", _ASIDE.sub("", text))}
-    return (
-        "{\n" + ",\n".join(f"{json.dumps(code)}: {json.dumps(row, ensure_ascii=False)}" for code, row in rows.items()) + "\n}\n"
-    )
+    """What each code of a finding means, a row for those that mean the same."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for code, row in codes().items():
+        rows.setdefault((row["severity"], row["text"]), []).append(f"`{code}`")
+    lines = [f"| {', '.join(same)} | {severity} | {text} |" for (severity, text), same in rows.items()]
+    return "\n".join(["| code | severity | says |", "|---|---|---|", *lines])
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")
-    FINDINGS.write_text(findings(), "utf-8")
