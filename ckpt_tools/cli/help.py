@@ -129,7 +129,7 @@ def about_option(error: click.NoSuchOption) -> click.NoSuchOption:
     hint = as_options(meant(error.option_name.lstrip("-").replace("-", "_"), known))
     if not hint and error.possibilities:
         hint = f"Did you mean {', '.join(map(repr, error.possibilities))}?"
-    hint = hint or "docs/renamed.md says what is gone."
+    hint = hint or "CHANGELOG.md says what is gone."
     return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}", ctx=error.ctx)
 
 
@@ -182,8 +182,8 @@ NO_COLOR, COLUMNS, PAGER and TMPDIR mean what they mean elsewhere.
 """,
     "json": """\
 --json prints one document, of inspect, check and scan one a line for each file; errors too,
-with "error", "what" and "exit_code". Text is ASCII with \\u escapes. docs/json.md names every field, and
-docs/*.schema.json are the contracts, which tests hold.
+with "error", "what" and "exit_code". Text is ASCII with \\u escapes. docs/*.schema.json name every field,
+and tests hold them.
 
 ckpt inspect --json model.pth | jq '.totals.parameters'
 ckpt check --json runs/ | jq -r 'select(.findings | length > 0) | .path'
