@@ -129,7 +129,7 @@ def about_option(error: click.NoSuchOption) -> click.NoSuchOption:
     hint = as_options(meant(error.option_name.lstrip("-").replace("-", "_"), known))
     if not hint and error.possibilities:
         hint = f"Did you mean {', '.join(map(repr, error.possibilities))}?"
-    hint = hint or "docs/renamed.md lists options that are gone."
+    hint = hint or "CHANGELOG.md says what is gone."
     return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}", ctx=error.ctx)
 
 
@@ -180,7 +180,7 @@ lists all that are set. There is no configuration file. NO_COLOR, COLUMNS, PAGER
 """,
     "json": """\
 --json prints one document; inspect, check and scan print one line per file. Errors too, with "error", "what"
-and "exit_code". Text is ASCII with \\u escapes. docs/json.md explains every field, docs/*.schema.json define them.
+and "exit_code". Text is ASCII with \\u escapes. docs/*.schema.json explain every field.
 
 ckpt inspect --json model.pth | jq '.totals.parameters'
 ckpt check --json runs/ | jq -r 'select(.findings | length > 0) | .path'
