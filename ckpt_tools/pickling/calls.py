@@ -148,17 +148,12 @@ class Lister(ArrayMachine):
             self._give(verdict.made_of(target), state)
         return target
 
-    def append(self, target: Node, items: list[Node]) -> None:
+    def change(self, opcode: str, target: Node, items: list[Node]) -> None:
         self._change(target)
-        if type(target) is Object:
-            target.append(items)
-
-    add = append
-
-    def set(self, target: Node, items: list[Node]) -> None:
-        self._change(target)
-        if type(target) is Object:
+        if type(target) is Object and opcode == "SETITEM":
             target.set(pairs_of(items))
+        elif type(target) is Object:
+            target.append(items)
 
     def outside(self, op: int, stack: list[Node], at: int) -> int:
         """A global that a program has given a number, by `copyreg.add_extension`, or bytes that it hands over."""

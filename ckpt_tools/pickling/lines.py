@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import warnings
 
 
 class Malformed(Exception):  # noqa: N818  it becomes a PickleError that tells where
@@ -47,23 +48,8 @@ def value(op: int, line: bytes) -> int | float | str | bytes:
         raise Malformed("holds text that cannot be read") from None
 
 
-_ESCAPE = rb"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)"
-_ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
-_UNITS = rb"(?s)(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}"
-
-
 def _unescape(data: bytes) -> bytes:
-    """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
-    # some thousand escapes at a time: `re.sub` keeps a list of all its pieces
-    return b"".join([re.sub(_ESCAPE, _unescape_one, units[0]) for units in re.finditer(_UNITS, data)])
-
-
-def _unescape_one(found: re.Match[bytes]) -> bytes:
-    octal, hexadecimal, other = found.groups()
-    if octal is not None:
-        return bytes((int(octal, 8) & 0xFF,))
-    if hexadecimal is not None:
-        return bytes.fromhex(hexadecimal.decode())
-    if other is None or other == b"x":
-        raise ValueError("an escape that ends early")
-    return _ESCAPED.get(other, other if other in b"\\'\"" else b"\\" + other)
+    """A Python bytes literal's inside."""
+    with warnings.catch_warnings():  # of escapes that are none, and warnings can be errors
+        warnings.simplefilter("ignore")
+        return codecs.escape_decode(data)[0] if b"\\" in data else data

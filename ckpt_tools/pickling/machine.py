@@ -87,8 +87,8 @@ class Machine:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            self.budget.add(limits.MEMORY, min(self.position, self.end) - self.start)
-            self.budget.add(limits.NODES, self.room - max(0, self.left))
+            self.budget.taken[limits.MEMORY.name] += min(self.position, self.end) - self.start
+            self.budget.taken[limits.NODES.name] += self.room - max(0, self.left)
         self.settle()
         return root
 
@@ -122,10 +122,6 @@ class Machine:
         self.left -= 1 if found in self.globals else _NEW_GLOBAL
         self.globals[found] = None
         return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
-
-    def persistent(self, pid: Node) -> Node:
-        self.left -= 1
-        return self.persistent_load(pid)
 
     def call(self, function: Node, args: Node) -> Node:
         """What `function(*args)` would make: by a maker where the global is known, else an inert Object."""
@@ -192,27 +188,23 @@ class Machine:
             raise Malformed("sets the state of something that has none")
         return target
 
-    def append(self, target: Node, items: list[Node]) -> None:
+    def change(self, opcode: str, target: Node, items: list[Node]) -> None:
+        """APPEND, SETITEM or ADDITEMS on what is no plain list or dict."""
         if type(target) is not Object:
-            raise Malformed("appends to something that is not a list")
+            raise Malformed("changes the items of something that has none")
         self.left -= 1
-        self.unusual["APPEND to something that is not a list"] = None
-        target.append(items)
-
-    def set(self, target: Node, items: list[Node]) -> None:
-        if type(target) is not Object:
-            raise Malformed("sets items of something that is not a dict")
-        self.left -= 1
-        if target.function != _COUNTER:
-            self.unusual["SETITEM on something that is not a dict"] = None
-        target.set(pairs_of(items))
-
-    def add(self, target: Node, items: list[Node]) -> None:
-        if type(target) is not Object or target.function is not _SET or type(target.args) is not tuple:
-            raise Malformed("adds items to something that is not a new set")
-        (elements,) = target.args
-        assert type(elements) is List
-        elements.items.extend(items)
+        if opcode == "ADDITEMS":
+            elements = target.args[0] if target.function is _SET and type(target.args) is tuple else None
+            if type(elements) is not List:
+                raise Malformed("adds items to something that is not a new set")
+            elements.items.extend(items)
+        elif opcode == "SETITEM":
+            if target.function != _COUNTER:
+                self.unusual["SETITEM on something that is not a dict"] = None
+            target.set(pairs_of(items))
+        else:
+            self.unusual["APPEND to something that is not a list"] = None
+            target.append(items)
 
     def outside(self, op: int, stack: list[Node], at: int) -> int:
         """What refers to something outside the file; returns where the next opcode is."""
@@ -347,7 +339,8 @@ class Machine:
                         at = row.end()
                 elif op == 0x51:  # BINPERSID
                     self.position = at
-                    stack[-1] = self.persistent(stack[-1])
+                    self.left -= 1
+                    stack[-1] = self.persistent_load(stack[-1])
                 elif op in _NUMBERS:  # BININT2, BININT, BINFLOAT
                     read, width, four = _NUMBERS[op]
                     stack.append(read(data, at)[0])
@@ -370,7 +363,7 @@ class Machine:
                     if type(target) is Dict:
                         target.items.extend(pairs_of(items))
                     else:
-                        self.set(target, items)
+                        self.change("SETITEM", target, items)
                 elif op == 0x61 or op == 0x65:  # APPEND, APPENDS
                     self.position = at
                     if op == 0x65:
@@ -381,7 +374,7 @@ class Machine:
                     if type(target) is List:
                         target.items += items
                     else:
-                        self.append(target, items)
+                        self.change("APPEND", target, items)
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append(Dict())
                     self.left -= 1
@@ -475,7 +468,7 @@ class Machine:
                         self.left -= 1
                     elif op == 0x90:  # ADDITEMS
                         items, stack = stack, marks.pop()
-                        self.add(stack[-1], items)
+                        self.change("ADDITEMS", stack[-1], items)
                     elif op == 0x91:  # FROZENSET
                         items, stack = stack, marks.pop()
                         stack.append(self.call(_FROZENSET, (List(items),)))
@@ -508,7 +501,8 @@ class Machine:
                     elif op == 0x50:  # PERSID
                         line, at = self._line(at)
                         self.position = at
-                        stack.append(self.persistent(line.decode("utf-8", "surrogatepass")))
+                        self.left -= 1
+                        stack.append(self.persistent_load(line.decode("utf-8", "surrogatepass")))
                     elif op in b"IFLSV":
                         line, at = self._line(at)
                         made = value(op, line)

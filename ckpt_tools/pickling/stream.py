@@ -64,7 +64,7 @@ class Pickles:
             self._fill(self.window)
         budget = limits.budget(self.left)
         while True:
-            before = dict(budget.taken)
+            before = budget.taken.copy()
             machine = make(self.data, self.position - self.anchor)
             try:
                 root = machine.load()
