@@ -11,8 +11,7 @@ import re
 from math import prod
 from typing import Any, cast
 
-from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import Machine
+from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 

@@ -16,8 +16,7 @@ from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
-from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import EXTENSION, pairs_of
+from ckpt_tools.pickling.machine import EXTENSION, Malformed, pairs_of
 from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
 from ckpt_tools.pickling.verdict import Rating

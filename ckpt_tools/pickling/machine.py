@@ -9,15 +9,16 @@ Source for every opcode: CPython's Lib/pickle.py, Lib/pickletools.py and Modules
 from __future__ import annotations
 
 import _compat_pickle
+import codecs
 import re
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError
 from ckpt_tools.pickling.fused import NODES, ORDERED_DICT, REBUILD, tensor
-from ckpt_tools.pickling.lines import LongNumber, Malformed, value, whole
 from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, NO_CLASSES, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -43,6 +44,14 @@ _UNUSUAL = {
 }  # fmt: skip
 _OUTSIDE = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}
 _U8, _U16, _U32, _I32, _U64, _F64 = (struct.Struct(code).unpack_from for code in ("<B", "<H", "<I", "<i", "<Q", ">d"))
+
+
+class Malformed(Exception):  # noqa: N818  it becomes a PickleError that tells where
+    """Why no reader goes on; where the position is behind the end, the pickle is cut off."""
+
+
+class LongNumber(Malformed):
+    """A whole number of more digits than Python converts by default: before 3.11 it read them."""
 
 
 class Machine:
@@ -277,7 +286,7 @@ class Machine:
                     else:
                         unusual["opcode PUT"] = None
                         line, at = self._line(at)
-                        n = whole(line, 10)
+                        n = _whole(line, 10)
                     if n == len(memo):
                         memo.append(stack[-1])
                         if far:
@@ -496,7 +505,7 @@ class Machine:
                         self.left -= 1
                     elif op == 0x67:  # GET
                         line, at = self._line(at)
-                        n = whole(line, 10)
+                        n = _whole(line, 10)
                         stack.append(memo[n] if 0 <= n < len(memo) else far[n])
                     elif op == 0x50:  # PERSID
                         line, at = self._line(at)
@@ -505,7 +514,7 @@ class Machine:
                         stack.append(self.persistent_load(line.decode("utf-8", "surrogatepass")))
                     elif op in b"IFLSV":
                         line, at = self._line(at)
-                        made = value(op, line)
+                        made = _value(op, line)
                         stack.append(self._byte_string(made) if type(made) is bytes else made)
                     elif op in _OUTSIDE:
                         at = self.outside(op, stack, at)
@@ -545,6 +554,42 @@ def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)
     return list(zip(values, values, strict=True))
+
+
+_LONG_NUMBER = rb"\s*[+-]?[\d_]{4301}"
+_OCTAL = rb"\s*([+-]?)0+([0-7]{1,21})\s*"  # to C's strtol, which pickle asks first
+
+
+def _whole(text: bytes, base: int = 0) -> int:
+    """A whole number, which ends at a NUL."""
+    try:
+        return int(text.partition(b"\0")[0], base)
+    except ValueError:
+        kind = LongNumber if re.match(_LONG_NUMBER, text) else Malformed
+        raise kind("holds a whole number that cannot be read") from None
+
+
+def _value(op: int, line: bytes) -> int | float | str | bytes:
+    """A value that stands in a line of text, as protocol 0 writes them all."""
+    if op == 0x49:  # INT
+        text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
+        octal = re.fullmatch(_OCTAL, text)
+        number = int(octal[1] + octal[2], 8) if octal else _whole(text)
+        return bool(number) if len(line) == 2 and 0 <= number <= 1 else number  # 01 and 00, to C also +1 and -0
+    if op == 0x4C:  # LONG
+        return _whole(line.removesuffix(b"L"))
+    try:
+        if op == 0x46:  # FLOAT
+            return float(line.partition(b"\0")[0])
+        if op == 0x56:  # UNICODE
+            return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise Malformed("holds a string without its quotes")
+        with warnings.catch_warnings():  # of escapes that are none: warnings can be errors
+            warnings.simplefilter("ignore")
+            return codecs.escape_decode(line[1:-1])[0] if b"\\" in line else line[1:-1]
+    except ValueError:
+        raise Malformed("holds text that cannot be read") from None
 
 
 _ROWS = {
