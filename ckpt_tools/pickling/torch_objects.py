@@ -65,7 +65,7 @@ class Storages:
             raise on_meta(key)
         content = self.locate(key, 0 if device == META else nbytes)
         storage = Storage(self.prefix + key, dtype, nbytes, device, _NOT_THERE if content is None else content)
-        self.by_key[key] = (pid, storage)
+        self.by_key[key] = cast("tuple[Node, ...]", pid), storage
         return storage
 
     def check_found(self) -> None:
