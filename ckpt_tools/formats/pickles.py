@@ -58,11 +58,8 @@ _JOBLIB = Kind("zlib of joblib 0.8", "", b"ZF", "", "", zlib.decompressobj)
 _ZFILE = 2 + len(hex(2**64))
 _KINDS = (*EVERY_KIND, _JOBLIB)
 # What may stand behind such a run and is read on, where that is not another one of its own kind.
-_AGAIN: dict[str, tuple[bytes, ...]] = {
-    "zlib": (b"x",),
-    _JOBLIB.name: (),
-    **dict.fromkeys(("xz", "lzma"), (b"\xfd7zXZ\x00", b"]\x00")),
-}
+_XZ = (b"\xfd7zXZ\x00", b"]\x00")
+_AGAIN: dict[str, tuple[bytes, ...]] = {"zlib": (b"x",), _JOBLIB.name: (), "xz": _XZ, "lzma": _XZ}
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
 _BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
@@ -141,7 +138,7 @@ class _Walk:
     def texts(self, source: Source, where: str, depth: int) -> None:
         for at, data in texts.bytes_in(source):
             name = _inside(where, f"text at byte {at}")
-            if texts.is_code(data):
+            if texts.CODE.match(data):
                 self.skip(name, "it is code of Python's, written by marshal")
             elif _is_meant(data):
                 self.examine(_InMemory(data, source), name, depth + 1, of_text=True)
