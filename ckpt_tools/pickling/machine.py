@@ -250,10 +250,9 @@ class Machine:
 
     def settle(self) -> None:
         """Refuse at the end what another reader takes for something else."""
-        if self.two_ways:
-            raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
-        if self.unread:
-            raise PickleError("The pickle holds a number that cannot be read.")
+        if self.two_ways or self.unread:
+            self.two_ways, what = True, "holds a number that cannot be read" if self.unread else "does not keep to its frames"
+            raise PickleError(f"The pickle {what}.", why=TWO_FILES)
         if not self.strict:
             return
         if self.remains:
