@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -35,7 +36,7 @@ _FREQUENCIES = "rope.freqs"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     ranks, missing = _ranks(names, partial=partial)
     keys = Keys()
     parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
@@ -60,7 +61,7 @@ def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]
     return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
 
 
-def _flat(part: Decoded) -> dict[str, Entry]:
+def _flat(part: Checkpoint) -> dict[str, Entry]:
     root = part.root if type(part.root) is Dict else Dict()
     entries = {name: node for name, node in root.items if type(name) is str and type(node) is Entry}
     if type(part.root) is not Dict or len(entries) != len(root.items):

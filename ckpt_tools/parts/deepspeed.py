@@ -24,7 +24,8 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.deepspeed_files import (
@@ -55,7 +56,7 @@ _OF_PARTS = frozenset((
 ))  # fmt: skip
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     found = zero_files(names)
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
@@ -81,7 +82,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
             made.warnings.append(Warned("parts-differ", text))
         return root
 
-    made.locate = locate
+    made.locator = locate
     return made
 
 
@@ -90,7 +91,7 @@ class _Reading:
 
     def __init__(self, found: ZeroFiles, files: Files, *, partial: bool) -> None:
         self.found, self.files, self.partial = found, files, partial
-        self.keys, self.read_files = Keys(), list[Decoded]()
+        self.keys, self.read_files = Keys(), list[Checkpoint]()
         self.experts, self.layers = found.kinds["expert"], found.kinds["layer"]
         self.slices: dict[int, Slice] = {}
         self.missing = list[str]()

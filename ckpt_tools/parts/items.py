@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
@@ -39,7 +40,7 @@ Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
     found = _files_of(described, files.names(), world)
@@ -56,20 +57,20 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     def locate(root: Node) -> Node:
         """Compare what several ranks hold; the bytes are where they are. With `partial` what differs goes."""
         for part in parts.values():
-            if part.locate is not None:
-                part.root = part.locate(part.root)
+            if part.locator is not None:
+                part.locate()
         made.lost = _lost(parts)
         return _together(parts, keys) if partial else root
 
-    made.lost, made.locate = _lost(parts), locate
+    made.lost, made.locator = _lost(parts), locate
     return made
 
 
-def _together(parts: Mapping[str, Decoded], keys: Keys) -> Dict:
+def _together(parts: Mapping[str, Checkpoint], keys: Keys) -> Dict:
     return Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
 
 
-def _lost(parts: Mapping[str, Decoded]) -> list[tuple[str, str]]:
+def _lost(parts: Mapping[str, Checkpoint]) -> list[tuple[str, str]]:
     return [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
 
 

@@ -22,7 +22,8 @@ from itertools import islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_same, merged
@@ -140,7 +141,7 @@ Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parall
 class _Part:
     folder: str
     place: Place
-    decoded: Decoded
+    decoded: Checkpoint
     arguments: Dict
     chunks: list[Chunk]
 
@@ -149,7 +150,7 @@ class _Part:
         return as_dict(self.decoded.root)
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):

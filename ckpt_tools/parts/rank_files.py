@@ -18,7 +18,8 @@ from math import prod
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
@@ -41,7 +42,7 @@ _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     group = group_of(names[0], names) or item_group_of(names[0], names)
     assert group is not None, "they were found by their ranks"
     return merge(group, files, partial=partial)
@@ -49,7 +50,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
 
 def merge(
     group: Group, files: Files, *, partial: bool = False, places: Places | None = None, names: Names | None = None
-) -> Decoded:
+) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
@@ -72,7 +73,7 @@ def merge(
         made.lost = list(merging.merger.lost.items())
         return root
 
-    made.lost, made.locate = list(merging.merger.lost.items()), locate
+    made.lost, made.locator = list(merging.merger.lost.items()), locate
     return made
 
 
