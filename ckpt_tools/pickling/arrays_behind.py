@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Any, cast
+from typing import cast
 
-from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import Machine
+from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
@@ -31,51 +30,44 @@ _SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
 _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
-class ArrayMachine(Machine):
-    def __init__(self, *args: Any, arrays: bool = True) -> None:
-        super().__init__(*args)
-        self.arrays, self.has_arrays = arrays, False
-
-    def array(self, target: Object, frame: int) -> Node:
-        """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
-        name = _class_of(target)
-        self.has_arrays |= name == WRAPPER or name in _BESIDE
-        if name in _BESIDE:
-            raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
-        if name != WRAPPER:
-            return target
-        if frame > self.position:
-            raise Malformed("is followed by an array of joblib's in the middle of a frame")
-        step = target.steps[0] if len(target.steps) == 1 else None
-        given = step.state.named if type(step) is Build and type(step.state) is Dict else {}
-        size, shape = _itemsize(given.get("dtype")), given.get("shape")
-        if (
-            size is None
-            or type(shape) is not tuple
-            or len(shape) > _MOST_DIMENSIONS
-            or not all(type(n) is int and 0 <= n < _MOST for n in shape)
-        ):
-            raise Malformed("is followed by an array of joblib's whose length cannot be told")
-        if size < 0:  # in it joblib passes over none
-            protocol, self.arrays = self.protocol, False
-            made = self.run()
-            self.protocol, self.arrays = protocol, True
-            return cast("Node", made)
-        alignment = given.get("numpy_array_alignment_bytes")
-        if alignment is not None:  # a byte before an array tells how many more stand there
-            if type(alignment) is not int and type(alignment) is not bool:
-                raise Malformed("is followed by an array of joblib's whose alignment is not a number")
-            self.position += 1 + self.data[self.position]
-        start, self.position = self.position, self.position + size * prod(cast("tuple[int, ...]", shape))
-        if self.position > self.end:
-            raise Malformed("is followed by an array that is cut off")
-        data = self.data[start : self.position]
-        self.places[id(data)] = (start, data)
-        cls = given.get("subclass", _NDARRAY)
-        made = self.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
-        if type(made) is Object:
-            made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
-        return made
+def array_behind(machine: Machine, target: Object, frame: int) -> Node:
+    """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
+    name = _class_of(target)
+    machine.has_arrays |= name == WRAPPER or name in _BESIDE
+    if name in _BESIDE:
+        raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
+    if name != WRAPPER:
+        return target
+    if frame > machine.position:
+        raise Malformed("is followed by an array of joblib's in the middle of a frame")
+    step = target.steps[0] if len(target.steps) == 1 else None
+    given = step.state.named if type(step) is Build and type(step.state) is Dict else {}
+    size, shape = _itemsize(given.get("dtype")), given.get("shape")
+    if size is None or type(shape) is not tuple or not all(type(n) is int and 0 <= n < _MOST for n in shape):
+        raise Malformed("is followed by an array of joblib's whose length cannot be told")
+    if size < 0:  # in it joblib passes over none
+        protocol, machine.arrays = machine.protocol, None
+        made = machine.run()
+        machine.protocol, machine.arrays = protocol, array_behind
+        return cast("Node", made)
+    alignment = given.get("numpy_array_alignment_bytes")
+    if alignment is not None:  # a byte before an array tells how many more stand there
+        if type(alignment) is not int and type(alignment) is not bool:
+            raise Malformed("is followed by an array of joblib's whose alignment is not a number")
+        machine.position += 1 + machine.data[machine.position]
+    start, machine.position = (
+        machine.position,
+        machine.position + size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS])),
+    )
+    if machine.position > machine.end or len(shape) > _MOST_DIMENSIONS:
+        raise Malformed("is followed by an array that is cut off")
+    data = machine.data[start : machine.position]
+    machine.places[id(data)] = (start, data)
+    cls = given.get("subclass", _NDARRAY)
+    made = machine.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
+    if type(made) is Object:
+        made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
+    return made
 
 
 def _class_of(node: Object) -> str:
