@@ -31,11 +31,14 @@ class Limit:
         if count > self.most(file_bytes):
             raise self.error(what, count)
 
+    @property
+    def said(self) -> str:
+        return f"The limit is {self.value} {self.counts}."
+
     def error(self, what: str, needed: int = 0, *, fix: str = "") -> LimitError:
         """The error for a file beyond this limit, of which it needs so many."""
         raising = f"`limits.raised({self.name}={max(2 * self.value, needed)})`"
-        why = f"The limit is {self.value} {self.counts}."
-        return LimitError(what, why=why, fix=f"{fix} Where the file is to be trusted, raise the limit: {raising}".strip())
+        return LimitError(what, why=self.said, fix=f"{fix} Where the file is to be trusted, raise the limit: {raising}".strip())
 
 
 NODES = Limit("nodes", 1_000_000, "containers, objects and calls, and one more for every 4 bytes of the file", 0.25)

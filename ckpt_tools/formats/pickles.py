@@ -82,7 +82,7 @@ def find_pickles(source: Source) -> Pickles:
         with limits.of_file(source.size):
             walk.examine(source, "", 0)
     except _FullError:
-        walk.skip_beyond("", limits.NODES, "It has more members and pickles than are looked at.")
+        walk.skip("", f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
     return walk.found
@@ -111,7 +111,7 @@ class _Walk:
     def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
         self.count()
         if depth > limits.NESTED.value:
-            self.skip_beyond(where, limits.NESTED, "It lies too deep.")
+            self.skip(where, f"It lies too deep (--limit nested). {limits.NESTED.said}")
             return
         head, before, behind = source.read(0, min(_HEAD, source.size)), len(self.found.pickles), source
         for magic, locked in _LOCKED:
@@ -160,9 +160,6 @@ class _Walk:
         self.parts += cost
         if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
             raise _FullError
-
-    def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
-        self.skip(where, f"{what} The limit {limit.name} is {limit.value} {limit.counts}.")
 
     def skip(self, where: str, why: str) -> None:
         self.found.unexamined.append((where, why))

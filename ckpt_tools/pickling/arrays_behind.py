@@ -21,12 +21,9 @@ _VERSION = 1  # of the state of an array
 WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
-_DTYPE = Global("numpy", "dtype")
 _CODE = r"([USV])(\d{1,9})"
 _SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
-_OBJECTS, _HAS_OBJECTS = ("O", "O8"), 1  # a flag of a dtype
-_STATES = (8, 9)  # how long the state of a dtype is, without and with what it says of units of time
-_SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
+_SUBARRAY, _ITEMSIZE, _FLAGS, _HAS_OBJECTS = 2, 5, 7, 1  # in the state of a dtype; one of the flags
 _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
@@ -79,22 +76,20 @@ def _class_of(node: Object) -> str:
 
 def _itemsize(dtype: Node) -> int | None:
     """How many bytes an element takes; -1 where it is or holds an object, None where NumPy writes no such dtype."""
-    if type(dtype) is not Object or dtype.call != "reduce" or dtype.function != _DTYPE or len(dtype.steps) > 1:
+    if type(dtype) is not Object or dtype.call != "reduce" or dtype.name != "numpy.dtype" or len(dtype.steps) > 1:
         return None
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:
         return None
-    text = re.fullmatch(_CODE, code)
-    size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if code in _OBJECTS else _SIZES.get(code)
+    text, is_object = re.fullmatch(_CODE, code), code in ("O", "O8")
+    size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if is_object else _SIZES.get(code)
     if not dtype.steps or size is None:
         return size
-    state = dtype.steps[0].state if type(dtype.steps[0]) is Build else None
-    if type(state) is not tuple or len(state) not in _STATES or state[_SUBARRAY] is not None:
+    state = dtype.state
+    if type(state) is not tuple or len(state) not in (8, 9) or state[_SUBARRAY] is not None:  # with units of time or without
         return None
     itemsize, flags = state[_ITEMSIZE], state[_FLAGS]
     if type(itemsize) is not int or type(flags) is not int or (text and itemsize != size):
         return None
     holds_objects = bool(flags & _HAS_OBJECTS)
-    if holds_objects != (code in _OBJECTS) and code[0] != "V":
-        return None
-    return -1 if holds_objects else size
+    return None if holds_objects != is_object and code[0] != "V" else -1 if holds_objects else size

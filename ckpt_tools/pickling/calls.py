@@ -27,7 +27,8 @@ from ckpt_tools.tree.visit import parts
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
+_WINDOW, _SHORT = 10_000_000, 4096  # of a part that is no longer: a pickle of it is read once; of one with small pickles
+_MEMBERS = ("storages", "tensors")
 
 _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
 # Opcodes that take nothing from the stack: a pickle begins with one.
@@ -199,9 +200,9 @@ def _is_no_text(node: Node) -> bool:
 
 def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them; `member` of a tar."""
-    between = _OfTar(member) if member in ("storages", "tensors") else _OfLegacy()
-    pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
-    first = True
+    between, first = _Between(member), True
+    window = _WINDOW if part.end - part.start <= _WINDOW else _SHORT if member in _MEMBERS else WINDOW
+    pickles = Pickles(part, window)
     while pickles.left:
         found, value, kinds = list_one(pickles, arrays)
         # whether it names something, or can be read, or loaders may come further than this reading did
@@ -251,16 +252,22 @@ _OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behin
 _IS_COMPUTED = "a storage or tensor is described by something that is computed"
 
 
-class _OfLegacy:
-    """Those behind the list of keys in torch-legacy: a magic number starts a stream, or a call that may give it."""
+class _Between:
+    """What stands between the pickles of a torch-legacy stream, or of the members `storages` and `tensors` of a torch-tar.
 
-    window = WINDOW
+    In torch-legacy it is behind the list of keys: a magic number starts a stream, or a call that may give it. In a torch-tar a
+    count comes first, and then for each a pickle of three parts: behind that of a storage, (key, location, class), stand its
+    elements; behind that of a tensor, (key, storage, class), its sizes, strides and offset.
+    """
 
-    def __init__(self) -> None:
-        self.number, self.computed, self.kinds = -1, False, dict[str, Node]()
+    def __init__(self, member: str) -> None:
+        self.member, self.number, self.computed, self.kinds = member, -1, False, dict[str, Node]()
 
     def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         """Go on to the next pickle, behind one that held `value` and named storages; False where it is computed how far."""
+        return self._in_tar(pickles, value) if self.member in _MEMBERS else self._in_legacy(pickles, value, kinds)
+
+    def _in_legacy(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
             self.number, self.computed = 0, type(value) is Object
             return True
@@ -276,29 +283,15 @@ class _OfLegacy:
             _pass_storage(pickles, self.kinds[key])
         return True
 
-
-class _OfTar(_OfLegacy):
-    """The members `storages` and `tensors` of a torch-tar: a count, and a pickle of three parts for each.
-
-    Behind that of a storage, (key, location, class), stand its elements; behind that of a tensor, (key, storage, class), its
-    sizes, strides and offset.
-    """
-
-    window = 4096
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.of_storages = name == "storages"
-
-    def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
+    def _in_tar(self, pickles: Pickles, value: Node) -> bool:
         self.number += 1
-        parts = tuple(value.items) if type(value) is List else value
-        are_views = type(value) is List and all(type(part) is tuple for part in value.items)
-        if self.number == 0 or (self.of_storages and are_views):
+        is_storage, parts = self.member == "storages", tuple(value.items) if type(value) is List else value
+        are_views = is_storage and type(value) is List and all(type(part) is tuple for part in value.items)
+        if self.number == 0 or are_views:
             return True
         if type(parts) is not tuple or len(parts) != 3:
             return False
-        if self.of_storages:
+        if is_storage:
             _pass_storage(pickles, parts[2])
         else:
             _skip(pickles, 8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))

@@ -72,7 +72,6 @@ class Machine:
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}  # of long bytes, by their ids
         self.cut, self.needed, self.two_ways, self.unread = False, 0, False, False
-        self.two_names: Global | None = None
 
     def load(self) -> Node:
         if self.budget.room(limits.MEMORY) < 0:
@@ -123,8 +122,8 @@ class Machine:
             raise Malformed("names a global by something that is not text")
         taken = Global(*python3_name(module, name))
         found = taken if self.protocol < 3 else Global(module, name)
-        if _BY_TEXT.get(str(taken), found) != found:
-            self.two_names = found
+        if self.strict and _BY_TEXT.get(str(taken), found) != found:
+            raise PickleError(f"The pickle names {name!r} of {module!r}: weights_only takes it for another.", why=TWO_FILES)
         self.left -= 1 if found in self.globals else _NEW_GLOBAL
         self.globals[found] = None
         return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
@@ -258,11 +257,6 @@ class Machine:
             raise PickleError("The pickle holds a number that cannot be read.")
         if not self.strict:
             return
-        if self.two_names is not None:
-            raise PickleError(
-                f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
-                why=TWO_FILES,
-            )
         if self.remains:
             raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
         if any(len(node.items) != length for node, length in self.given):
