@@ -30,7 +30,7 @@ def page() -> str:
             more = f" [More]({row['page']})" if "page" in row else ""
             command = "<br>".join(f"`{line}`" for line in fill(row["command"], {}).split("\n"))
             text = " ".join(fill(row["text"], {}).split())
-            parts.append(f'* <a id="{row["name"]}"></a>{_code(row["says"])}<br>{text}{more}<br>{command}\n')
+            parts.append(f'* <a id="{row["name"]}"></a>**{_code(row["says"])}**<br>{text}{more}<br>{command}\n')
     return "".join(parts)
 
 
