@@ -108,6 +108,7 @@ def test_a_closed_file() -> None:
     """Names stay; a tensor is refused in a sentence."""
     with ckpt_tools.open(FIXTURES / "single.pth") as file:
         kept = file["fc1.bias"].clone()
-    assert "fc1.bias" in file and kept.numel()
+    assert "fc1.bias" in file
+    assert kept.numel()
     with pytest.raises(UsageError, match=r"single\.pth is closed"):
         file["fc1.bias"]
