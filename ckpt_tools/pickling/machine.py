@@ -492,25 +492,22 @@ class Machine:
                     elif op == 0x8F:  # EMPTY_SET
                         stack.append(Object("reduce", _SET, (List(),)))
                         self.left -= 1
-                    elif op == 0x90:  # ADDITEMS
+                    elif op in b"\x90\x91ldo":
                         items, stack = stack, marks.pop()
-                        self.change("ADDITEMS", stack[-1], items)
-                    elif op == 0x91:  # FROZENSET
-                        items, stack = stack, marks.pop()
-                        stack.append(self.call(_FROZENSET, (List(items),)))
-                    elif op == 0x6C or op == 0x64:  # LIST, DICT
-                        items, stack = stack, marks.pop()
-                        stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                         self.left -= 1
+                        if op == 0x90:  # ADDITEMS
+                            self.change("ADDITEMS", stack[-1], items)
+                        elif op == 0x91:  # FROZENSET
+                            stack.append(self.call(_FROZENSET, (List(items),)))
+                        elif op == 0x6F:  # OBJ
+                            stack.append(self.instance(items[0], tuple(items[1:])))
+                        else:  # LIST, DICT
+                            stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                     elif op == 0x92:  # NEWOBJ_EX
                         kwargs, args = stack.pop(), stack.pop()
                         if strict and type(kwargs) is not Dict:
                             raise Malformed("calls with keyword arguments that are not a dict")
                         stack[-1] = self.new(stack[-1], args, kwargs)
-                    elif op == 0x6F:  # OBJ
-                        items, stack = stack, marks.pop()
-                        cls = items.pop(0)
-                        stack.append(self.instance(cls, tuple(items)))
                     elif op == 0x30 or op == 0x31:  # POP, POP_MARK
                         self.left -= 1
                         if op == 0x30 and stack:
