@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
-from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.single import refuse_polyglot
@@ -59,7 +59,8 @@ def decode(source: Source, directory: Directory) -> Checkpoint:
     """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole."""
     unusual = ["an archive around checkpoints"]
     decoded = Checkpoint("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
-    decoded.warnings += torch_zip.behind(source, directory)
+    torch_zip.refuse_more_archives(source, directory)
+    decoded.warnings += trailing(directory.trailing, "the archive")
     bundle = _Bundle(source, decoded)
     for record in directory.records:
         bundle.add(record)

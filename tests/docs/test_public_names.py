@@ -54,9 +54,13 @@ def in_type(hint: Any) -> Iterator[type]:
 
 
 def reports() -> list[type]:
-    """The public records, and the records that their fields hold."""
+    """The public records, and the records that their fields hold; of a checkpoint those are for this package."""
     found: dict[type, None] = {}
-    left = [value for _, value in named() if dataclasses.is_dataclass(value)]
+    left = [
+        value
+        for _, value in named()
+        if dataclasses.is_dataclass(value) and value is not ckpt_tools.formats.checkpoint.Checkpoint
+    ]
     while left:
         record = left.pop()
         if record not in found and isinstance(record, type):
