@@ -25,17 +25,16 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine, Maker
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
-from ckpt_tools.tree.nodes import Global
 
 _RECORD = b"PK\x03\x04"
 
 
 def decode(
     source: Source, directory: Directory, folder: str, member: str = "",
-    storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
+    storages_of: type[Storages] = Storages,
 ) -> Checkpoint:  # fmt: skip
     records = by_name(directory, member)
     odd, unreadable = _small_records(source, records, folder)
@@ -51,13 +50,13 @@ def decode(
     pickle = records[f"{folder}/data.pkl"]
     check_pickle(source, pickle.size, deflated=pickle.deflated)
     stream = read_record(source, pickle, check=has_checksums)
-    if b"_load_from_bytes" in stream and makers is MAKERS:  # pickled storages in strings of bytes, which few files have
+    if b"_load_from_bytes" in stream:  # pickled storages in strings of bytes, which few files have
         from ckpt_tools.formats.torch_legacy import Blobs
 
         blobs = Blobs()
         machine = blobs.watch(Machine(stream, blobs.makers, storages.storage))
     else:
-        machine = Machine(stream, makers, storages.storage)
+        machine = Machine(stream, MAKERS, storages.storage)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
