@@ -212,7 +212,7 @@ class Machine:
         return target
 
     def change(self, opcode: str, target: Node, items: list[Node]) -> None:
-        """APPEND, SETITEM or ADDITEMS on what is no plain list or dict."""
+        """APPEND, SETITEM or ADDITEMS on something other than a plain list or dict."""
         self.left -= 1
         self.note("changes", target, ())
         elements = target.args[0] if type(target) is Object and target.function is _SET and type(target.args) is tuple else None
