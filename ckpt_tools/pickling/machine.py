@@ -74,9 +74,7 @@ class Machine:
 
     def load(self) -> Node:
         if self.budget.room(limits.MEMORY) < 0:
-            raise limits.MEMORY.error(
-                "The file's pickles come to far more bytes than the file has, or are read again and again."
-            )
+            raise limits.MEMORY.error("The file's pickles come to far more bytes than the file has.")
         try:
             root: Node = self.run()
         except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
