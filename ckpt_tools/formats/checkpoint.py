@@ -182,7 +182,7 @@ class Checkpoint:
         return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
 
     def merge(self, part: Checkpoint, name: str) -> None:
-        """Tell of a part, which lies in this one under a name: its globals, odd uses and warnings."""
+        """Take over the globals, odd uses and warnings of `part`, which is in this checkpoint under `name`."""
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
         self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]

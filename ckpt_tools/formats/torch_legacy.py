@@ -29,7 +29,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine, Maker
+from ckpt_tools.pickling.machine import Behind, Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
@@ -105,14 +105,14 @@ class Blobs:
         return Part.of_bytes(data, self.part.source, self.part.at + self.anchor + place[0])
 
 
-def load_with_blobs(pickles: Pickles, *, prefix: str = "", kind: type[Machine] = Machine) -> tuple[Machine, Node, Blobs]:
+def load_with_blobs(pickles: Pickles, *, prefix: str = "", arrays: Behind | None = None) -> tuple[Machine, Node, Blobs]:
     """A pickle by itself, whose storages are in it."""
     blobs = Blobs()
 
     def make(data: bytes, offset: int) -> Machine:
         nonlocal blobs
         blobs = Blobs(pickles.part, prefix=prefix)
-        return blobs.watch(kind(data, blobs.makers, _refuse, offset), pickles.anchor)
+        return blobs.watch(Machine(data, blobs.makers, _refuse, offset, arrays=arrays), pickles.anchor)
 
     machine, root = pickles.load(make)
     return machine, root, blobs

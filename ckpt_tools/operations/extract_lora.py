@@ -143,7 +143,7 @@ def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: Extrac
     if not found.factored:
         what = listed(sorted([*found.saved, *(row.name for row in found.left)]))
         raise NothingMatchedError(
-            f"{report.tuned} differs from {report.base} in no weight that could become factors.",
+            f"{report.tuned} and {report.base} differ in no weight that could become an adapter.",
             why=f"What differs: {what}." if what else "All tensors are equal.",
         )
     return found

@@ -81,7 +81,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
     if checkpoint.packed is not None:
-        reason = f"it lies in a file of {checkpoint.packed.kind}, which has to be unpacked first"
+        reason = f"it is in a file of {checkpoint.packed.kind}, which has to be unpacked first"
         call = _call(checkpoint)
         return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", checkpoint.refused_globals, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals

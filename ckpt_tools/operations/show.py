@@ -166,7 +166,7 @@ def _only(found: Sequence[Tensor], name: str) -> Tensor:
 
 
 _WHY_NOT = {
-    "sparse": "It is sparse: indices and values, and no element of its own for each place.",
+    "sparse": "It is sparse: indices and values.",
     "quantized": "It is quantised: what is stored are codes, which torch itself turns into numbers.",
     "nested": "It is nested: tensors of several shapes in one.",
     "meta": "It was saved on the meta device: it has a shape and no values.",
@@ -178,7 +178,7 @@ def _entry(tensor: Tensor) -> Entry:
     name, node = dotted(tensor.where), tensor.node
     if type(node) is not Entry:
         kind = tensor.unusual.kind if tensor.unusual is not None else ""
-        why = _WHY_NOT.get(kind, "It is a tensor of a class of its own, whose values only that class knows.")
+        why = _WHY_NOT.get(kind, "Only the class of this tensor knows its values.")
         raise ConvertError(
             f"The values of {name!r} cannot be shown.", why=why, fix="ckpt_tools.torch.load gives it as torch has it."
         )

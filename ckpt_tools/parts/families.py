@@ -1,4 +1,4 @@
-"""The ways in which a checkpoint is in several files, a row each. docs/parts.md says how to add one."""
+"""The ways in which a checkpoint is in several files, a row each. CONTRIBUTING.md says how to add one."""
 
 from __future__ import annotations
 

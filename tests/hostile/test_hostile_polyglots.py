@@ -57,7 +57,7 @@ def test_names_in_the_metadata(tmp_path: Path) -> None:
     found = ckpt_tools.inspect(path)
     assert ([*load_file(path)], named(path)) == (["w"], ["w", "tied"])
     assert [(row.code, row.severity) for row in found.findings] == [("tied-names", "info")]
-    assert found.findings[0].found == "1 tied name stands in the metadata only; safetensors itself does not return them"
+    assert found.findings[0].found == "1 tied name is only in the metadata; safetensors itself does not return them"
     plain = write(tmp_path, save({"w": torch.ones(2)}), "b.safetensors")
     assert ckpt_tools.inspect(plain).findings == []
 

@@ -57,7 +57,7 @@ def _devices(checkpoint: Checkpoint, device: str | None) -> Iterator[Finding]:
         return
     fix = mending("convert", str(checkpoint.path), "--map-location cpu")
     yield Finding(
-        "no-such-device", "info" if device is None else "problem", [], f"storages tagged {listed(beyond)}: {here}",
+        "no-such-device", "info" if device is None else "problem", [], f"tensors are on {listed(beyond)}: {here}",
         "cpu, or map_location='cpu' in torch.load", fix,
     )  # fmt: skip
 

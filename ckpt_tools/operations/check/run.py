@@ -420,7 +420,7 @@ def _equal(checkpoint: Checkpoint, read: Read, state_dicts: Sequence[Where]) -> 
         several = [list(group.values()) for group in groups.values() if len(group) > 1]
         if several:
             shown = listed([where[-1] for where in several[0]])
-            text = f"{len(several)} groups of equal matrices, each with bytes of its own: {shown}"
+            text = f"{len(several)} groups of equal matrices that are not tied: {shown}"
             fix = mending("repair", str(checkpoint.path), "--tie-equal")
             yield Finding("equal-tensors", "info", list(found), text, "one storage, if they were tied", fix)
 

@@ -141,7 +141,7 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
 
             known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
             lost = [key for key in checkpoint.metadata if key not in known]
-            report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
+            report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
         pieces = _lay_out_torch(edited.root, checkpoint, edits)
     return pieces
 

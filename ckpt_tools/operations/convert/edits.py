@@ -174,7 +174,7 @@ class Edits:
         # --keep is about the names of state dicts: say what stays because it has no such name
         if self.options.keep and (outside := tensors_outside(root, find_state_dicts(root))):
             shown = listed([dotted(tensor.where) for tensor in outside], 1)
-            text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
+            text = f"`keep`: everything outside state dicts stays, {shown}; `drop` takes it by path."
             report.notes.append(Note("outside-kept", text))
 
     def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
@@ -436,7 +436,7 @@ def _leave_attributes(root: Node, container: str, policy: str | None, report: Co
     found = tensor_attributes(root)
     if policy != "drop":
         check_no_tensors(found, container)
-    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]
+    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} cannot store it") for where in found]
 
 
 def merge(

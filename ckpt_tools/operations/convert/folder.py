@@ -451,7 +451,7 @@ def _note_dcp(found: Items, report: Converted) -> None:
         text = f"{found.states} optimizer states lie under text, as torch has it; ckpt reads them under whole numbers again."
         report.notes.append(Note("optimizer-keys", text))
     if found.attributes:
-        text = "A distributed checkpoint has no place for the _metadata of state dicts (module versions); it is left out."
+        text = "A distributed checkpoint cannot store the _metadata of state dicts (module versions); it is left out."
         report.notes.append(Note("state-dict-metadata", text))
 
 

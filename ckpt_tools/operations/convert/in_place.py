@@ -70,6 +70,6 @@ def _check_alone(path: Path) -> None:
 
 
 def _told_of(path: Path, what: str, by: Path) -> ConvertError:
-    why = f"{by.name} says what is in it, and would not be true any more."
+    why = f"{by.name} describes it, and would no longer be true."
     command = printable(f"ckpt convert {shlex.quote(str(by.parent))} OUT")
     return ConvertError(f"{path} is {what}.", why=why, fix=f"Convert the whole to another place: {command}")

@@ -83,13 +83,13 @@ def _goes_on(source: Source, records: Sequence[Found]) -> bool:
 def _several_archives(path: Path) -> UnsupportedContainerError:
     what = "is a part of a distributed checkpoint" if path.suffix == _PART else "holds several archives"
     fix = "Get the file again, or take an earlier checkpoint."
-    return UnsupportedContainerError(f"{path} {what}, and ckpt repair mends files of one archive.", fix=fix)
+    return UnsupportedContainerError(f"{path} {what}, and ckpt repair takes files of one archive.", fix=fix)
 
 
 def no_program(path: str) -> UnsupportedContainerError:
     """The error for a program, damaged or not: its code is a part of it, and nothing here would prove or write that."""
     fix = f"If it opens, its state dict can be taken out: {mending('convert', path, '--objects plain')}"
-    return UnsupportedContainerError(f"{path} is a program, and ckpt repair does not mend programs.", fix=fix)
+    return UnsupportedContainerError(f"{path} is a program, which ckpt repair does not take.", fix=fix)
 
 
 # --- bytes that are too many or too few around a checkpoint
@@ -261,7 +261,7 @@ def refuse_packed(source: Source) -> None:
 
     if command := unpack_command(source, head):
         raise UnsupportedContainerError(
-            f"{source.path} is packed, and ckpt repair mends what is not.",
+            f"{source.path} is packed; unpack it for ckpt repair.",
             fix=f"Unpack it first ({command}), and repair the file that was in it.",
         )
 
@@ -274,13 +274,13 @@ def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedCo
         return no_program(str(path))
     taken = "What it holds can be written anew"
     fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
-    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not mend {container}.", fix=fix)
+    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not take {container}.", fix=fix)
 
 
 def _of_several_files(path: str | os.PathLike[str], why: str) -> UnsupportedContainerError:
     check = f"ckpt check {shlex.quote(str(path))}"
     return UnsupportedContainerError(
-        f"{path} is a checkpoint of several files, and ckpt repair mends one file.", why=why.strip(),
+        f"{path} is a checkpoint of several files; ckpt repair takes one file.", why=why.strip(),
         fix=f"Repair the damaged one ({check} names it) and put the result in its place, or get it again.",
     )  # fmt: skip
 
@@ -336,7 +336,7 @@ def _writers(mismatches: list[DamagedRecord]) -> list[tuple[str, str]]:
         return []
     text = (
         f"{len(others)} records match the CRC-32 behind them, and not the directory's: two processes wrote to it at once. "
-        "Each is whole; which of the two it is from cannot be told."
+        "Each is intact, but whose it is, is unknown."
     )
     return [("mixed-writers", text)]
 
