@@ -156,7 +156,7 @@ def fill(text: str, names: Mapping[str, str | None]) -> str:
 
 def _of_code(code: str) -> Explanation:
     row = codes()[code]
-    return Explanation(code, f"{code} ({row['severity']})", row["text"], "ckpt check FILE", "docs/check.md")
+    return Explanation(code, f"{code} ({row['severity']})", row["text"], row.get("command", "ckpt check FILE"), "docs/check.md")
 
 
 @cache

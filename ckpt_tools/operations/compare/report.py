@@ -138,17 +138,17 @@ def conclude(
 
 def _sameness(*, contents: bool, values: bool) -> str:
     if contents:
-        return f"They are the same: names, shapes, dtypes, {'values, ' if values else ''}and every byte of the tensors."
-    facts = "names, shapes, dtypes and values" if values else "names, shapes and dtypes"
-    return f"They have the same {facts}; the tensors' bytes were not compared."
+        return f"They are the same: names, shapes, dtypes, {'settings, ' if values else ''}and every byte of the tensors."
+    facts = "names, shapes, dtypes and settings" if values else "names, shapes and dtypes"
+    return f"They have the same {facts}; the numbers of the tensors were not compared."
 
 
 _WORDS = {
     "moved": ("state dict at another path", "state dicts at other paths"),
     "added": ("tensor added", "tensors added"), "removed": ("tensor removed", "tensors removed"),
-    "renamed": ("name changed", "names changed"), "shape": ("other shape", "other shapes"),
-    "dtype": ("other dtype", "other dtypes"), "device": ("other device tag", "other device tags"),
-    "value": ("other value", "other values"), "object": ("other object", "other objects"),
+    "renamed": ("name changed", "names changed"), "shape": ("shape differs", "shapes differ"),
+    "dtype": ("dtype differs", "dtypes differ"), "device": ("device tag differs", "device tags differ"),
+    "value": ("setting differs", "settings differ"), "object": ("object differs", "objects differ"),
     "tensor": ("tensor with different numbers", "tensors with different numbers"),
 }  # fmt: skip
 

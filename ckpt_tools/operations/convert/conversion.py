@@ -120,7 +120,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
     report.notes += [Note(code, text) for code, text in flat.notes]
     if flat.aliases:
-        text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
+        text = "ckpt restores tied names from this file; other loaders see only the first of each."
         report.notes.append(Note("aliases", text))
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 

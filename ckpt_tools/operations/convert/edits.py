@@ -418,7 +418,7 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
         text = f"{folder} also has the state of the training, which stays there: {listed(state)}."
         report.notes.append(Note("training-state", text))
     if others := [name for name in names if name not in state]:
-        text = f"{folder} holds other checkpoints too, which are converted one by one: {listed(others)}."
+        text = f"{folder} also has other checkpoints, which were not converted: {listed(others)}."
         report.notes.append(Note("others-beside", text))
 
 
