@@ -121,7 +121,7 @@ def list_tensors(root: Node, modules: Modules) -> Iterator[Tensor]:
             shown = {id(value) for value in named.values()}
             rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
             yield from (Tensor((*where, *tensor.where), tensor.node) for tensor in rest)
-        elif is_tensor(node):
+        elif type(node) is Entry or is_tensor(node):
             yield Tensor(where, node)
 
 

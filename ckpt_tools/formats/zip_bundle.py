@@ -1,7 +1,8 @@
 """zip-bundle: a zip whose members are checkpoints, as stable-baselines3 saves an agent, or as people pack a folder.
 
     policy.pth, policy.optimizer.pth, model.safetensors   what starts as a checkpoint: subtrees under their member names
-    data, config.json, system_info.txt                    text (pickles in it stay text)
+    data, config.json                                     JSON: plain values (pickles in it stay text)
+    system_info.txt, _stable_baselines3_version           text
 
 Anything else is kept as bytes, up to a limit. A stored member is read where it lies; a deflated one that is a checkpoint is
 inflated into a temporary file without a name first. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
@@ -24,12 +26,15 @@ from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.tree.nodes import Dict, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, List, Node, as_dict
 
 _ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is
 _MAX_MEMBERS = 1000
+_MAX_JSON_DEPTH = 100
+_JSON_STARTS = frozenset('{["-0123456789tfn')
 
 
 def sniff(source: Source, directory: Directory) -> bool:
@@ -105,7 +110,7 @@ def _member(source: Source, record: Record, inflated: Inflated, warnings: list[W
 
 
 def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple[Node, Node]]:
-    """A member that is not a checkpoint: text as text, anything else as bytes; one that is too large is left out."""
+    """A member that is not a checkpoint: JSON as plain values, text, else bytes; one that is too large is left out."""
     budget = limits.budget(source.size)
     if record.size > budget.room(limits.MEMORY) // 2:
         found = f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
@@ -114,9 +119,22 @@ def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple
     budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
     data = read(record_content(source, record))
     try:
-        return [(record.name, data.decode())]
+        text = data.decode()
+        value: Node = text
+        if text.lstrip()[:1] in _JSON_STARTS:
+            with contextlib.suppress(ValueError, LimitError):
+                value = _node(load_json(text), 0)
+        return [(record.name, value)]
     except UnicodeDecodeError:
         return [(record.name, data)]
+
+
+def _node(value: Any, depth: int) -> Node:
+    limits.check_depth(depth, "nested too deep", _MAX_JSON_DEPTH)
+    if isinstance(value, dict):
+        return Dict([(key, _node(item, depth + 1)) for key, item in value.items()])
+    plain: Node = value
+    return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
 
 
 @contextlib.contextmanager
