@@ -40,7 +40,7 @@ class ValueCount:
         import torch
 
         writable = bytearray(data) if isinstance(data, bytes) or data.readonly else data
-        if self.dtype.name not in _BYTE_FLOATS and self.floating:
+        if self.floating and self.dtype.itemsize > 1:
             values = torch.frombuffer(writable, dtype=torch_dtype(self.dtype))
             self._count_floats(torch.view_as_real(values) if self.dtype.family == "complex" else values)
             return
@@ -68,11 +68,6 @@ class ValueCount:
         finite = values[~(nan | inf)]
         self.huge += int((finite.abs().double() > self.HUGE).sum())
         return finite
-
-
-_BYTE_FLOATS = frozenset(
-    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
-)
 
 
 @cache

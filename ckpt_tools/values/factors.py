@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.low_rank import Matrix, as_bytes, row_blocks
-from ckpt_tools.values.numeric import one_thread, torch_dtype
+from ckpt_tools.values.low_rank import Matrix, row_blocks
+from ckpt_tools.values.numeric import one_thread, tensor_bytes, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def difference_norm(base: Matrix, tuned: Matrix) -> float:
 
 def difference(base: Matrix, tuned: Matrix) -> Literal:
     """A small difference itself, as float32."""
-    return Literal(b"".join(bytes(as_bytes(block.float())) for _, block in _differences(base, tuned)))
+    return Literal(b"".join(bytes(tensor_bytes(block.float())) for _, block in _differences(base, tuned)))
 
 
 def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: bool) -> Factors:
@@ -65,7 +65,7 @@ def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: boo
             )
         size, error = _measured(base, tuned, first.double(), last.double())
     up, down = (last.T, first.T) if turned else (first, last)
-    return Factors(Literal(bytes(as_bytes(up))), Literal(bytes(as_bytes(down))), size, error)
+    return Factors(Literal(bytes(tensor_bytes(up))), Literal(bytes(tensor_bytes(down))), size, error)
 
 
 def _measured(base: Matrix, tuned: Matrix, left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, Content, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import one_thread, torch_dtype
+from ckpt_tools.values.numeric import one_thread, tensor_bytes, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
                 for layer in layers:
                     made = layer.onto(made, before, start)
                 _check_finite(made, before, base.name)
-                data = as_bytes(made)
+                data = tensor_bytes(made)
             yield data
 
     parts = [part for delta in deltas for part in (delta.down, delta.up, delta.magnitude, delta.mid) if part is not None]
@@ -103,7 +103,7 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
             for vector in vectors:
                 block += vector.reshape(-1, 1)[start : start + len(block)]
             _check_finite(block, before, base.name)
-            yield as_bytes(block)
+            yield tensor_bytes(block)
 
     return Computed(base.content.length, work, (base.content, *(addend.vector.content for addend in addends)))
 
@@ -116,7 +116,7 @@ def recast(matrix: Matrix, target: DType) -> Content:
         for _, block in row_blocks(matrix):
             narrow = block.to(torch_dtype(target))
             _check_finite(narrow, block, matrix.name)
-            yield as_bytes(narrow)
+            yield tensor_bytes(narrow)
 
     return Computed(matrix.content.length // matrix.dtype.itemsize * target.itemsize, work, matrix.content)
 
@@ -261,12 +261,3 @@ def _check_finite(after: torch.Tensor, before: torch.Tensor, name: str) -> None:
             why="They would be infinite or NaN, and so would what the model computes.",
             fix="Convert the base first, `dtype='fp32'` or bf16, and merge into that; or check the adapter's scale.",
         )
-
-
-def as_bytes(values: torch.Tensor) -> memoryview:
-    import torch
-
-    out = bytearray(values.nbytes)
-    if out:
-        torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
-    return memoryview(out)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import array
+import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -55,7 +56,7 @@ class CastCount:
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
     """The content cast from one float dtype to another, a chunk at a time."""
 
-    def work() -> Iterator[memoryview]:
+    def work(content: Content) -> Iterator[memoryview]:
         import torch
 
         room = min(ELEMENTS * source.itemsize, content.length)
@@ -67,12 +68,7 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
             narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
             yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
-    def inside(start: int, length: int) -> Content:
-        first, last = start // target.itemsize, -(-(start + length) // target.itemsize)
-        elements = part(content, first * source.itemsize, (last - first) * source.itemsize)
-        return trimmed(cast(elements, source, target, count), start - first * target.itemsize, length)
-
-    return Computed(content.length // source.itemsize * target.itemsize, work, content, inside)
+    return elementwise(content, source.itemsize, target.itemsize, work)
 
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
@@ -151,20 +147,25 @@ def whole_elements(content: Content, itemsize: int) -> Iterator[bytes | bytearra
 
 def swapped(content: Content, width: int) -> Content:
     """The content with the bytes of every `width`-byte number reversed."""
-    if width == 1:
-        return content
 
-    def work() -> Iterator[bytes]:
+    def work(content: Content) -> Iterator[bytes]:
         for chunk in whole_elements(content, width):
             numbers = array.array(_ARRAY_TYPES[width], chunk)
             numbers.byteswap()
             yield numbers.tobytes()
 
-    def inside(start: int, length: int) -> Content:
-        first, last = start // width * width, -(-(start + length) // width) * width
-        return trimmed(swapped(part(content, first, last - first), width), start - first, length)
+    return content if width == 1 else elementwise(content, width, width, work)
 
-    return Computed(content.length, work, content, inside)
+
+def elementwise(content: Content, before: int, after: int, work: Callable[[Content], Iterator[bytes | memoryview]]) -> Computed:
+    """Worked out of a content, `after` bytes of each `before`: a range of it needs the elements that it touches alone."""
+
+    def inside(start: int, length: int) -> Content:
+        first, last = start // after, -(-(start + length) // after)
+        elements = part(content, first * before, (last - first) * before)
+        return trimmed(elementwise(elements, before, after, work), start - first * after, length)
+
+    return Computed(content.length // before * after, lambda: work(content), content, inside)
 
 
 def part(content: Content, start: int, length: int) -> Content:
@@ -226,7 +227,7 @@ def row_major(entry: Entry) -> Content:
         for chunk in whole_elements(content, item):
             values = torch.frombuffer(bytearray(chunk), dtype=torch_dtype(entry.dtype))
             values = values.conj() if "conj" in entry.lazy_bits else values
-            yield from _row_major_bytes(-values if "neg" in entry.lazy_bits else values)
+            yield tensor_bytes(-values if "neg" in entry.lazy_bits else values)
 
     return Computed(entry.nbytes, work, entry.storage.content)
 
@@ -319,18 +320,21 @@ def _same_width(itemsize: int) -> torch.dtype:
 
 
 def live_content(tensor: torch.Tensor) -> Computed:
-    values = tensor.detach()
-    return Computed(values.nbytes, lambda: _row_major_bytes(values))
+    return Computed(tensor.nbytes, lambda: _row_major_bytes(tensor.detach()))
 
 
 def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
+    return map(tensor_bytes, blocks(values))
+
+
+def tensor_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row-major."""
     import torch
 
-    for block in blocks(values):
-        out = bytearray(block.nbytes)
-        if out:
-            torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
-        yield memoryview(out)
+    out = bytearray(values.nbytes)
+    if out:
+        torch.frombuffer(out, dtype=values.dtype).copy_(values.resolve_conj().reshape(-1))
+    return memoryview(out)
 
 
 def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -354,7 +358,7 @@ def view_of(entry: Entry) -> tuple[int, str]:
 # --- values
 
 
-_HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -363,10 +367,7 @@ def has_numbers(dtype: DType) -> bool:
     """Whether torch can tell the values of a dtype: not of quantised ones without their scale, bits, and ints below a byte."""
     if dtype.family in ("quantized", "bits") or not dtype.in_torch:
         return False
-    return dtype.family != "int" or dtype.name in _INTS
-
-
-_INTS = frozenset(("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"))
+    return dtype.family != "int" or dtype.safetensors is not None  # those below a byte have no name there
 
 
 def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterator[torch.Tensor]:
@@ -403,7 +404,7 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
     import torch
 
     if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
-        halves = torch.frombuffer(data, dtype=getattr(torch, _HALVES[dtype.name])).to(torch.float64)
+        halves = torch.frombuffer(data, dtype=getattr(torch, HALVES[dtype.name])).to(torch.float64)
         return torch.view_as_complex(halves.reshape(-1, 2))
     if dtype.family == "bool":
         return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
@@ -440,11 +441,10 @@ def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None)
     import torch
 
     if dtype.family == "complex":
-        values, name = torch.view_as_real(values).reshape(-1), _HALVES[dtype.name]
-    else:
-        name = dtype.name
-    out = bytearray(values.numel() * getattr(torch, name).itemsize)
-    result = torch.frombuffer(out, dtype=getattr(torch, name))
+        values = torch.view_as_real(values).reshape(-1)
+    own = getattr(torch, HALVES.get(dtype.name, dtype.name))
+    out = bytearray(values.numel() * own.itemsize)
+    result = torch.frombuffer(out, dtype=own)
     if count is None:
         result.copy_(values)
     else:
@@ -477,14 +477,9 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
     def work() -> Iterator[memoryview]:
         import torch
 
-        streams = [equal_chunks(content, ELEMENTS * dtype.itemsize) for content, dtype in parts]
+        streams = [numbers(content, dtype, as_floats=False) for content, dtype in parts]
         for together in zip(*streams, strict=True):
-            found = None
-            for block, (_, dtype) in zip(together, parts, strict=True):
-                values = torch.frombuffer(bytearray(block), dtype=torch_dtype(dtype)).to(torch.int64)
-                found = values if found is None else found.maximum(values)
-            assert found is not None
-            yield as_bytes(found, target)
+            yield as_bytes(functools.reduce(torch.maximum, (block.to(torch.int64) for block in together)), target)
 
     content, dtype = parts[0]
     return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(part[0] for part in parts))

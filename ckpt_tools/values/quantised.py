@@ -86,19 +86,13 @@ def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequ
 # --- whole numbers in 32-bit words
 
 
-def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Tensor:
-    """The numbers of `bits` bits in rows of words, the lowest first; those behind the last whole one are left out.
-
-    They are one run of bits; `loose`: each word has whole ones only.
-    """
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of `bits` bits in rows of words, the lowest first; those behind the last whole one are left out."""
     import torch
 
     if bits in (4, 8):  # no number is in two bytes
         data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, the strides may be odd
         return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
-    if loose:
-        shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-        return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
     count = words.shape[-1] * 32 // bits
     at = torch.arange(count) * bits
     wide = words.to(torch.int64) & 0xFFFFFFFF
@@ -107,12 +101,12 @@ def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Te
     return both >> at % 32 & (1 << bits) - 1
 
 
-def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0, *, loose: bool = False) -> Rows:
+def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0) -> Rows:
     """A matrix packed along its rows into `width` words each."""
 
     def rows(first: int, count: int) -> torch.Tensor:
         found = words.raw(first * width, count * width).view(count, width)
-        return unpacked(found, bits, loose=loose)[:, :columns].float() - offset
+        return unpacked(found, bits)[:, :columns].float() - offset
 
     return rows
 
@@ -123,10 +117,10 @@ def packed_turned(words: torch.Tensor, bits: int) -> Rows:
     return lambda first, count: unpacked(turned[first : first + count], bits).float()
 
 
-def packed_down(words: Numbers, bits: int, height: int, columns: int, offset: int, *, loose: bool = False) -> Rows:
+def packed_down(words: Numbers, bits: int, height: int, columns: int, offset: int) -> Rows:
     """Matrices packed along their columns, one below the other."""
-    size = -(-height // (32 // bits)) if loose else -(-height * bits // 32)
-    found = unpacked(words.whole(columns).view(-1, size, columns).transpose(1, 2), bits, loose=loose)
+    size = -(-height * bits // 32)
+    found = unpacked(words.whole(columns).view(-1, size, columns).transpose(1, 2), bits)
     return held(found[..., :height].transpose(1, 2).reshape(-1, columns).float() - offset)
 
 

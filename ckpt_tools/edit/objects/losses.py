@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.errors import ObjectsError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -16,6 +15,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.values.numeric import view_of
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
 _SCRIPT_CLASSES = ("torch.ScriptObject", "__torch__.torch.classes.")
@@ -31,21 +31,17 @@ class Held:
     def lost(self, root: Node) -> list[Where]:
         """Where those were that the tree does not hold any more."""
         left = list(find_tensors(root))
-        views = {_view(tensor.node) for tensor in left if type(tensor.node) is Entry}
+        views = {view_of(tensor.node) for tensor in left if type(tensor.node) is Entry}
         wheres = {tensor.where for tensor in left}
         storages = _storages(root) if self.storages else frozenset()
-        return [tensor.where for tensor in self.tensors if not self._is_left(tensor, views, wheres, storages)]
 
-    def _is_left(self, tensor: Tensor, views: set[Any], wheres: set[Where], storages: frozenset[int]) -> bool:
-        if type(tensor.node) is Entry:
-            return _view(tensor.node) in views
-        own = self.storages[id(tensor)]
-        return own <= storages if own else tensor.where in wheres  # a meta tensor has none
+        def is_left(tensor: Tensor) -> bool:
+            if type(tensor.node) is Entry:
+                return view_of(tensor.node) in views
+            own = self.storages[id(tensor)]
+            return own <= storages if own else tensor.where in wheres  # a meta tensor has none
 
-
-def _view(entry: Entry) -> tuple[Any, ...]:
-    """What makes a tensor the same before and after its object was made plain: the storage and the view on it."""
-    return (id(entry.storage), entry.offset, entry.shape, entry.stride, entry.dtype)
+        return [tensor.where for tensor in self.tensors if not is_left(tensor)]
 
 
 def _storages(node: Node) -> frozenset[int]:
@@ -121,29 +117,19 @@ _NOT_IN_PLAIN = "They lie in objects whose plain form, the state dict of a modul
 def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:
     """Make sure that --drop names every tensor that would be lost, or what it lies in."""
     globs = Globs(drop)
-    unnamed = []
-    for where in lost:
-        paths = [dotted(where[:depth]) for depth in range(1, len(where) + 1)]
-        if not globs.matching(*paths):
-            unnamed.append(where)
+    unnamed = [where for where in lost if not globs.matching(*(dotted(where[:end]) for end in range(1, len(where) + 1)))]
     if unnamed:
-        raise _lost_error(path, unnamed, why)
+        fix = "`objects='keep'` keeps them as they are, in a .pth."
+        if why == _NOT_IN_PLAIN:
+            fix = "torch.load gives them back where their classes are: save a state dict there."
+        shown = listed([dotted(where) for where in unnamed], 8)
+        raise ObjectsError(f"{tensors_of(path, unnamed)} would be lost: {shown}.", why=why, fix=fix)
     return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
 
 
 def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
     """`A tensor of PATH`, `2 tensors of PATH`."""
     return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
-
-
-def _lost_error(path: Path, lost: Sequence[Where], why: str) -> ObjectsError:
-    return ObjectsError(
-        f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
-        why=why,
-        fix="torch.load gives them back where their classes are: save a state dict there."
-        if why == _NOT_IN_PLAIN
-        else "`objects='keep'` keeps them as they are, in a .pth.",
-    )  # fmt: skip
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:

@@ -44,10 +44,13 @@ def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> li
         if type(node) is Dict:
             keys.edit(node.items)
         elif type(node) is Object:
-            for pairs in [step.pairs for step in node.steps if type(step) is SetItems]:
-                keys.edit(pairs)
+            for step in node.steps:
+                if type(step) is SetItems:
+                    keys.edit(step.pairs)
             if node.name in _SETS:
-                keys.edit_set(node)
+                pairs: list[Pair] = [(item, None) for item in _elements(node)]
+                keys.edit(pairs)
+                node.args = (List([key for key, _ in pairs]),)
     return keys.changed
 
 
@@ -56,11 +59,6 @@ class _Keys:
         self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
         self.parts = 0
-
-    def edit_set(self, node: Object) -> None:
-        pairs: list[Pair] = [(item, None) for item in _elements(node)]
-        self.edit(pairs)
-        node.args = (List([key for key, _ in pairs]),)
 
     def edit(self, pairs: list[Pair]) -> None:
         """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
@@ -113,7 +111,8 @@ def _elements(node: Object) -> tuple[Node, ...]:
 
 def _free_name(key: Node, taken: set[Hashable], numbers: dict[str, int]) -> str:
     """The name of a key's class, with a number where that is taken."""
-    name = text = _class_name(key)
+    name = key.decode("latin1") if type(key) is bytes else _name(key) if type(key) in (Object, Global) else "tuple"
+    text = name
     while text in taken:
         numbers[name] = numbers.get(name, 1) + 1
         text = f"{name} {numbers[name]}"
@@ -127,12 +126,6 @@ def _identity(key: Node) -> Hashable:
     if type(key) is bool or type(key) is int or (type(key) is float and key.is_integer()):
         return "n", hex(int(key))
     return key if type(key) in _SIMPLE else id(key)
-
-
-def _class_name(key: Node) -> str:
-    if type(key) is bytes:
-        return key.decode("latin1")
-    return key.name if type(key) is Object else str(key) if type(key) is Global else "tuple"
 
 
 def is_resolved(name: Global) -> bool:
@@ -197,18 +190,16 @@ def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
         if type(node) is Object and unusual_tensor(node) is not None and node.name == "torch._tensor._rebuild_from_type_v2":
             made = plain_subclass(node)
             node = made if type(made) is Object else node
-        return DROP if _unknown_name(node) is not None or _needs_unknown(node) else node
+        return DROP if _unknown_name(node) is not None or (type(node) is Object and _needs_unknown(node)) else node
 
     return _exchange(root, swap, _places(root), [])
 
 
-def _needs_unknown(node: Node) -> bool:
+def _needs_unknown(node: Object) -> bool:
     """Whether an object would be called with something unknown, and could not be made without it."""
-    if type(node) is not Object or node.name == "collections.defaultdict":
-        return False
     parts = node.args if type(node.args) is tuple else (node.args,)
     inner = [below for part in parts if type(part) is tuple for below in part]
-    return any(_unknown_name(part) is not None for part in (*parts, *inner))
+    return node.name != "collections.defaultdict" and any(_unknown_name(part) is not None for part in (*parts, *inner))
 
 
 def _known_tensor(entry: Entry) -> Entry:
@@ -327,7 +318,7 @@ def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in visit.reachable(root, bare=False) if type(node) is Entry}
+    found = dict.fromkeys(node.dtype.name for node in visit.reachable(root, bare=False) if type(node) is Entry)
     return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 

@@ -44,8 +44,6 @@ _MARKERS = frozenset(("scaled_fp8",))
 
 @dataclass(slots=True)
 class Found:
-    """What is quantised in a state dict."""
-
     quantised: dict[str, Quantised] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
     problems: list[ConvertError] = field(default_factory=list)
@@ -120,14 +118,12 @@ def _why_beside(name: str, entry: Entry, found: Found) -> str:
 
 def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: Found) -> ConvertError | None:
     """The error for a tensor that is a part of a quantised one by its name or dtype, and was not taken."""
-    roles = {role: plain for plain, role in roles_of(part.name)}
+    roles, beside = {role: plain for plain, role in roles_of(part.name)}, _beside(part, groups.get(part.name, {}))
     if part.dtype in FP8:
         fix = "Numbers that are meant as they are: `dtype='bf16'`, without `dequantize`. Else get the whole checkpoint."
-        return ConvertError(
-            f"{part.name!r} is {part.dtype} and has no scale beside it.", why=_beside_text(part, groups), fix=fix
-        )
+        return ConvertError(f"{part.name!r} is {part.dtype} and has no scale beside it.", why=beside, fix=fix)
     if part.dtype in ("int8", "uint8", "uint32") and len(part.shape) > 1 and part.name.endswith("weight"):
-        return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_WHOLE)
+        return ConvertError(f"{part}, and has no scale beside it.", why=beside, fix=_WHOLE)
     quantised = next((plain for role, plain in roles.items() if role not in _NO_PARTS and plain in found.quantised), None)
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
@@ -139,8 +135,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
-        there = [str(other) for others in groups.get(plain, {}).values() for other in others if other.name != part.name]
-        why = f"Beside it: {'; '.join(there[:4])}." if there else f"{plain!r} has no codes here."
+        why = _beside(part, groups.get(plain, {})) or f"{plain!r} has no codes here."
         return ConvertError(f"{part.name!r} is part of a quantised weight that is not whole.", why=why, fix=_WHOLE)
     return None
 
@@ -148,9 +143,9 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
 _WHOLE = "Get the whole checkpoint."
 
 
-def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
-    others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
-    return f"Beside it: {'; '.join(others[:4])}." if others else ""
+def _beside(part: Part, others: Mapping[str, list[Part]]) -> str:
+    there = [str(other) for parts in others.values() for other in parts if other.name != part.name]
+    return f"Beside it: {'; '.join(there[:4])}." if there else ""
 
 
 # --- what `inspect` says of them: schemes, sizes, and what is not whole
