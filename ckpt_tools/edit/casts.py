@@ -10,6 +10,7 @@ from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, names_quantised
 from ckpt_tools.text import dotted
+from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
@@ -60,7 +61,11 @@ def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) 
             cast_to[id(made)] = targets[id(storage)]
         return made
 
-    return _retype(map_storages(root, change), cast_to), casting
+    def retype(node: Node) -> Node:  # torch's storages of some types (fp8) have none themselves
+        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
+        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
+
+    return exchange.replace(map_storages(root, change), retype), casting
 
 
 _View: TypeAlias = tuple[str, str, Entry]  # path, name in its state dict, entry
@@ -87,13 +92,9 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
 
 
 def _steps(root: Node) -> set[int]:
-    found = set()
-    for _, optimizer in find_optimizers(root):
-        for _, state in optimizer.state.items:
-            step = state.get("step") if type(state) is Dict else None
-            if type(step) is Entry and step.dtype.family == "float":
-                found.add(id(step.storage))
-    return found
+    states = (state for _, optimizer in find_optimizers(root) for _, state in optimizer.state.items)
+    steps = (state.get("step") for state in states if type(state) is Dict)
+    return {id(step.storage) for step in steps if type(step) is Entry and step.dtype.family == "float"}
 
 
 def _parts(root: Node) -> set[int]:
@@ -115,8 +116,7 @@ def _targets(
         found: dict[str, DType | None] = {}
         for path, name, entry in views:
             if entry.dtype.family == "float":
-                texts = (path, *([name] if name else []))
-                hits = globs.matching(*texts)
+                hits = globs.matching(path, *filter(None, (name,)))
                 found[path] = by_glob[hits[-1]] if hits else None if storage in spared else target
         kinds = set(found.values())
         if len(kinds) > 1:
@@ -128,17 +128,6 @@ def _targets(
         fix = "ckpt inspect --all FILE lists the names and dtypes."
         raise NothingMatchedError(f"`dtype={glob!r}` matches no float tensor.", fix=fix)
     return targets
-
-
-def _retype(root: Node, cast_to: Mapping[int, DType]) -> Node:
-    """Entries on storages that were cast take the dtype: torch's storages of some types (fp8) have none themselves."""
-    from ckpt_tools.tree import exchange
-
-    def swap(node: Node) -> Node:
-        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
-        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
-
-    return exchange.replace(root, swap)
 
 
 def to_little_endian(root: Node, byteorder: str) -> Node:

@@ -10,8 +10,6 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import Entry, Node, Storage
 
-# --- devices
-
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:\d+)?")
 
 
@@ -26,16 +24,13 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
     for source, equals, target in pairs:
         for device in (source, target) if equals else (source,):
             if not is_device(device):
-                raise UsageError(
-                    f"`map_location={spec!r}`: {device!r} is not a device where tensors have values.",
-                    fix="For example: cpu, cuda:1, cuda:0=cpu.",
-                )
+                what = f"`map_location={spec!r}`: {device!r} is not a device where tensors have values."
+                raise UsageError(what, fix="For example: cpu, cuda:1, cuda:0=cpu.")
     if len(pairs) == 1 and not pairs[0][1]:
         return lambda tag: spec.strip()
     if not all(equals for _, equals, _ in pairs):
-        raise UsageError(
-            f"`map_location={spec!r}` mixes a single device with pairs.", fix="For example: cuda:0=cuda:1,cuda:7=cpu."
-        )
+        what = f"`map_location={spec!r}` mixes a single device with pairs."
+        raise UsageError(what, fix="For example: cuda:0=cuda:1,cuda:7=cpu.")
     table = {_full(source): target for source, _, target in pairs}
     if len(table) != len(pairs):
         raise UsageError(f"`map_location={spec!r}` names a device twice.")
@@ -58,8 +53,7 @@ def map_storages(root: Node, change: Callable[[Storage], Storage]) -> Node:
     def swap(node: Node) -> Node:
         if type(node) is Storage:
             return new(node)
-        if type(node) is Entry and new(node.storage) is not node.storage:
-            storage = new(node.storage)
+        if type(node) is Entry and (storage := new(node.storage)) is not node.storage:
             moved = storage.dtype is not node.storage.dtype and node.storage.dtype is not None
             return replace(node, storage=storage, dtype=storage.dtype if moved and storage.dtype else node.dtype)
         return node

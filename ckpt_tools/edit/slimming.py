@@ -46,7 +46,11 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
             rows = [_in_tuple((*where, index), row, kept, gone) for index, row in enumerate(node.items)]
             node.items[:] = [row for index, row in enumerate(rows) if not _unwanted((*where, index), row, node, kept, gone)]
     if type(root) is not Dict or id(root) not in kept:
-        _prune(root)
+        for node in reversed([node for _, node in walk(root, stop=is_tensor)]):  # without what is empty now, from the inside
+            if type(node) is Dict:
+                node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
+            elif type(node) is List:
+                node.items[:] = [value for value in node.items if not _is_empty(value)]
     return root, gone
 
 
@@ -72,18 +76,13 @@ def _unwanted(where: Where, value: Node, holder: Node, kept: set[int], gone: lis
     kind = _training_state(where, value)
     if kind is None and is_tensor(value) and id(holder) not in kept:
         kind = "a tensor outside state dicts"
-    if kind is None and type(value) is tuple and _has_loose_tensors(value, kept):
-        kind = "tensors outside state dicts"
+    if kind is None and type(value) is tuple:  # which holds tensors, and no state dict that is kept
+        inside = walk(value, stop=lambda node: id(node) in kept or is_tensor(node), plain=False)
+        if {id(node) in kept for _, node in inside if id(node) in kept or is_tensor(node)} == {False}:
+            kind = "tensors outside state dicts"
     if kind is not None:
         gone.append((where, kind))
     return kind is not None
-
-
-def _has_loose_tensors(value: Node, kept: set[int]) -> bool:
-    """Whether a tuple holds tensors, and no state dict that is kept."""
-    inside = walk(value, stop=lambda node: id(node) in kept or is_tensor(node), plain=False)
-    found = {"kept" if id(node) in kept else "tensor" for _, node in inside if id(node) in kept or is_tensor(node)}
-    return found == {"tensor"}
 
 
 _RNG = re.compile(r"(^|_)(rng|random)(_|$)|^(np|numpy|cuda|torch|python)_?(rng|random)", re.IGNORECASE)
@@ -103,15 +102,6 @@ def _training_state(where: Where, node: Node) -> str | None:
     if keys >= _SCHEDULER or (keys >= {"base_lrs", "last_epoch"}):
         return "scheduler"
     return "gradient scaler" if keys >= _SCALER else None
-
-
-def _prune(root: Node) -> None:
-    """Leave out the dicts and lists that are empty now, from the inside."""
-    for node in reversed([node for _, node in walk(root, stop=is_tensor)]):
-        if type(node) is Dict:
-            node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
-        elif type(node) is List:
-            node.items[:] = [value for value in node.items if not _is_empty(value)]
 
 
 def _is_empty(node: Node) -> bool:
@@ -154,7 +144,9 @@ def averaged(root: Node) -> tuple[Node, Where]:
 def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
     """Every state dict of averaged weights; one inside another counts once."""
     taken: set[Where] = set()
-    swapped = _is_swapped(root)
+    swapped = type(root) is Dict and "state_dict" in root and (  # which has the averages then, with the trained ones beside it
+        ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
+    )  # fmt: skip
     for state_dict in find_state_dicts(root):
         where = state_dict.where
         if any(where[:end] in taken for end in range(len(where) + 1)):
@@ -162,14 +154,15 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         names = state_dict.names
         named = any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
         if where == ("state_dict",) if swapped else named or _averaging(names):
-            taken.add(where)
-            yield where, _as_plain_model(state_dict)
+            made = _as_plain_model(state_dict)
         elif any(name.startswith(_LIT_EMA) for name in names):
-            taken.add(where)
-            yield where, _without_averages(state_dict, _LIT_EMA, "")
+            made = _without_averages(state_dict, _LIT_EMA, "")
         elif has_mmcvs(names):
-            taken.add(where)
-            yield where, _without_averages(state_dict, _MMCV_EMA, "_")
+            made = _without_averages(state_dict, _MMCV_EMA, "_")
+        else:
+            continue
+        taken.add(where)
+        yield where, made
 
 
 def _averaging(names: Sequence[str]) -> str:
@@ -208,13 +201,6 @@ def has_mmcvs(names: Sequence[str]) -> bool:
     return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
 
 
-def _is_swapped(root: Node) -> bool:
-    """Whether the averaged weights are in `state_dict`, and the trained ones beside it."""
-    if type(root) is not Dict or "state_dict" not in root:
-        return False
-    return ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
-
-
 def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
     """A state dict with its averaged tensors in place of the trained ones."""
     items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
@@ -241,9 +227,7 @@ def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, lis
     """The names of trained tensors by how LitEma and mmcv write them: without dots, the model's `model.` left out or not."""
     flat: dict[str, list[str]] = {}
     for name in state_dict.names:
-        if name.startswith(prefix):
-            continue
-        flat.setdefault(name.replace(".", dot), []).append(name)
-        if prefix == _LIT_EMA and name.startswith("model."):
-            flat.setdefault(name.removeprefix("model.").replace(".", dot), []).append(name)
+        names = {name, name.removeprefix("model.")} if prefix == _LIT_EMA else {name}
+        for own in () if name.startswith(prefix) else names:
+            flat.setdefault(own.replace(".", dot), []).append(name)
     return flat
