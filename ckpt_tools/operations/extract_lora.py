@@ -35,8 +35,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, as_dict, contiguous_stride
 from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.values.factors import Factors, difference, difference_norm, factors
-from ckpt_tools.values.low_rank import Matrix
+from ckpt_tools.values.low_rank import Factors, Matrix, difference, difference_norm, factors
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.pytorch import need_torch
 

@@ -27,7 +27,8 @@ def folded(weight: Parametrized, parts: Mapping[str, Entry]) -> Computed:
     def work() -> Iterator[memoryview]:
         need_torch("A weight in parts is worked out with it.")
         with one_thread():
-            made = _WORK[weight.kind](*(_load(parts[role]) for role in _ORDER[weight.kind]))
+            compute, order = _WORK[weight.kind]
+            made = compute(*(_load(parts[role]) for role in order))
         yield as_bytes(made.reshape(-1), first.dtype)
 
     return Computed(first.nbytes, work, tuple(entry.storage.content for entry in parts.values()))
@@ -80,19 +81,10 @@ def _orthogonal(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return made.T if turned else made
 
 
-def _pruned(weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return mask.to(weight.dtype) * weight
-
-
-_WORK: dict[str, Callable[..., torch.Tensor]] = {
-    "weight norm": _weight_norm,
-    "spectral norm": _spectral_norm,
-    "orthogonal": _orthogonal,
-    "pruning": _pruned,
-}
-_ORDER: dict[str, Sequence[str]] = {
-    "weight norm": "gv",
-    "spectral norm": ("orig", "u", "v"),
-    "orthogonal": ("orig", "base"),
-    "pruning": ("orig", "mask"),
+# How a weight is worked out, and of which parts
+_WORK: dict[str, tuple[Callable[..., torch.Tensor], Sequence[str]]] = {
+    "weight norm": (_weight_norm, "gv"),
+    "spectral norm": (_spectral_norm, ("orig", "u", "v")),
+    "orthogonal": (_orthogonal, ("orig", "base")),
+    "pruning": (lambda weight, mask: mask.to(weight.dtype) * weight, ("orig", "mask")),
 }

@@ -111,12 +111,6 @@ def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0)
     return rows
 
 
-def packed_turned(words: torch.Tensor, bits: int) -> Rows:
-    """The columns of a matrix that is packed along them, as rows."""
-    turned = words.t().contiguous()
-    return lambda first, count: unpacked(turned[first : first + count], bits).float()
-
-
 def packed_down(words: Numbers, bits: int, height: int, columns: int, offset: int) -> Rows:
     """Matrices packed along their columns, one below the other."""
     size = -(-height * bits // 32)
@@ -181,21 +175,6 @@ def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
     return groups
 
 
-def grouped(codes: Rows, scales: Rows, shifts: Rows, groups: int) -> Rows:
-    """scale * code - shift, one of each for each row of codes; several rows of codes are a row."""
-
-    def rows(first: int, count: int) -> torch.Tensor:
-        span = first * groups, count * groups
-        return (scales(*span) * codes(*span) - shifts(*span)).view(count, -1)
-
-    return rows
-
-
-def rounded(rows: Rows, dtype: DType) -> Rows:
-    """A matrix, rounded to the dtype that its authors work in."""
-    return lambda first, count: rows(first, count).to(torch_dtype(dtype)).float()
-
-
 # --- codes of 4 bits that stand for a table's values
 
 
@@ -203,8 +182,8 @@ def _looked_up(codes: torch.Tensor, table: Sequence[float], *, low_first: bool) 
     """The table's values of the two halves of each byte, in one row."""
     import torch
 
-    halves = (codes & 15, codes >> 4) if low_first else (codes >> 4, codes & 15)
-    return torch.tensor(table)[torch.stack(halves, dim=-1).reshape(-1).int()]
+    low, high = codes & 15, codes >> 4
+    return torch.tensor(table)[torch.stack((low, high) if low_first else (high, low), dim=-1).reshape(-1).int()]
 
 
 def nibbles(

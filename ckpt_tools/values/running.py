@@ -26,10 +26,15 @@ def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[]
 
 
 def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
-    tensors = {**_named(model.named_parameters), **_named(model.named_buffers)}
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     there = {id(tensor): tensor if tensor.device.type == device else tensor.to(device) for tensor in tensors.values()}
     floats = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    given = [(row.name, _given(row, floats, device)) for row in inputs]
+    given: list[tuple[str | None, torch.Tensor]] = []
+    for row in inputs:
+        is_index = row.below is not None
+        fill, dtype = (0, torch.int64) if is_index else (0.5, floats)
+        given.append((row.name, torch.full(row.shape, fill, dtype=dtype, device=device)))
     recorder = _Recorder()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) in there:
@@ -42,16 +47,6 @@ def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
         outputs = torch.func.functional_call(model, called, places, names)
     recorder.graph.outputs = [recorder.value(tensor) for tensor in tensors_in(outputs)]
     return recorder.graph
-
-
-def _named(names: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    return dict(names(remove_duplicate=False))
-
-
-def _given(row: Input, floats: torch.dtype, device: str) -> torch.Tensor:
-    if row.below is not None:
-        return torch.zeros(row.shape, dtype=torch.int64, device=device)
-    return torch.full(row.shape, 0.5, dtype=floats, device=device)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,6 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changed:
-    """A tensor that two models have otherwise."""
-
     name: str
     base: Entry
     tuned: Entry
@@ -26,8 +24,6 @@ class Changed:
 
 @dataclass(slots=True)
 class Extraction:
-    """What becomes of the tensors of a tuned model."""
-
     factored: dict[str, Changed] = field(default_factory=dict)
     biases: dict[str, Changed] = field(default_factory=dict)
     saved: dict[str, list[Changed]] = field(default_factory=dict)
@@ -50,8 +46,11 @@ def sort(base: Mapping[str, Node], tuned: Mapping[str, Node], only: Globs | None
             biases.append(module)
         else:
             by_module.hold(found, module, row)
-    for module in [module for module, row in found.factored.items() if by_module.is_doubtful(module, row)]:
-        by_module.hold(found, module, found.factored[module])
+    for module, row in found.factored.items():  # a square one may be stored as [in, out], where others of the model are
+        if len(row.base.shape) == 2 and not is_oblong(row.base.shape) and not is_embedding(module, base):
+            known = by_module.turned
+            if len(known.get(last_name(module), ())) != 1 and any(True in turned for turned in known.values()):
+                by_module.hold(found, module, row)
     found.factored = {module: row for module, row in found.factored.items() if module not in found.saved}
     by_module.take_biases(found, [module for module in biases if module in found.factored])
     return found
@@ -113,12 +112,6 @@ class _Modules:
     def pair(self, name: str) -> Changed | None:
         one, other = self.base.get(name), self.tuned.get(name)
         return Changed(name, one, other) if type(one) is Entry and type(other) is Entry else None
-
-    def is_doubtful(self, module: str, row: Changed) -> bool:
-        """Whether it cannot be told if a square weight is stored as [in, out], since others of the model are."""
-        if len(row.base.shape) != 2 or is_oblong(row.base.shape) or is_embedding(module, self.base):
-            return False
-        return len(self.turned.get(last_name(module), ())) != 1 and any(True in known for known in self.turned.values())
 
     def take_biases(self, found: Extraction, modules: list[str]) -> None:
         """Changed biases of factored modules: PEFT's `lora_bias` is for all of them or none, so else those are held whole."""

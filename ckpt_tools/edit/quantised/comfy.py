@@ -23,10 +23,16 @@ def marked(tensor: Quantised, mark: Part | None) -> Quantised:
     """The same weight, refused by `settle` where a mark says another layout than its names do."""
 
     def settle(config: Config) -> Plain:
-        said = said_in(mark.name, mark.small()) if mark is not None else _of_layer(tensor.name, config)
-        if said is not None and said.get("format") == tensor.scheme == "nvfp4" and not said.get("convrot"):
+        if mark is not None:
+            said: Any = said_in(mark.name, mark.small())
+        else:
+            layers: Any = said_in(_METADATA, config.metadata.get(_METADATA, "{}").encode()).get("layers")
+            said = layers.get(tensor.name.removesuffix(".weight")) if isinstance(layers, dict) else None
+        if not isinstance(said, dict):
+            return tensor.settle(config)
+        if said.get("format") == tensor.scheme == "nvfp4" and not said.get("convrot"):
             return _tiled(*tensor.parts)
-        if said is not None and (said.get("format") not in _AS_OTHERS or said.get("convrot")):
+        if said.get("format") not in _AS_OTHERS or said.get("convrot"):
             turned = ", rotated" if said.get("convrot") else ""
             raise ConvertError(
                 f"{tensor.name!r} is in ComfyUI's layout {said.get('format')!r}{turned}, which is not read.",
@@ -50,12 +56,3 @@ def _tiled(codes: Part, scale: Part, whole: Part) -> Plain:
         return nibbles(codes.numbers(), scales, 16, columns, low_first=False)
 
     return Plain((rows, columns), make)
-
-
-def _of_layer(name: str, config: Config) -> dict[str, Any] | None:
-    text = config.metadata.get(_METADATA)
-    if text is None:
-        return None
-    layers = said_in(_METADATA, text.encode()).get("layers")
-    said = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
-    return said if isinstance(said, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.quantised import Rows, held, packed_turned, scaled, unpacked
+from ckpt_tools.values.quantised import Rows, held, scaled, unpacked
 
 _WORD = 32
 _BITS = (2, 3, 4, 8)
@@ -52,8 +52,16 @@ def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
         zero = unpacked(words, bits)
         if less and bits not in _ONES:
             zero = zero + 1 & (1 << bits) - 1
-        codes, groups = packed_turned(weight.numbers().whole(out), bits), None if order is None else order.numbers()
-        return scaled(codes, held(scales.numbers().whole(out).t()), columns, run, held(zero[:, :out].t()), groups, cells)
+        turned, groups = weight.numbers().whole(out).t().contiguous(), None if order is None else order.numbers()
+        return scaled(
+            lambda first, count: unpacked(turned[first : first + count], bits).float(),
+            held(scales.numbers().whole(out).t()),
+            columns,
+            run,
+            held(zero[:, :out].t()),
+            groups,
+            cells,
+        )
 
     return Plain((out, columns), make)
 

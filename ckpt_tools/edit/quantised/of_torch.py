@@ -7,7 +7,6 @@ torch/ao/nn/quantized/modules/linear.py (`LinearPackedParams`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +35,6 @@ def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
     if taken := [name for name in (f"{path}.weight", f"{path}.bias") if name in state_dict]:
         raise ConvertError(f"{key!r} would become {taken[0]!r}, which is there, too.")
     return found if bias is None else replace(found, bias=(f"{path}.bias", bias))
-
-
-def beside_packed(path: str) -> Sequence[str]:
-    """What such a layer has besides: the dtype, and the scale of its output."""
-    return f"{path}._packed_params.dtype", f"{path}.scale", f"{path}.zero_point"
 
 
 def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
