@@ -9,13 +9,11 @@ from functools import partial
 from ckpt_tools.io.content import Computed, chunks
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
-from ckpt_tools.values.numeric import part, row_major
+from ckpt_tools.values.numeric import part, row_major, view_of
 
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """How many storages were cut down, and how many bytes that saves."""
-
     storages: int = 0
     saved: int = 0
 
@@ -30,7 +28,6 @@ class _Piece:
 
 
 def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
-    """Give tensors storages of their own size."""
     views: dict[int, list[Entry]] = {}
     pinned: set[int] = set()
     for node in visit.reachable(root):
@@ -60,7 +57,11 @@ def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple
     if any(entry.dtype.bits % 8 or entry.dtype.itemsize != entries[0].dtype.itemsize for entry in entries):
         return
     pieces = _pieces(entries)
-    gathered = {index for index, piece in enumerate(pieces) if _can_gather(piece)}
+    gathered = set()
+    for index, piece in enumerate(pieces):  # of one view with gaps in it the elements alone are enough
+        lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
+        if not lazy and len(set(map(view_of, piece.entries))) == 1 and piece.entries[0].nbytes < piece.end - piece.start:
+            gathered.add(index)
     sizes = [piece.entries[0].nbytes if index in gathered else piece.end - piece.start for index, piece in enumerate(pieces)]
     if sum(sizes) >= storage.nbytes:
         return
@@ -80,30 +81,15 @@ def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple
                 yield id(entry), replace(entry, storage=own, offset=start)
 
 
-def _span(entry: Entry) -> tuple[int, int]:
-    """The bytes of its storage between the first and the last element; nothing for an empty tensor."""
-    if not entry.nbytes:
-        return 0, 0
-    item = entry.dtype.itemsize
-    return entry.offset * item, (entry.offset + entry.span) * item
-
-
 def _pieces(entries: list[Entry]) -> list[_Piece]:
-    """Entries together with those that they overlap, in order of their bytes."""
+    """Entries together with those that they overlap, in order of their bytes; an empty one is at the start."""
+    item = entries[0].dtype.itemsize
+    spans = ((entry.offset * item, (entry.offset + entry.span) * item) if entry.nbytes else (0, 0) for entry in entries)
     pieces: list[_Piece] = []
-    for (start, end), entry in sorted(((_span(entry), entry) for entry in entries), key=lambda row: row[0]):
+    for (start, end), entry in sorted(zip(spans, entries, strict=True), key=lambda row: row[0]):
         last = pieces[-1] if pieces else None
         if last is not None and (start < last.end or start == end):
             pieces[-1] = _Piece(last.start, max(last.end, end), (*last.entries, entry))
         else:
             pieces.append(_Piece(start, end, (entry,)))
     return pieces
-
-
-def _can_gather(piece: _Piece) -> bool:
-    """Whether every entry is the same view and has gaps in it: then its elements alone are enough."""
-    first = piece.entries[0]
-    same = all((one.shape, one.stride, one.offset, one.dtype) == (first.shape, first.stride, first.offset, first.dtype)
-               for one in piece.entries)  # fmt: skip
-    lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
-    return same and not lazy and first.nbytes < piece.end - piece.start

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, Content, Literal, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import one_thread, tensor_bytes, torch_dtype
+from ckpt_tools.values.numeric import is_finite, one_thread, tensor_bytes, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -126,15 +126,19 @@ class _Layer:
     """A delta at work, its factors in memory."""
 
     def __init__(self, delta: Delta, base: Matrix) -> None:
+        import torch
+
         self.delta = delta
         self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
-        self.wide = _wide(self.dtype)
+        self.wide = self.dtype if self.dtype.itemsize > 2 else torch.float32  # in which factors are multiplied
         self.base_dtype = torch_dtype(base.dtype)
         self.down, self.up = (_load(one, base.dtype, delta.read) for one in (delta.down, delta.up))
         if not delta.experts:  # of those some rows are wanted at a time
             self.down, self.up = self.down.to(self.wide), self.up.to(self.wide)
         if delta.mid is not None:
-            self.down = _through(_load(delta.mid, base.dtype).to(self.wide), self.down)
+            # The factor of a convolution whose kernel is between two 1x1 ones: [rank, rank * kernel] and [rank, in]
+            rank, mid = len(self.down), _load(delta.mid, base.dtype).to(self.wide)
+            self.down = torch.einsum("ijk,jp->ipk", mid.reshape(rank, rank, -1), self.down).reshape(rank, -1)
         self.factor: torch.Tensor | None = None
         self.magnitude = None if delta.magnitude is None else _load(delta.magnitude, base.dtype).reshape(-1)
 
@@ -207,13 +211,6 @@ def _in_memory(dtype: DType, base: DType) -> torch.dtype:
     return torch_dtype(base) if dtype is base else torch.float32
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that factors are multiplied in."""
-    import torch
-
-    return dtype if dtype.itemsize > 2 else torch.float32
-
-
 def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
     import torch
 
@@ -224,14 +221,6 @@ def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = rea
     if not values.isfinite().all():
         raise ConvertError(f"The adapter's {matrix.name!r} holds NaN or infinite values.", why="Merged, it would spread them.")
     return values.to(dtype)
-
-
-def _through(mid: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The factor of a convolution whose kernel is between two 1x1 ones: [rank, rank * kernel] and [rank, in]."""
-    import torch
-
-    rank = len(down)
-    return torch.einsum("ijk,jp->ipk", mid.reshape(rank, rank, -1), down).reshape(rank, -1)
 
 
 def row_blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
@@ -249,13 +238,8 @@ def row_blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _check_finite(after: torch.Tensor, before: torch.Tensor, name: str) -> None:
-    """Raise ConvertError for a value that is no longer finite. The extremes are looked at first: masks take longer."""
-    import torch
-
-    low, high = torch.aminmax(after)
-    if low.isfinite() and high.isfinite():
-        return
-    if lost := int((before.isfinite() & ~after.isfinite()).sum()):
+    """Raise ConvertError for a value that is no longer finite."""
+    if not is_finite(after) and (lost := int((before.isfinite() & ~after.isfinite()).sum())):
         dtype = str(after.dtype).removeprefix("torch.")
         raise ConvertError(
             f"{name!r} would have {lost} values beyond what {dtype} can hold once the adapter is merged.",
@@ -311,18 +295,13 @@ def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: boo
             raise ConvertError(
                 f"The change of {base.name!r} is beyond what {dtype.name} can hold.", fix="Choose another `dtype`."
             )
-        size, error = _measured(base, tuned, first.double(), last.double())
+        size, error, left, right = 0.0, 0.0, first.double(), last.double()
+        for start, block in _differences(base, tuned):
+            size += float(block.square().sum())
+            block -= left[start : start + len(block)] @ right
+            error += float(block.square().sum())
     up, down = (last.T, first.T) if turned else (first, last)
-    return Factors(Literal(bytes(tensor_bytes(up))), Literal(bytes(tensor_bytes(down))), size, error)
-
-
-def _measured(base: Matrix, tuned: Matrix, left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
-    size = error = 0.0
-    for start, block in _differences(base, tuned):
-        size += float(block.square().sum())
-        block -= left[start : start + len(block)] @ right
-        error += float(block.square().sum())
-    return size**0.5, error**0.5
+    return Factors(Literal(bytes(tensor_bytes(up))), Literal(bytes(tensor_bytes(down))), size**0.5, error**0.5)
 
 
 def _differences(base: Matrix, tuned: Matrix) -> Iterator[tuple[int, torch.Tensor]]:

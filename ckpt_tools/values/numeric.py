@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 ELEMENTS = 32_704
 GATHERING = "Elements that are not stored one after another (of a transposed tensor, say) are put in order with it."
 _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
+# Dtypes of so many bytes that torch can copy: quantised ones and others have no copy of their own.
+_SAME_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 @dataclass(slots=True)
 class CastCount:
-    """Counted while a cast is written."""
-
     overflowed: int = 0
     underflowed: int = 0
     saturated: int = 0
@@ -79,10 +79,17 @@ def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
     new.copy_(_saturated(old, new.dtype, count) if new.itemsize == 1 and before.max > after.max else old)
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
     if before.max > after.max:  # bf16 -> fp16 too, of the same size
-        count.overflowed += _became_infinite(wide, narrowed)
+        count.overflowed += 0 if is_finite(narrowed) else int((wide.isfinite() & ~narrowed.isfinite()).sum())
     fewer = before.smallest_normal < after.smallest_normal or new.itemsize < old.itemsize  # bf16 has fp32's exponents
     if fewer and not narrowed.abs().amin() > 0:  # NaN is not
         count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite, of which there are some, by their extremes: masks take 50 times as long."""
+    import torch
+
+    return all(extreme.isfinite() for extreme in torch.aminmax(values))  # NaN where there is one
 
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> torch.Tensor:
@@ -96,16 +103,6 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> to
         beyond &= ~wide.isinf()
     count.saturated += int(beyond.sum())
     return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
-
-
-def _became_infinite(wide: torch.Tensor, narrow: torch.Tensor) -> int:
-    """How many finite values are no longer finite. The extremes are looked at first: masks take 50 times as long."""
-    import torch
-
-    low, high = torch.aminmax(narrow)  # NaN where there is one
-    if low.isfinite() and high.isfinite():
-        return 0
-    return int((wide.isfinite() & ~narrow.isfinite()).sum())
 
 
 def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int]:
@@ -273,7 +270,7 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
             data = bytearray(piece.span * itemsize)
             read_into(part(source, piece.offset * itemsize, len(data)), memoryview(data))
             yield from _row_major_bytes(
-                torch.frombuffer(data, dtype=_same_width(itemsize)).as_strided(piece.sizes, piece.steps)
+                torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[itemsize])).as_strided(piece.sizes, piece.steps)
             )
 
     def some(start: int, length: int) -> Content:
@@ -310,13 +307,6 @@ def is_by_position(content: Content) -> bool:
     if isinstance(content, Joined):
         return all(map(is_by_position, content.parts))
     return not isinstance(content, Deflated) and (not isinstance(content, Computed) or content.part is not None)
-
-
-def _same_width(itemsize: int) -> torch.dtype:
-    """A dtype of elements of so many bytes, which torch can copy: quantised ones and others have no copy of their own."""
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
 
 
 def live_content(tensor: torch.Tensor) -> Computed:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Computed, Content, read_into
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, narrow, one_thread, part, torch_dtype
+from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, is_finite, narrow, one_thread, part, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -277,7 +277,9 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
         for first in range(start // row if size else 0, last, step):
             with one_thread():  # packed columns are worked out many at a time
                 values = rows(first, min(step, last - first)).reshape(-1)
-                _count(values, count)
+                if values.numel() and not is_finite(values):  # the product or a scale makes those
+                    count.overflowed += int(values.isinf().sum())
+                    count.nan += int(values.isnan().sum())
                 out = bytearray(values.numel() * target.itemsize)
                 narrow(values, torch.frombuffer(out, dtype=dtype), count)
             yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
@@ -286,15 +288,6 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
         return Computed(size, lambda: work(start, size), of, lambda at, part: cut(start + at, part))
 
     return cut(0, length)
-
-
-def _count(values: torch.Tensor, count: CastCount) -> None:
-    """Count what the product or a scale makes infinite or NaN. The extremes are looked at first: masks take longer."""
-    import torch
-
-    if values.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(values)):
-        count.overflowed += int(values.isinf().sum())
-        count.nan += int(values.isnan().sum())
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -50,8 +50,9 @@ class Experts:
                 self.split.setdefault(found[1], {}).setdefault(found[3], {})[int(found[2])] = name
 
     def modules(self, parameters: set[str]) -> set[str]:
+        parts = parameters | {one for name in parameters for names in _WEIGHTS.get(name, ()) for one in names}
         own = {path for name in self.tensors for path, _, last in (name.rpartition("."),) if last in parameters and path}
-        return own | {path for path, weights in self.split.items() if any(map(weights.get, _kinds(parameters)))}
+        return own | {path for path, weights in self.split.items() if not parts.isdisjoint(weights)}
 
     def find(self, module: str, parameter: str) -> Parameter | None:
         name = f"{module}.{parameter}"
@@ -76,10 +77,6 @@ class Experts:
         return Parameter(name, (len(columns[0]), height * len(columns), width), pieces)
 
 
-def _kinds(parameters: set[str]) -> set[str]:
-    return parameters | {one for name in parameters for names in _WEIGHTS.get(name, ()) for one in names}
-
-
 def assigned(
     changes: Sequence[Change], parameters: Sequence[Parameter], adapter: Adapter, base: str
 ) -> list[tuple[Change, Parameter, bool]]:
@@ -93,7 +90,7 @@ def assigned(
         )
     pairs: list[tuple[Change, Parameter, set[bool]]] = []
     for change in changes:
-        fitting = [(one, made, ways) for one in parameters for made, ways in [_fitted(change, one)] if ways]
+        fitting = [(made, one, ways) for one in parameters for made, ways in [_fitted(change, one)] if ways]
         if len(fitting) != 1:
             factors = f"{list(change.down.shape)} and {list(change.up.shape)}"
             ranks = {change.config.rank_of(f"{module}.{one}") for one in change.parameters} - {None}
@@ -102,8 +99,7 @@ def assigned(
                 why=f"They are [rank * experts, in] and [out, rank * experts]; the rank is {listed(sorted(map(str, ranks)))}."
                 if not fitting else "Only the order in the model decides which is which, and files do not keep it.",
             )  # fmt: skip
-        one, made, ways = fitting[0]
-        pairs.append((made, one, ways))
+        pairs += fitting
     if len({one.name for _, one, _ in pairs}) != len(pairs):
         raise ConvertError(f"{adapter.path} has factors twice for one parameter of {module!r}: {shown}.")
     sure = {way for _, _, ways in pairs if len(ways) == 1 for way in ways}

@@ -49,8 +49,6 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of an adapter."""
-
     module: str
     role: Role | None
     component: str = ""

@@ -65,8 +65,6 @@ class Merged:
 
 
 class Base:
-    """The state dict that adapters are merged into: its tensors by name, its modules by path."""
-
     def __init__(self, tensors: Mapping[str, Node], path: str) -> None:
         self.tensors, self.path = tensors, path
         self.names: dict[str, str] = {}
@@ -251,8 +249,7 @@ class Planning:
                 f"{self.given}: the factors of {change.module!r} make {made_shape(change)}; {name!r} is {list(entry.shape)}.",
                 why=_OTHER_MODEL,
             )
-        outputs = change.up.shape[0]
-        if change.magnitude is not None and change.magnitude.numel != outputs:
+        if change.magnitude is not None and change.magnitude.numel != (outputs := change.up.shape[0]):
             raise ConvertError(
                 f"{self.given}: {change.module!r} has {change.magnitude.numel} magnitudes for {outputs} outputs."
             )
@@ -274,22 +271,23 @@ class Planning:
         self.count(change)
         report.dora += change.magnitude is not None
         if change.bias is not None:
-            self.add_bias(change, change.bias, module)
+            name = f"{module}.bias"
+            if name not in self.base.tensors:
+                raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
+            self.add_whole(name, f"the bias of {change.module!r}", change.bias, change.scale * self.weight)
+            report.biases += 1
 
-    def add_bias(self, change: Change, bias: Entry, module: str) -> None:
-        name = f"{module}.bias"
-        if name not in self.base.tensors:
-            raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
-        entry = self.base.entry(name)
-        if entry.shape != bias.shape:
+    def add_whole(self, name: str, what: str, entry: Entry, scale: float) -> None:
+        """What is added as it is to a weight or a bias."""
+        base = self.base.entry(name)
+        if base.shape != entry.shape:
             raise ConvertError(
-                f"{self.given}: the bias of {change.module!r} is {list(bias.shape)}; {name!r} is {list(entry.shape)}."
+                f"{self.given}: {what} is {list(entry.shape)}; {name!r} is {list(base.shape)}.", why=_OTHER_MODEL
             )
-        self.plans.change(name, self.given, Addend(_matrix(change.module, bias), change.scale * self.weight))
-        self.report.biases += 1
+        self.plans.change(name, self.given, Addend(_matrix(name, entry), scale))
 
     def add_difference(self, difference: Difference, way: Way) -> None:
-        modules, entry = self.base.modules, difference.entry
+        modules = self.base.modules
         known = (modules.flat if difference.flat else modules.paths).get(way(difference.module) or "", [])
         name = f"{known[0]}.{difference.ending}" if len(known) == 1 else ""
         if name not in self.base.tensors:
@@ -299,11 +297,7 @@ class Planning:
             )
         self.check_plain(known[0])
         self.take(name, difference)
-        if self.base.entry(name).shape != entry.shape:
-            raise ConvertError(
-                f"{self.given}: the difference of {name!r} is {list(entry.shape)}; it is {list(self.base.entry(name).shape)}."
-            )
-        self.plans.change(name, self.given, Addend(_matrix(difference.module, entry), self.weight))
+        self.add_whole(name, f"the difference of {difference.module!r}", difference.entry, self.weight)
         self.report.differences += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
@@ -339,11 +333,10 @@ class Planning:
     def tell_head(self, name: str) -> None:
         """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
         module = name.removesuffix(".weight")
-        if is_embedding(module, self.base.tensors) and not any(
-            last_name(one) in _TIED
-            for one in (*self.base.names, *(path.removesuffix(".weight") for path in self.adapter.saved))
-            if last_name(one) != last_name(module)
-        ):
+        others = {last_name(one.removesuffix(".weight")) for one in (*self.base.names, *self.adapter.saved)} - {
+            last_name(module)
+        }
+        if is_embedding(module, self.base.tensors) and others.isdisjoint(_TIED):
             text = (
                 f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
             )
@@ -468,7 +461,6 @@ class Merging:
             self.notes.append(("adapters-base", text))
 
     def put(self, name: str, given: str, entry: Entry) -> None:
-        """A tensor is exchanged for the adapter's own, or is new."""
         if name in self.own:
             raise ConvertError(f"Two adapters have a {name!r} of their own: {self.own[name][0]} and {given}.")
         self.own[name] = given, entry

@@ -18,7 +18,6 @@ def is_embedding(module: str, tensors: Mapping[str, Node]) -> bool:
 
 
 def made_shape(change: Change) -> list[int]:
-    """The shape that the product of the factors has."""
     return [change.up.shape[0], *change.down.shape[1:]]
 
 
@@ -64,7 +63,6 @@ class Turned:
                 self.own.add(fit)
 
     def is_turned(self, change: Change, entry: Entry) -> bool:
-        """Whether this one is."""
         if change.embedding or len(entry.shape) != 2 or is_oblong(entry.shape):
             return bool(fits(change, entry))
         same = self.known.get(last_name(change.module), set())

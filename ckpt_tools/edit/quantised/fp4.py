@@ -11,7 +11,6 @@ _DIMENSIONS = 4  # of the experts of one layer: expert, row, group, byte
 
 
 def match_fp4(name: str, roles: Roles) -> Quantised | None:
-    """A weight of MXFP4 or NVFP4: two values of 4 bits to a byte."""
     codes, scale = roles.get("packed") or roles.get("weight"), roles.get("scale")
     if codes is None or scale is None or codes.dtype != "uint8":
         return None

@@ -64,8 +64,6 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """A tensor that is quantised."""
-
     name: str
     scheme: str
     parts: tuple[Part, ...]

@@ -14,7 +14,6 @@ from ckpt_tools.values.quantised import Rows, packed_apart, scaled
 
 
 def match_quanto(name: str, roles: Roles) -> Quantised | None:
-    """A weight by the names that `save_to_state_dict` gives its parts."""
     codes, scale = roles.get("quanto"), roles.get("quanto_scale")
     if codes is None or scale is None or codes.dtype not in ("int8", *FP8) or "quanto_shift" in roles:
         return _match_packed(name, roles)
