@@ -13,6 +13,7 @@ from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import CHUNK, Computed, Content, Joined, Literal, read
 from ckpt_tools.tree.nodes import contiguous_stride
 from ckpt_tools.values.numeric import part, trimmed
+from ckpt_tools.values.pytorch import torch
 
 Sizes = tuple[int, ...]
 
@@ -61,8 +62,6 @@ def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, len
     first, last = start // row, -(-(start + length) // row)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         step = max(1, CHUNK // row)
         for top in range(first, last, step):
             bottom = min(top + step, last)

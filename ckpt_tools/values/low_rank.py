@@ -11,15 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, Content, Literal, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.values.numeric import is_finite, one_thread, tensor_bytes, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import torch
 
 BLOCK = 1 << 17  # elements of the base that are worked on at once: few enough for a cache
 _NARROW = ("float16", "bfloat16")
@@ -126,8 +123,6 @@ class _Layer:
     """A delta at work, its factors in memory."""
 
     def __init__(self, delta: Delta, base: Matrix) -> None:
-        import torch
-
         self.delta = delta
         self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
         self.wide = self.dtype if self.dtype.itemsize > 2 else torch.float32  # in which factors are multiplied
@@ -157,8 +152,6 @@ class _Layer:
 
     def of_experts(self, start: int, count: int) -> torch.Tensor:
         """The products of so many rows of the experts, one below the other."""
-        import torch
-
         delta, products = self.delta, []
         rank = delta.down.rows // delta.experts
         while count:
@@ -176,8 +169,6 @@ class _Layer:
         if self.magnitude is None:
             block += change
             return block
-        import torch
-
         if self.delta.turned:
             assert self.factor is not None
             factor = self.factor.reshape(1, -1)
@@ -190,8 +181,6 @@ class _Layer:
         """Where the outputs are columns their norms need the whole weight: it is read once more, ahead."""
         if self.magnitude is None or not self.delta.turned:
             return
-        import torch
-
         if base.rows * base.columns <= BLOCK:  # PEFT's own sum of squares, to the last bit
             norms = [torch.linalg.norm((block + self.change(0, len(block))).T, dim=1) for _, block in row_blocks(base)]
             self.factor = self.magnitude / norms[0] if norms else self.magnitude
@@ -204,16 +193,12 @@ class _Layer:
 
 def _in_memory(dtype: DType, base: DType) -> torch.dtype:
     """The dtype of an adapter's tensors as PEFT has them beside a base: the base's, but 16 bits only where both are so."""
-    import torch
-
     if base.name not in _NARROW:
         return torch_dtype(base)
     return torch_dtype(base) if dtype is base else torch.float32
 
 
 def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = read) -> torch.Tensor:
-    import torch
-
     shape, dtype = (matrix.rows, matrix.columns), _in_memory(matrix.dtype, base)
     if not (data := bytearray(reading(matrix.content))):
         return torch.empty(shape, dtype=dtype)
@@ -225,8 +210,6 @@ def _load(matrix: Matrix, base: DType, reading: Callable[[Content], bytes] = rea
 
 def row_blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
     """The rows of a matrix, a few at a time: the first one's number, and a tensor that is the caller's own."""
-    import torch
-
     width = base.columns
     step = max(1, BLOCK // max(1, width))
     dtype = torch_dtype(base.dtype)
@@ -276,8 +259,6 @@ def difference(base: Matrix, tuned: Matrix) -> Literal:
 
 def factors(base: Matrix, tuned: Matrix, rank: int, dtype: DType, *, turned: bool) -> Factors:
     """The factors of `tuned - base`, which have one shape; the rank is at most the smaller side."""
-    import torch
-
     small = base.rows * base.columns <= _WHOLE
     with one_thread():
         whole = torch.cat([block if small else block.float() for _, block in _differences(base, tuned)])

@@ -9,13 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.values.numeric import torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import torch
 
 BINS = 16
 
@@ -210,8 +208,6 @@ class ValueCount:
             self._count(data)
 
     def _count(self, data: bytes | memoryview) -> None:
-        import torch
-
         writable = bytearray(data) if isinstance(data, bytes) or data.readonly else data
         if self.floating and self.dtype.itemsize > 1:
             values = torch.frombuffer(writable, dtype=torch_dtype(self.dtype))
@@ -246,8 +242,6 @@ class ValueCount:
 @cache
 def _special_bytes(dtype: DType) -> dict[bytes, str]:
     """The bytes that stand for NaN or an infinity in a float of 8 bits; two floats of 4 bits have none."""
-    import torch
-
     if dtype.packed > 1:
         return {}
     values = torch.frombuffer(bytearray(range(256)), dtype=torch_dtype(dtype)).float()
@@ -256,6 +250,4 @@ def _special_bytes(dtype: DType) -> dict[bytes, str]:
 
 
 def cuda_devices() -> int:
-    import torch
-
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import (
@@ -30,11 +29,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, is_contiguous
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
-
+from ckpt_tools.values.pytorch import need_torch, torch
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
@@ -57,8 +52,6 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
     """The content cast from one float dtype to another, a chunk at a time."""
 
     def work(content: Content) -> Iterator[memoryview]:
-        import torch
-
         room = min(ELEMENTS * source.itemsize, content.length)
         if not room:  # frombuffer takes no empty buffer
             return
@@ -73,8 +66,6 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
     """Write values into a tensor of another float dtype, and count those that do not survive it."""
-    import torch
-
     before, after = torch.finfo(old.dtype), torch.finfo(new.dtype)
     new.copy_(_saturated(old, new.dtype, count) if new.itemsize == 1 and before.max > after.max else old)
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
@@ -87,15 +78,11 @@ def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
 
 def is_finite(values: torch.Tensor) -> bool:
     """Whether all values are finite, of which there are some, by their extremes: masks take 50 times as long."""
-    import torch
-
     return all(extreme.isfinite() for extreme in torch.aminmax(values))  # NaN where there is one
 
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> torch.Tensor:
     """The values within the range of an fp8 dtype; an infinity stays one where the dtype has them."""
-    import torch
-
     largest = torch.finfo(dtype).max
     wide = values.float() if values.itemsize == 1 else values  # a float64 beyond float32 is finite too
     beyond = wide.abs() > largest
@@ -123,8 +110,6 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    import torch
-
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise ConvertError(f"PyTorch {torch.__version__} has no {dtype.name}.", fix="A newer one may have it.")
@@ -219,8 +204,6 @@ def row_major(entry: Entry) -> Content:
     need_torch(GATHERING)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         for chunk in whole_elements(content, item):
             values = torch.frombuffer(bytearray(chunk), dtype=torch_dtype(entry.dtype))
             values = values.conj() if "conj" in entry.lazy_bits else values
@@ -263,8 +246,6 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
     view = View(view.offset, sizes, steps)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         source = by_position(content)
         for piece in _pieces(view, itemsize):
             data = bytearray(piece.span * itemsize)
@@ -319,8 +300,6 @@ def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
 
 def tensor_bytes(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major."""
-    import torch
-
     out = bytearray(values.nbytes)
     if out:
         torch.frombuffer(out, dtype=values.dtype).copy_(values.resolve_conj().reshape(-1))
@@ -368,8 +347,6 @@ def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterat
 
 def exact(data: bytearray, dtype: DType) -> torch.Tensor:
     """The values of some bytes: integers and booleans as they are, floats as float64, complex ones as complex128."""
-    import torch
-
     if not data:
         return torch.empty(0, dtype=torch.float64)
     if dtype.family == "bool":
@@ -380,8 +357,6 @@ def exact(data: bytearray, dtype: DType) -> torch.Tensor:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """torch works with one thread inside: it shares histograms among threads however small they are (see `ELEMENTS`)."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -391,8 +366,6 @@ def one_thread() -> Iterator[None]:
 
 
 def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
-    import torch
-
     if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
         halves = torch.frombuffer(data, dtype=getattr(torch, HALVES[dtype.name])).to(torch.float64)
         return torch.view_as_complex(halves.reshape(-1, 2))
@@ -428,8 +401,6 @@ def weighted_mean(parts: list[tuple[Content, DType, float]], target: DType, coun
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
-    import torch
-
     if dtype.family == "complex":
         values = torch.view_as_real(values).reshape(-1)
     own = getattr(torch, HALVES.get(dtype.name, dtype.name))
@@ -448,8 +419,6 @@ def widest(dtypes: Sequence[DType]) -> DType:
         return dtypes[0]
 
     def range_of(dtype: DType) -> tuple[float, ...]:
-        import torch
-
         if dtype.family == "int":
             return torch.iinfo(torch_dtype(dtype)).max, -torch.iinfo(torch_dtype(dtype)).min
         info = torch.finfo(torch_dtype(dtype))
@@ -465,8 +434,6 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
     """The largest of several integers, place by place, exactly. Looked at as int64, so uint64 is not one of them."""
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         streams = [numbers(content, dtype, as_floats=False) for content, dtype in parts]
         for together in zip(*streams, strict=True):
             yield as_bytes(functools.reduce(torch.maximum, (block.to(torch.int64) for block in together)), target)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, read
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.parametrized import Parametrized, spectral_dims
 from ckpt_tools.values.numeric import as_bytes, has_numbers, one_thread, row_major, torch_dtype
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows
 
@@ -35,8 +31,6 @@ def folded(weight: Parametrized, parts: Mapping[str, Entry]) -> Computed:
 
 
 def _load(entry: Entry) -> torch.Tensor:
-    import torch
-
     data = bytearray(read(row_major(entry)))
     values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)) if data else torch.empty(0, dtype=torch_dtype(entry.dtype))
     return values.reshape(entry.shape).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
@@ -66,8 +60,6 @@ def _spectral_norm(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 
 def _orthogonal(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """By the map that torch takes where none is named: a matrix exponential of square ones, else Householder's reflections."""
-    import torch
-
     turned = weight.shape[0] < weight.shape[1]
     rows = weight.T if turned else weight
     if weight.shape[0] == weight.shape[1]:

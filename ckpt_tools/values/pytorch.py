@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, MissingPackageError, missing
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch(ModuleType):
+        """torch, imported when something of it is first asked for: most commands do not need it, and it takes seconds."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch("torch")
 
 
 def need_torch(why: str) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Computed, Content, read_into
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, is_finite, narrow, one_thread, part, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import torch
 
 Rows: TypeAlias = "Callable[[int, int], torch.Tensor]"  # of a matrix: two dimensions
 Scales: TypeAlias = "Callable[[int, int], torch.Tensor]"  # numbers in a row, one a block: one dimension
@@ -26,8 +24,6 @@ MakeRows: TypeAlias = "Callable[[], Rows]"
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     """2 to the power of each byte less 127, as E8M0 has it (OCP Microscaling Formats, section 5.4.1): 255 is NaN."""
-    import torch
-
     return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])[exponents.int()]
 
 
@@ -43,8 +39,6 @@ class Numbers:
         return self.content.length // self.dtype.itemsize
 
     def raw(self, first: int, count: int) -> torch.Tensor:
-        import torch
-
         if not count:
             return torch.empty(0, dtype=torch_dtype(self.dtype))
         data = bytearray(count * self.dtype.itemsize)
@@ -52,8 +46,6 @@ class Numbers:
         return torch.frombuffer(data, dtype=torch_dtype(self.dtype))
 
     def floats(self, first: int, count: int) -> torch.Tensor:
-        import torch
-
         found = self.raw(first, count)
         return powers(found) if self.exponents else found.to(torch.float32)
 
@@ -70,7 +62,6 @@ def held(matrix: torch.Tensor) -> Rows:
 
 def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequence[int]) -> Rows:
     """A matrix whose rows each stand for a box of rows of a larger tensor."""
-    import torch
 
     def rows(first: int, count: int) -> torch.Tensor:
         left, index, step = torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64), 1
@@ -88,8 +79,6 @@ def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequ
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The numbers of `bits` bits in rows of words, the lowest first; those behind the last whole one are left out."""
-    import torch
-
     if bits in (4, 8):  # no number is in two bytes
         data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, the strides may be odd
         return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
@@ -122,8 +111,6 @@ def packed_apart(codes: Numbers, bits: int, height: int, columns: int) -> Rows:
     """Codes of 2 or 4 bits: row i of the bytes has row i of each part of the matrix, the first part in the lowest bits."""
 
     def rows(first: int, count: int) -> torch.Tensor:
-        import torch
-
         found = []
         while count:
             number, row = divmod(first, height)
@@ -180,8 +167,6 @@ def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
 
 def _looked_up(codes: torch.Tensor, table: Sequence[float], *, low_first: bool) -> torch.Tensor:
     """The table's values of the two halves of each byte, in one row."""
-    import torch
-
     low, high = codes & 15, codes >> 4
     return torch.tensor(table)[torch.stack((low, high) if low_first else (high, low), dim=-1).reshape(-1).int()]
 
@@ -192,8 +177,6 @@ def nibbles(
     """A table's value for every 4 bits, times the scale of its block; blocks go on over the ends of rows."""
 
     def rows(first: int, count: int) -> torch.Tensor:
-        import torch
-
         start, end = first * columns, (first + count) * columns
         if start == end:
             return torch.empty(count, columns)
@@ -207,7 +190,6 @@ def nibbles(
 
 def nibbles_turned(codes: Numbers, exponents: Numbers, block: int, height: int, width: int) -> Rows:
     """Matrices of E2M1 with exponents, each with rows and columns exchanged; the low half of a byte comes first."""
-    import torch
 
     @lru_cache(maxsize=1)
     def matrix(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,8 +251,6 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
     row, step = columns * target.itemsize, max(1, ELEMENTS // max(1, columns))
 
     def work(start: int, size: int) -> Iterator[memoryview]:
-        import torch
-
         rows, dtype = make(), torch_dtype(target)
         end = start + size
         last = -(-end // row) if size else 0

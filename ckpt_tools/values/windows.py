@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.content import Computed, Content, read
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import HALVES, CastCount, as_bytes, cast, exact, numbers, row_major
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import torch
 
 Axis = range | int
 _PART = re.compile(r"(-?\d{1,19})|(-?\d{1,19})?\s*:\s*(-?\d{1,19})?\s*(?::\s*(-?\d{1,19})?)?")
@@ -104,8 +101,6 @@ _WIDER |= {"bfloat16": "float32", "complex32": "complex64"}
 
 def texts(found: torch.Tensor, dtype: DType) -> list[str]:
     """Each number in the fewest digits that tell it from its neighbours in its dtype."""
-    import torch
-
     flat = found.flatten()
     if found.dtype.is_complex:
         part = DTYPES[HALVES[dtype.name]]
@@ -117,8 +112,6 @@ def texts(found: torch.Tensor, dtype: DType) -> list[str]:
 
 def _shortest(flat: torch.Tensor, dtype: DType) -> list[str]:
     """The shortest text of each number that is rounded to the same number of the dtype."""
-    import torch
-
     known: list[float] = flat.tolist()
     made = [repr(one) for one in known]
     if dtype.name == "float64":
