@@ -162,6 +162,11 @@ def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
     return groups
 
 
+def rounded(rows: Rows, dtype: DType) -> Rows:
+    """A matrix, rounded to the dtype that its authors work in."""
+    return lambda first, count: rows(first, count).to(torch_dtype(dtype)).float()
+
+
 # --- codes of 4 bits that stand for a table's values
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change, Difference
-from ckpt_tools.edit.lora.experts import Experts, Parameter, assigned
 from ckpt_tools.edit.lora.names import in_other_layout
-from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
+from ckpt_tools.edit.lora.shapes import Experts, Parameter, Turned, assigned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_tensors, tensors_by_name
 from ckpt_tools.io.content import Content, read

@@ -31,7 +31,6 @@ KEYS = ("quantization", "quantization_config", "compression_config")
 class Config:
     """What is said; None or empty for what is not."""
 
-    method: str = ""
     block: tuple[int, int] | None = None
     bits: int | None = None
     group: int | None = None
@@ -109,7 +108,7 @@ def config_of(content: Any) -> Config:
     version = str(found.get("version") or "") if method == "awq" else ""  # elsewhere it is that of the library
     layers = {path: config_of({KEYS[1]: said}) for path, said in found.items() if isinstance(said, dict) and "bits" in said}
     return Config(
-        method, block=_pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
+        block=_pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
         bits=_whole(found.get("bits")) or _one([_whole(row.get("num_bits")) for row in weights]),
         group=_whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
         zeros_as_they_are=layout == "gptq_v2" if layout else None, variant=str(layout or version).lower(),

@@ -9,9 +9,8 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.edit.quantised.bitsandbytes import match_4bit, match_bnb_int8
-from ckpt_tools.edit.quantised.comfy import marked
 from ckpt_tools.edit.quantised.config import Config, read_config
-from ckpt_tools.edit.quantised.fp4 import match_fp4, match_mxfp4
+from ckpt_tools.edit.quantised.fp4 import marked, match_fp4, match_mxfp4
 from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.mlx import match_mlx
 from ckpt_tools.edit.quantised.of_torch import read_packed, read_qtensor

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised
-from ckpt_tools.edit.quantised.scaled import scaled_plain
+from ckpt_tools.edit.quantised.scaled import per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import rebuild_tensor_v2, unusual_tensor
@@ -54,7 +54,7 @@ def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
     scale, zero = _part(key, "scale", scheme[1], "float64"), _part(key, "zero_point", scheme[2], "int64")
 
     def settle(_: object) -> Plain:
-        return Plain(view.shape, scaled_plain(codes, scale, zero, shape, grid, boxes).make)
+        return Plain(view.shape, per_box(codes, scale, zero, shape, grid, boxes))
 
     label = f"torch {view.dtype.name}, {'a scale a tensor' if axis is None else 'a scale a channel'}"
     return Quantised(name, label, (codes, scale, zero), view.numel, settle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.edit.quantised.scaled import FP8, SHORT, lay_out, scaled_plain
+from ckpt_tools.edit.quantised.scaled import FP8, SHORT, lay_out, per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.quantised import Rows, packed_apart, scaled
 
@@ -20,7 +20,7 @@ def match_quanto(name: str, roles: Roles) -> Quantised | None:
 
     def settle(config: Config) -> Plain:
         grid, boxes = lay_out(codes, codes.shape, scale, config)
-        return scaled_plain(codes, scale, None, codes.shape, grid, boxes)
+        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, grid, boxes))
 
     return Quantised(name, f"quanto {SHORT.get(codes.dtype, codes.dtype)}", (codes, scale), codes.entry.numel, settle)
 

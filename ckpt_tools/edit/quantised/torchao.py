@@ -10,14 +10,13 @@ from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.edit.quantised.scaled import FP8, SHORT, scaled_plain
+from ckpt_tools.edit.quantised.scaled import FP8, SHORT, per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import FROM_TYPE, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Object
-from ckpt_tools.values.numeric import torch_dtype
-from ckpt_tools.values.quantised import Rows
+from ckpt_tools.values.quantised import rounded
 
 _CODES = {"Int8Tensor": ("int8",), "IntxUnpackedToInt8Tensor": ("int8",), "Float8Tensor": tuple(FP8)}
 _ROUNDED = (DTYPES["bfloat16"], DTYPES["float16"])
@@ -106,12 +105,5 @@ def _plain(found: Roles, block: Any, own: DType | None) -> Plain:
     for part in (scale, *([zero] if zero else [])):
         if not fits or part.entry.numel != prod(grid):
             raise mismatch(codes, part, f"One for each block of {block} is wanted.")
-    plain = scaled_plain(codes, scale, zero, shape, grid, tuple(block))
-    if own not in _ROUNDED:
-        return plain
-
-    def make() -> Rows:  # rounded to the dtype that torchao works in
-        rows, dtype = plain.make(), torch_dtype(own)
-        return lambda first, count: rows(first, count).to(dtype).float()
-
-    return Plain(shape, make)
+    make = per_box(codes, scale, zero, shape, grid, tuple(block))
+    return Plain(shape, (lambda: rounded(make(), own)) if own in _ROUNDED else make)
