@@ -22,7 +22,7 @@ from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
-from ckpt_tools.tree.nodes import Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Entry, as_dict
 from ckpt_tools.values.numeric import row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
@@ -103,7 +103,7 @@ def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
     path = str(checkpoint.path)
-    tensors = {name: _entry(node, name, path) for name, node in _tensors(checkpoint).items()}
+    tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
     config = configs.get("")
@@ -111,7 +111,12 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     modules: dict[tuple[str, str, int], tuple[Part, _Roles]] = {}
     for name, part in parts.items():
         if part.role is None:
-            _check_plain(name, path)
+            if is_factor(name):
+                raise ConvertError(
+                    f"{path}: {name!r} is not a part of a LoRA.",
+                    why="LoHa, LoKr, OFT, VeRA and others change a module in another way, which is not merged here.",
+                    fix="Merge the adapter where it was trained.",
+                )
             adapter.saved[part.module] = tensors[name]
             continue
         _, roles = modules.setdefault((part.component, part.module, part.wrapped), (part, {}))
@@ -148,28 +153,17 @@ def _differences(part: Part, roles: _Roles, path: str) -> Iterator[Difference]:
         yield Difference(part.module, part.component, part.flat, "bias", roles.pop("bias_difference")[1])
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
+def _tensors(checkpoint: Checkpoint) -> dict[str, Entry]:
     checkpoint.locate()
-    root = to_little_endian(checkpoint.root, checkpoint.byteorder)
-    found = find_state_dicts(root)
+    found = find_state_dicts(to_little_endian(checkpoint.root, checkpoint.byteorder))
     if len(found) != 1:
         raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
-    return dict(tensors_by_name(as_dict(found[0].node)))
-
-
-def _entry(node: Node, name: str, path: str) -> Entry:
-    if type(node) is not Entry:
-        raise ConvertError(f"{path}: {name!r} is a sparse or quantised tensor, which an adapter cannot have.")
-    return node
-
-
-def _check_plain(name: str, path: str) -> None:
-    if is_factor(name):
-        raise ConvertError(
-            f"{path}: {name!r} is not a part of a LoRA.",
-            why="LoHa, LoKr, OFT, VeRA and others change a module in another way, which is not merged here.",
-            fix="Merge the adapter where it was trained.",
-        )
+    nodes = tensors_by_name(as_dict(found[0].node))
+    tensors = {name: node for name, node in nodes.items() if type(node) is Entry}
+    if other := [name for name in nodes if name not in tensors]:
+        what = f"{checkpoint.path}: {other[0]!r} is a sparse or quantised tensor, which an adapter cannot have."
+        raise ConvertError(what)
+    return tensors
 
 
 def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
@@ -217,7 +211,13 @@ def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[s
     if down is None or up is None:
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
-    _check_whole(part, roles, config, path)
+    rows = (("use_dora", config.dora, "magnitude", "magnitudes"), ("lora_bias", config.biases, "bias", "bias"))
+    for key, said, role, what in rows:
+        if said is not None and said is not (role in roles):
+            raise ConvertError(
+                f"{path}: {key} is {str(said).lower()} in {CONFIG}, and {part.module!r} has {'no' if said else 'its'} {what}.",
+                why="One of the two is not whole, or of another adapter.",
+            )
     if kind == kinds[0]:
         found = as_matrices(down[1], up[1])
         if found is None:
@@ -270,17 +270,6 @@ def _check_chains(changes: Sequence[Change], path: str) -> None:
         if count > 1 and count > (named := max(len(change.parameters) for change in changes if change.module == module)):
             raise ConvertError(
                 f"{path} has factors of {count} parameters of {module!r}; target_parameters in {CONFIG} names {named}."
-            )
-
-
-def _check_whole(part: Part, roles: _Roles, config: Config, path: str) -> None:
-    """Raise ConvertError for a module without what the configuration says of all, or with what it denies."""
-    rows = (("use_dora", config.dora, "magnitude", "magnitudes"), ("lora_bias", config.biases, "bias", "bias"))
-    for key, said, role, what in rows:
-        if said is not None and said is not (role in roles):
-            raise ConvertError(
-                f"{path}: {key} is {str(said).lower()} in {CONFIG}, and {part.module!r} has {'no' if said else 'its'} {what}.",
-                why="One of the two is not whole, or of another adapter.",
             )
 
 

@@ -27,9 +27,6 @@ from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import ByteString, Dict, Entry, Global, List, Node, Object, Pair, SetItems, Where
 
-# --- dict keys and set elements that are objects
-
-
 _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
@@ -37,28 +34,24 @@ _MAX_DEPTH = 100
 _BYTES_OF_PART, _COST_OF_PART = 16, 8  # each is made plain, compared and hashed
 
 
-def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
-    """Make the keys of dicts and the elements of sets plain, in place."""
-    keys = _Keys(plain, simple)
-    for node in list(visit.reachable(root)):
-        if type(node) is Dict:
-            keys.edit(node.items)
-        elif type(node) is Object:
-            for step in node.steps:
-                if type(step) is SetItems:
-                    keys.edit(step.pairs)
-            if node.name in _SETS:
-                pairs: list[Pair] = [(item, None) for item in _elements(node)]
-                keys.edit(pairs)
-                node.args = (List([key for key, _ in pairs]),)
-    return keys.changed
-
-
 class _Keys:
-    def __init__(self, plain: Swap, simple: frozenset[type]) -> None:
+    """The keys of dicts and the elements of sets made plain, in place: `changed` has those that were exchanged."""
+
+    def __init__(self, root: Node, plain: Swap, simple: frozenset[type]) -> None:
         self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
         self.parts = 0
+        for node in list(visit.reachable(root)):
+            if type(node) is Dict:
+                self.edit(node.items)
+            elif type(node) is Object:
+                for step in node.steps:
+                    if type(step) is SetItems:
+                        self.edit(step.pairs)
+                if node.name in _SETS:
+                    pairs: list[Pair] = [(item, None) for item in _elements(node)]
+                    self.edit(pairs)
+                    node.args = (List([key for key, _ in pairs]),)
 
     def edit(self, pairs: list[Pair]) -> None:
         """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
@@ -185,8 +178,12 @@ def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
     """Leave out every object and global that is not known plain data; a tensor of such a class becomes a plain tensor."""
 
     def swap(node: Node) -> Node | Drop:
-        if type(node) is Entry:
-            return _known_tensor(node)
+        if type(node) is Entry:  # without an unknown class, and without attributes of unknown classes
+            extras = node.extras
+            parts = () if extras is None else (extras.python_type, extras.state, extras.hooks)
+            if extras is None or all(_unknown_name(below) is None for part in parts for below in visit.reachable(part)):
+                return node
+            return replace(node, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
         if type(node) is Object and unusual_tensor(node) is not None and node.name == "torch._tensor._rebuild_from_type_v2":
             made = plain_subclass(node)
             node = made if type(made) is Object else node
@@ -200,15 +197,6 @@ def _needs_unknown(node: Object) -> bool:
     parts = node.args if type(node.args) is tuple else (node.args,)
     inner = [below for part in parts if type(part) is tuple for below in part]
     return node.name != "collections.defaultdict" and any(_unknown_name(part) is not None for part in (*parts, *inner))
-
-
-def _known_tensor(entry: Entry) -> Entry:
-    """A tensor without an unknown class, and without attributes of unknown classes."""
-    extras = entry.extras
-    if extras is None or all(_unknown_name(node) is None for part in (extras.python_type, extras.state, extras.hooks)
-                             for node in visit.reachable(part)):  # fmt: skip
-        return entry
-    return replace(entry, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
 
 
 _BYTES = frozenset((bytes,))
@@ -234,7 +222,7 @@ def make_plain(
         new = _plain(node, key)
         return DROP if new is DROP else plain_for_2_4(new, key)
 
-    changed = plain_keys(root, key_for_2_4(swap), _KEYS) if oldest else plain_keys(root, swap)
+    changed = _Keys(root, *((key_for_2_4(swap), _KEYS) if oldest else (swap, _SIMPLE))).changed
     fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
     root, fates = _exchange(root, swap_older if oldest else swap, places, fates, _BYTES if oldest else frozenset())
     told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
@@ -295,20 +283,15 @@ def _plain(node: Node, key: Key) -> Node | Drop:
     if type(node) is ByteString:
         return node.data.decode("latin1")
     if type(node) is Entry:
-        return _plain_tensor(node)
+        if node.extras is None or node.extras.python_type is None or node.extras.python_type in ALLOWED:
+            return node
+        kind = _PARAMETER if node.kind == "parameter" else _TENSOR  # its attributes, made plain, stay
+        return replace(node, extras=replace(node.extras, python_type=kind))
     if type(node) is not Object:
         return node
     if type(node.function) is not Global:  # a nested class, or a partial of __new__, in protocol 2
         return plain_instance(node)
     return plain_object(node, node.function, key)
-
-
-def _plain_tensor(entry: Entry) -> Entry:
-    """A tensor without a class of its own; its attributes, made plain, stay."""
-    extras = entry.extras
-    if extras is None or extras.python_type is None or extras.python_type in ALLOWED:
-        return entry
-    return replace(entry, extras=replace(extras, python_type=_PARAMETER if entry.kind == "parameter" else _TENSOR))
 
 
 def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
