@@ -11,15 +11,7 @@ from typing import Any
 
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.contents import (
-    StateDict,
-    find_optimizers,
-    find_state_dicts,
-    find_tensors,
-    is_extra,
-    is_tensor,
-    tensors_by_name,
-)
+from ckpt_tools.formats.contents import StateDict, find_optimizers, find_state_dicts, find_tensors, is_extra, is_tensor
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import did_you_mean, dotted, listed, some
@@ -145,7 +137,7 @@ def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
 
 def _collect(state_dict: StateDict, flat: Flat) -> None:
     """The tensors: ties become aliases, views that merely overlap are written in full."""
-    named = tensors_by_name(state_dict.node)
+    named = {key: node for key, node in state_dict.node.named.items() if is_tensor(node)}
     users = Counter(id(node.storage) for node in named.values() if type(node) is Entry)
     first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
@@ -172,7 +164,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
 
 def _separate(state_dict: StateDict, flat: Flat) -> None:
     own = {**flat.tensors, **{name: flat.tensors[row["of"]] for name, row in flat.aliases.items()}}
-    flat.tensors = {name: own[name] for name in tensors_by_name(state_dict.node)}
+    flat.tensors = {name: own[name] for name in state_dict.names}
     names = list(flat.aliases)
     said = "1 tied name is a tensor of its own" if len(names) == 1 else f"{len(names)} tied names are tensors of their own"
     flat.notes.append(("ties-separated", f"{said} in the shards, so that every loader finds it under its name: {some(names)}."))

@@ -103,7 +103,12 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
                     fix=f"Drop the whole: `drop={dotted(where)!r}`." if where else "Take what is wanted: `select=WHERE`.",
                 )
         elif lost.setdefault(id(node), (where, node, list(paths)))[2] != list(paths):
-            raise _shared(where, lost[id(node)][0])
+            here, there = dotted(where), dotted(lost[id(node)][0])
+            raise ConvertError(
+                f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
+                why="It is in the file once, under both paths.",
+                fix=f"Drop one of them whole (`drop={here!r}`), or give globs that take the same from both.",
+            )
     globs.check_used(name for own in names.values() for name in sorted(own))
     tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts that keep others
     for _, node, indices in lost.values():
@@ -112,15 +117,6 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
         raise NothingMatchedError("No tensor would be left.", why="`keep` and `drop` leave out all of them.")
     _check_optimizers(root, tensors)
     return list(gone)
-
-
-def _shared(where: Where, first: Where) -> ConvertError:
-    here, there = dotted(where), dotted(first)
-    return ConvertError(
-        f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
-        why="It is in the file once, under both paths.",
-        fix=f"Drop one of them whole (`drop={here!r}`), or give globs that take the same from both.",
-    )
 
 
 def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[str, Node]]:

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.checksums import leaving
 from ckpt_tools.edit.lora.config import CONFIG
-from ckpt_tools.edit.lora.extraction import Changed, Extraction, sort
+from ckpt_tools.edit.lora.extraction import Changed, Extraction
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
 from ckpt_tools.edit.lora.shapes import is_embedding, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
@@ -136,7 +136,7 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
 def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: ExtractOptions, report: Extracted) -> Extraction:
     """What differs, by what becomes of it; at least one weight becomes factors."""
     only = Globs([options.only] if isinstance(options.only, str) else options.only) if options.only else None
-    found = sort(base, tuned, only)
+    found = Extraction(base, tuned, only)
     for glob in only.unused if only is not None else ():
         raise NothingMatchedError(f"`only={glob!r}` matches no tensor that differs.")
     if not found.factored:

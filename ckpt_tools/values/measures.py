@@ -121,7 +121,10 @@ class Gap:
         if left.numel() and (left.is_floating_point() or left.is_complex()):
             self._add_finite(left, right, (left - right).abs())
         elif left.numel():
-            self._add_finite(left.double(), right.double(), _apart(left, right))
+            # Of integers the difference is exact where it is small, and never 0 where they differ.
+            far = (left.double() - right.double()).abs()
+            near = (left.long() - right.long()).abs().double()  # wraps around, but not where they are near each other
+            self._add_finite(left.double(), right.double(), far.where(far > 2.0**62, near))
 
     def _add_finite(self, left: torch.Tensor, right: torch.Tensor, apart: torch.Tensor) -> None:
         self.changed += int(apart.count_nonzero())
@@ -136,9 +139,8 @@ class Gap:
     def add_equal(self, values: torch.Tensor) -> None:
         self.elements += values.numel()
         squares = float(real(finite_part(values)).square().sum())
-        self.dot, self.left_squares, self.right_squares = (
-            self.dot + squares, self.left_squares + squares, self.right_squares + squares,
-        )  # fmt: skip
+        self.dot, self.left_squares = self.dot + squares, self.left_squares + squares
+        self.right_squares += squares
 
     def merge(self, other: Gap) -> None:
         self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
@@ -167,13 +169,6 @@ class Gap:
             "max_abs": _number(self.max_abs), "max_rel": _number(self.max_rel), "relative_l2": self.relative_l2,
             "cosine": self.cosine,
         }  # fmt: skip
-
-
-def _apart(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """How far integers are apart, as floats: the difference is exact where it is small, and never 0 where they differ."""
-    far = (left.double() - right.double()).abs()
-    near = (left.long() - right.long()).abs().double()  # wraps around, but not where they are near each other
-    return far.where(far > 2.0**62, near)
 
 
 def _number(value: float) -> float | None:
@@ -224,19 +219,14 @@ class ValueCount:
         largest = float(values.abs().max())
         self.nonzero = self.nonzero or largest != 0
         if not largest < self.HUGE:  # NaN compares false: one test for all that is rare
-            values = self._count_rare(values)
+            nan, inf = values.isnan(), values.isinf()
+            self.nan, self.inf = self.nan + int(nan.sum()), self.inf + int(inf.sum())
+            values = values[~(nan | inf)]
+            self.huge += int((values.abs().double() > self.HUGE).sum())
         if self.moments and values.numel():
             wide = values.double()
             self.largest = max(self.largest, float(wide.abs().max()))
             self.total, self.squares = self.total + float(wide.sum()), self.squares + float(wide.square().sum())
-
-    def _count_rare(self, values: torch.Tensor) -> torch.Tensor:
-        """Count what is not finite, or huge; returns the finite values."""
-        nan, inf = values.isnan(), values.isinf()
-        self.nan, self.inf = self.nan + int(nan.sum()), self.inf + int(inf.sum())
-        finite = values[~(nan | inf)]
-        self.huge += int((finite.abs().double() > self.HUGE).sum())
-        return finite
 
 
 @cache

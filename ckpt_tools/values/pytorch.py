@@ -25,12 +25,6 @@ else:
     torch = _Torch("torch")
 
 
-def need_torch(why: str) -> None:
-    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out."""
-    if not _is_installed():
-        raise missing("PyTorch", "torch", why)
-
-
 @cache
 def _is_installed() -> bool:
     from importlib.util import find_spec  # few commands ask
@@ -40,6 +34,12 @@ def _is_installed() -> bool:
     except (ImportError, ValueError):
         return False
     return found is not None and found.origin is not None  # a folder that an uninstalled one left behind has none
+
+
+def need_torch(why: str) -> None:
+    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out."""
+    if not _is_installed():
+        raise missing("PyTorch", "torch", why)
 
 
 @contextmanager

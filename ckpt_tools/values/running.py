@@ -108,21 +108,17 @@ class _Recorder(TorchDispatchMode):
         outputs = list(tensors_in(made))
         changed = [tensor for tensor in outputs if id(tensor) in self._values]
         self.graph.operations.append(Operation(name, given, tuple(map(self._new, outputs))))
-        for tensor in changed:
-            self._change_views(tensor)
+        for tensor in changed:  # in place, which changes whatever else lies in its memory
+            for other in self._views[_memory(tensor)]:
+                if other is not tensor:
+                    before, after = self.value(other), self.value(tensor)
+                    self.graph.operations.append(Operation("slice_scatter", (before, after), (self._new(other),)))
         return made
 
     def _plain(self, given: Any) -> Any:
         if isinstance(given, torch.Tensor):
             return self.value(given)
         return [self._plain(each) for each in given] if isinstance(given, list | tuple) else given
-
-    def _change_views(self, tensor: torch.Tensor) -> None:
-        """What is changed in place changes whatever else lies in its memory."""
-        for other in self._views[_memory(tensor)]:
-            if other is not tensor:
-                before, after = self.value(other), self.value(tensor)
-                self.graph.operations.append(Operation("slice_scatter", (before, after), (self._new(other),)))
 
 
 def _memory(tensor: torch.Tensor) -> int:

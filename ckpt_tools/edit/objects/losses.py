@@ -69,15 +69,18 @@ def outside_state(root: Node) -> set[int]:
     from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
 
     found: set[int] = set()
-    for module in filter(is_module, reachable(root, bare=False)):
-        state = attributes(module)
-        assert state is not None
-        hidden = hidden_names(state)
+    for module, state in _modules(root):
+        hidden, names = hidden_names(state), {name for name, _ in mapping(state.get("_parameters"))}
         found |= {id(in_text(state))} if is_saved_by_code(module) else set()
         found |= {id(value) for name, value in mapping(state.get("_buffers")) if name in hidden}
-        names = {name for name, _ in mapping(state.get("_parameters"))}
         found |= {id(value) for name, value in state.items if type(name) is str and names & {f"{name}_orig", f"{name}_g"}}
     return found
+
+
+def _modules(root: Node) -> Iterator[tuple[Object, Dict]]:
+    for node in reachable(root, bare=False):
+        if is_module(node) and type(node) is Object and (state := attributes(node)) is not None:
+            yield node, state
 
 
 def packed_tensors(root: Node) -> list[Where]:
@@ -85,9 +88,7 @@ def packed_tensors(root: Node) -> list[Where]:
     from ckpt_tools.tree.quantised_modules import is_saved_by_code
 
     packed: set[int] = set()
-    for module in filter(is_module, reachable(root, bare=False)):
-        state = attributes(module)
-        assert state is not None
+    for module, state in _modules(root):
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
         if not is_saved_by_code(module):
             packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
@@ -134,9 +135,10 @@ def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
     """Make sure that load code gets every tensor of a state dict, or of the module that gave it."""
-    parts = model_parts(state_dict)
-    inner = [(key, value) for key, value in parts if not is_tensor(value) and not is_extra(key) and type(value) is not Dict]
-    lost: list[Where] = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
+    lost: list[Where] = [
+        (key, *tensor.where) for key, value in model_parts(state_dict)
+        if not is_tensor(value) and not is_extra(key) and type(value) is not Dict for tensor in find_tensors(value)
+    ]  # fmt: skip
     where = state_dict.where
     if checkpoint.has_modules and not any(node is state_dict.node for node in reachable(checkpoint.root)):
         lost += [path for path in packed_tensors(checkpoint.root) if path[: len(where)] == where]

@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
-from ckpt_tools.edit.objects.values import (
-    Key,
-    as_array,
-    is_array,
-    key_for_2_4,
-    plain_for_2_4,
-    plain_instance,
-    plain_object,
-    plain_subclass,
-)
+from ckpt_tools.edit.objects.values import Key, as_array, is_array, key_for_2_4, plain_for_2_4, plain_object, plain_subclass
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
@@ -289,9 +280,7 @@ def _plain(node: Node, key: Key) -> Node | Drop:
         return replace(node, extras=replace(node.extras, python_type=kind))
     if type(node) is not Object:
         return node
-    if type(node.function) is not Global:  # a nested class, or a partial of __new__, in protocol 2
-        return plain_instance(node)
-    return plain_object(node, node.function, key)
+    return plain_object(node, key)
 
 
 def lost_arrays(fates: Iterable[Fate]) -> list[Where]:

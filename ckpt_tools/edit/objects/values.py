@@ -26,8 +26,11 @@ _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
-def plain_object(node: Object, name: Global, key: Key) -> Node | Drop:
+def plain_object(node: Object, key: Key) -> Node | Drop:
     """The plain form of an object, whose parts are still as they were; DROP where it has none."""
+    name = node.function
+    if type(name) is not Global:  # a nested class, or a partial of __new__, in protocol 2
+        return plain_instance(node)
     if name == _FROM_TYPE and unusual_tensor(node) is not None:
         return plain_subclass(node)
     if name in ALLOWED and node.call == "reduce" and not node.steps:
@@ -47,7 +50,7 @@ def as_value(node: Node) -> Node:
     """The text or number that a NumPy scalar, a path or a date stands for; None for anything else."""
     if type(node) is not Object or type(node.function) is not Global or not is_known(node.function) or not _is_small(node):
         return None
-    made = plain_object(node, node.function, lambda: "0")
+    made = plain_object(node, lambda: "0")
     return made if isinstance(made, (str, int, float)) else None
 
 
@@ -55,17 +58,16 @@ def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
     """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
     if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
         return None
-    made = plain_object(node, node.function, key)
+    made = plain_object(node, key)
     return made if type(made) is Entry else None
 
 
 def _is_small(node: Object) -> bool:
     """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
-    if node.steps or type(node.args) is not tuple or len(node.args) > 64:
+    args = node.args if type(node.args) is tuple else ()
+    if node.steps or type(node.args) is not tuple or len(args) > 64:
         return False
-    return not any(
-        type(arg) in (Dict, List, tuple) or ((type(arg) is str or type(arg) is bytes) and len(arg) > 4096) for arg in node.args
-    )
+    return not any(type(arg) in (Dict, List, tuple) or (isinstance(arg, str | bytes) and len(arg) > 4096) for arg in args)
 
 
 def is_array(name: Global) -> bool:
