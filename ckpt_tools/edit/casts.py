@@ -72,7 +72,6 @@ _View: TypeAlias = tuple[str, str, Entry]  # path, name in its state dict, entry
 
 
 def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None, casting: Casting) -> Storage:
-    """A storage cast to what its views are cast to; itself where they stay."""
     before = views[0][2].dtype if views else None
     if before is None or target is None or before is target or before.family != "float":
         return storage

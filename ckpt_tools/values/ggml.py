@@ -64,7 +64,6 @@ def numbers_of(content: Content, kind: BlockType) -> Content:
 
 
 def quantised(content: Content, dtype: DType, name: str) -> Computed:
-    """The Q8_0 blocks of a tensor whose rows are whole blocks."""
     quants, numpy = _gguf("`dtype='q8_0'` works blocks out with it.")
 
     def work() -> Iterator[bytes]:

@@ -120,8 +120,6 @@ def recast(matrix: Matrix, target: DType) -> Content:
 
 
 class _Layer:
-    """A delta at work, its factors in memory."""
-
     def __init__(self, delta: Delta, base: Matrix) -> None:
         self.delta = delta
         self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
@@ -221,7 +219,6 @@ def row_blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _check_finite(after: torch.Tensor, before: torch.Tensor, name: str) -> None:
-    """Raise ConvertError for a value that is no longer finite."""
     if not is_finite(after) and (lost := int((before.isfinite() & ~after.isfinite()).sum())):
         dtype = str(after.dtype).removeprefix("torch.")
         raise ConvertError(
@@ -240,8 +237,6 @@ _ITERATIONS = 7  # with twice as many directions as the rank: the error is at mo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What a difference is split into."""
-
     up: Literal
     down: Literal
     size: float
@@ -253,7 +248,6 @@ def difference_norm(base: Matrix, tuned: Matrix) -> float:
 
 
 def difference(base: Matrix, tuned: Matrix) -> Literal:
-    """A small difference itself, as float32."""
     return Literal(b"".join(bytes(tensor_bytes(block.float())) for _, block in _differences(base, tuned)))
 
 

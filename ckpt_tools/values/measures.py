@@ -72,7 +72,6 @@ class Moments:
 
 
 def real(values: torch.Tensor) -> torch.Tensor:
-    """The values, or the modulus of complex ones."""
     return values.abs() if values.is_complex() else values
 
 

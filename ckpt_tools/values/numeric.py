@@ -222,7 +222,6 @@ class View:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, those between them included."""
         return 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
 
     def narrowed(self, dim: int, first: int, size: int) -> View:
@@ -299,7 +298,6 @@ def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
 
 
 def tensor_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, row-major."""
     out = bytearray(values.nbytes)
     if out:
         torch.frombuffer(out, dtype=values.dtype).copy_(values.resolve_conj().reshape(-1))

@@ -276,5 +276,4 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows and columns of a tensor that is seen as a matrix."""
     return prod(shape[:-1]), shape[-1] if shape else 1

@@ -319,7 +319,6 @@ class Planning:
         self.plans.put(name, self.given, entry)
 
     def check_saved(self) -> None:
-        """Raise ConvertError for a module that the adapter should hold whole, and does not."""
         for module in self.adapter.config.modules_to_save if self.adapter.config is not None else ():
             inside = f".{module}."
             held = any(inside in f".{name}" for name in (*self.report.saved, *self.report.added))

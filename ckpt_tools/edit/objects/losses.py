@@ -57,7 +57,6 @@ def model_parts(state_dict: StateDict) -> Iterator[tuple[str, Node]]:
 
 
 def in_state_dicts(root: Node) -> Iterator[Tensor]:
-    """The tensors of the state dicts below `root`, those inside of their other values too."""
     for state_dict in find_state_dicts(root):
         for key, value in model_parts(state_dict):
             for tensor in find_tensors(value):
@@ -129,7 +128,6 @@ def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why:
 
 
 def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
-    """`A tensor of PATH`, `2 tensors of PATH`."""
     return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
 
 

@@ -78,7 +78,6 @@ def _is_shape(value: Any) -> bool:
 
 
 def _sized(part: Part, count: int, dtype: str) -> Part:
-    """A part, which has so many elements of a dtype."""
     if part.entry.numel != count or part.dtype != dtype:
         raise ConvertError(f"{part}: {count} elements of {dtype} are wanted.", why="As many as the shape and its blocks need.")
     return part

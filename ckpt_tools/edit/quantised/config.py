@@ -137,7 +137,6 @@ def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _one(found: list[Any]) -> Any:
-    """The only value of all; None where they differ."""
     return found[0] if found and all(value == found[0] for value in found) else None
 
 

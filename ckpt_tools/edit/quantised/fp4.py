@@ -47,7 +47,6 @@ def _fp4(codes: Part, scale: Part, whole: Part | None, block: int, *, divided: b
 
 
 def check_one(scale: Part, whole: Part) -> None:
-    """Raise ConvertError where all scales do not have one number."""
     if whole.entry.numel != 1 or whole.dtype != "float32":
         raise mismatch(scale, whole, "One number for all scales is wanted.")
 

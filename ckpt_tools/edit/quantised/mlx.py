@@ -36,7 +36,6 @@ def match_mlx(name: str, roles: Roles) -> Quantised | None:
 
 
 def _fits(weight: Part, scales: Part, bits: int) -> bool:
-    """Whether one scale is for codes of so many bits together."""
     outer, words = weight.shape[:-1], weight.shape[-1]
     return scales.shape[:-1] == outer and len(scales.shape) == len(weight.shape) and words * _WORD == scales.shape[-1] * bits
 

@@ -38,7 +38,6 @@ def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
 
 
 def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
-    """A tensor that torch has quantised; None for any other."""
     if node.name != "torch._utils._rebuild_qtensor" or unusual_tensor(node) is None:  # which checks what it is made of
         return None
     storage, offset, size, stride, scheme, _, hooks = _args(node)
