@@ -52,8 +52,14 @@ class Account:
             return count
         written = [node for _, node in tensors_in(root)]
         there, names, bytes_of = set(map(id, written)) | self.left.keys(), set(dropped), None
+
+        def is_told(where: Where) -> bool:
+            """Whether a tensor, or something that it is in, is reported as left out: by its path, or its name."""
+            paths = (dotted(where[:end]) for end in range(len(where), 0, -1))
+            return bool(names) and ((where and str(where[-1]) in names) or any(path in names for path in paths))
+
         for path, tensors in self.opened:
-            missed = [row for row in tensors if id(row[1]) not in there and not _is_told(row[0], names)]
+            missed = [row for row in tensors if id(row[1]) not in there and not is_told(row[0])]
             if missed:
                 bytes_of = bytes_of or _Written([*written, *self.left.values()])
                 missed = [row for row in missed if not bytes_of.hold(row[1])]
@@ -72,12 +78,6 @@ def tensors_in(root: Node) -> list[tuple[Where, Node]]:
     return [row for row in found if type(row[1]) is Entry or is_tensor(row[1])]
 
 
-def _is_told(where: Where, dropped: Collection[str]) -> bool:
-    """Whether a tensor, or something that it is in, is reported as left out: by its path, or by its name in its state dict."""
-    paths = (dotted(where[:end]) for end in range(len(where), 0, -1))
-    return bool(dropped) and ((where and str(where[-1]) in dropped) or any(path in dropped for path in paths))
-
-
 class _Written:
     """The bytes that are written: contents by identity, and ranges of files."""
 
@@ -88,8 +88,14 @@ class _Written:
         for node in nodes:
             for entry in [node] if type(node) is Entry else _entries(node):
                 self._add(entry)
-        for found in self.ranges.values():
-            found[:] = _joined(found)
+        for key, ranges in self.ranges.items():  # those that touch are one
+            found: list[tuple[int, int]] = []
+            for start, end in sorted(ranges):
+                if found and start <= found[-1][1]:
+                    found[-1] = found[-1][0], max(found[-1][1], end)
+                else:
+                    found.append((start, end))
+            self.ranges[key] = found
 
     def _add(self, entry: Entry) -> None:
         for content in made_of(entry.storage.content):
@@ -135,14 +141,3 @@ def _span(entry: Entry) -> tuple[int, int]:
     """The bytes of its storage from its first element to its last."""
     start = entry.offset * entry.dtype.bits // 8
     return start, start + max(entry.span * entry.dtype.bits // 8, 1)
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that touch, as one."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found

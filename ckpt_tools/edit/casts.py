@@ -1,15 +1,16 @@
-"""Value work on a tree, planned and not done: casts, byte order, checksums. The bytes are worked out while writing."""
+"""Storages exchanged: casts, byte order, device tags. The bytes are worked out while writing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ckpt_tools.edit.devices import map_storages
-from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError, UsageError
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, find_tensors, names_quantised
 from ckpt_tools.text import dotted
+from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage
@@ -60,14 +61,17 @@ def cast_floats(root: Node, target: DType | None, by_glob: Mapping[str, DType]) 
             cast_to[id(made)] = targets[id(storage)]
         return made
 
-    return _retype(map_storages(root, change), cast_to), casting
+    def retype(node: Node) -> Node:  # torch's storages of some types (fp8) have none themselves
+        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
+        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
+
+    return exchange.replace(map_storages(root, change), retype), casting
 
 
 _View: TypeAlias = tuple[str, str, Entry]  # path, name in its state dict, entry
 
 
 def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None, casting: Casting) -> Storage:
-    """A storage cast to what its views are cast to; itself where they stay."""
     before = views[0][2].dtype if views else None
     if before is None or target is None or before is target or before.family != "float":
         return storage
@@ -87,13 +91,9 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
 
 
 def _steps(root: Node) -> set[int]:
-    found = set()
-    for _, optimizer in find_optimizers(root):
-        for _, state in optimizer.state.items:
-            step = state.get("step") if type(state) is Dict else None
-            if type(step) is Entry and step.dtype.family == "float":
-                found.add(id(step.storage))
-    return found
+    states = (state for _, optimizer in find_optimizers(root) for _, state in optimizer.state.items)
+    steps = (state.get("step") for state in states if type(state) is Dict)
+    return {id(step.storage) for step in steps if type(step) is Entry and step.dtype.family == "float"}
 
 
 def _parts(root: Node) -> set[int]:
@@ -115,8 +115,7 @@ def _targets(
         found: dict[str, DType | None] = {}
         for path, name, entry in views:
             if entry.dtype.family == "float":
-                texts = (path, *([name] if name else []))
-                hits = globs.matching(*texts)
+                hits = globs.matching(path, *filter(None, (name,)))
                 found[path] = by_glob[hits[-1]] if hits else None if storage in spared else target
         kinds = set(found.values())
         if len(kinds) > 1:
@@ -128,17 +127,6 @@ def _targets(
         fix = "ckpt inspect --all FILE lists the names and dtypes."
         raise NothingMatchedError(f"`dtype={glob!r}` matches no float tensor.", fix=fix)
     return targets
-
-
-def _retype(root: Node, cast_to: Mapping[int, DType]) -> Node:
-    """Entries on storages that were cast take the dtype: torch's storages of some types (fp8) have none themselves."""
-    from ckpt_tools.tree import exchange
-
-    def swap(node: Node) -> Node:
-        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
-        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
-
-    return exchange.replace(root, swap)
 
 
 def to_little_endian(root: Node, byteorder: str) -> Node:
@@ -159,3 +147,70 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
         return replace(storage, content=swapped(storage.content, storage.swap_width))
 
     return map_storages(root, change)
+
+
+# --- devices
+
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:\d+)?")
+
+
+def is_device(tag: str) -> bool:
+    """Whether a device tag names a kind of device on which torch has values: any but `meta`."""
+    return _DEVICE.fullmatch(tag) is not None
+
+
+def parse_map_location(spec: str) -> Callable[[str], str]:
+    """What `--map-location` does to a device tag: one device for all, or `from=to` pairs separated by commas."""
+    pairs = [part.strip().partition("=") for part in spec.split(",")]
+    for source, equals, target in pairs:
+        for device in (source, target) if equals else (source,):
+            if not is_device(device):
+                what = f"`map_location={spec!r}`: {device!r} is not a device that holds values."
+                raise UsageError(what, fix="For example: cpu, cuda:1, cuda:0=cpu.")
+    if len(pairs) == 1 and not pairs[0][1]:
+        return lambda tag: spec.strip()
+    if not all(equals for _, equals, _ in pairs):
+        what = f"`map_location={spec!r}` mixes a single device with pairs."
+        raise UsageError(what, fix="For example: cuda:0=cuda:1,cuda:7=cpu.")
+    table = {_full(source): target for source, _, target in pairs}
+    if len(table) != len(pairs):
+        raise UsageError(f"`map_location={spec!r}` names a device twice.")
+    return lambda tag: table.get(_full(tag), tag)
+
+
+def _full(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def map_storages(root: Node, change: Callable[[Storage], Storage]) -> Node:
+    """Exchange storages everywhere, each once; entries on one storage stay on one. Returns the root."""
+    changed: dict[int, Storage] = {}
+
+    def new(storage: Storage) -> Storage:
+        if id(storage) not in changed:
+            changed[id(storage)] = change(storage)
+        return changed[id(storage)]
+
+    def swap(node: Node) -> Node:
+        if type(node) is Storage:
+            return new(node)
+        if type(node) is Entry and (storage := new(node.storage)) is not node.storage:
+            moved = storage.dtype is not node.storage.dtype and node.storage.dtype is not None
+            return replace(node, storage=storage, dtype=storage.dtype if moved and storage.dtype else node.dtype)
+        return node
+
+    return exchange.replace(root, swap)
+
+
+def map_devices(root: Node, change: Callable[[str], str]) -> tuple[Node, dict[str, int]]:
+    """Rewrite device tags; returns the root, and how many storages went `from -> to`."""
+    counts: dict[str, int] = {}
+
+    def retag(storage: Storage) -> Storage:
+        if storage.device is None or (target := change(storage.device)) == storage.device:
+            return storage
+        move = f"{storage.device} -> {target}"
+        counts[move] = counts.get(move, 0) + 1
+        return replace(storage, device=target)
+
+    return map_storages(root, retag), counts

@@ -32,18 +32,17 @@ class Leaving:
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces; the checksum of one that is a whole record is that of the record."""
-        return [self._piece(piece) for piece in pieces]
-
-    def _piece(self, piece: Piece) -> Piece:
-        content, checksum = piece.content, piece.checksum
-        if isinstance(content, Joined):
-            self.passed.update(_key(part) for part in content.parts if isinstance(part, Range))
-        elif isinstance(content, Range) and _key(content) in self.records:
-            self.passed.add(_key(content))
-            if checksum is not None and isinstance(content, RecordRange):
-                checksum.expected, checksum.label = content.record.crc, content.record.name
-                content.source.expected.pop((content.offset, content.length), None)
-        return piece
+        found = list(pieces)
+        for piece in found:
+            content, checksum = piece.content, piece.checksum
+            if isinstance(content, Joined):
+                self.passed.update(_key(part) for part in content.parts if isinstance(part, Range))
+            elif isinstance(content, Range) and _key(content) in self.records:
+                self.passed.add(_key(content))
+                if checksum is not None and isinstance(content, RecordRange):
+                    checksum.expected, checksum.label = content.record.crc, content.record.name
+                    content.source.expected.pop((content.offset, content.length), None)
+        return found
 
     def check_rest(self, rank: int = 0, world: int = 1) -> None:
         """Read the records of which only parts were read, once all is written; of several processes each its share."""

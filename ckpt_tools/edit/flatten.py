@@ -11,15 +11,7 @@ from typing import Any
 
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ConvertError, NothingMatchedError
-from ckpt_tools.formats.contents import (
-    StateDict,
-    find_optimizers,
-    find_state_dicts,
-    find_tensors,
-    is_extra,
-    is_tensor,
-    tensors_by_name,
-)
+from ckpt_tools.formats.contents import StateDict, find_optimizers, find_state_dicts, find_tensors, is_extra, is_tensor
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import did_you_mean, dotted, listed, some
@@ -30,8 +22,6 @@ from ckpt_tools.values.numeric import row_major, view_of
 
 @dataclass(slots=True)
 class Flat:
-    """One flat state dict."""
-
     tensors: dict[str, tuple[Entry, Content]] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -97,25 +87,16 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
             )
         return StateDict((), root)
     if len(found) > 1:
-        raise _several(found, holder)
+        wheres = [dotted(state_dict.where) for state_dict in found]
+        others = _drops([where for where in wheres if where])
+        raise ConvertError(
+            f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
+            fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
+        )
     own = found[0] if found else StateDict((), Dict())
     outside = list(islice(_outside(root, own), 1000))
-    if outside or not found:
-        raise _tensors_outside(root, own, outside, holder)
-    return own
-
-
-def _several(found: Sequence[StateDict], holder: str) -> ConvertError:
-    wheres = [dotted(state_dict.where) for state_dict in found]
-    others = _drops([where for where in wheres if where])
-    return ConvertError(
-        f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
-        fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
-    )
-
-
-def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holder: str) -> ConvertError:
-    """The error for tensors outside the state dict, or for no state dict at all, when `own` is empty."""
+    if found and not outside:
+        return own
     parts, fixes = _parts(root, own, outside), []
     if own.node.items and any(where[: len(own.where)] != own.where for where in outside):
         fixes.append(f"take the state dict alone: `select={dotted(own.where)!r}`")
@@ -125,9 +106,8 @@ def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holde
         fixes.append("make plain weights of torch's quantised layers: `dequantize='bf16'`")
     fix = ", or ".join(fixes) or "write a .pth, which holds anything"
     places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
-    return ConvertError(
-        f"{holder} holds one flat state dict; here are tensors outside one{places}.", fix=fix[:1].upper() + fix[1:]
-    )
+    what = f"{holder} holds one flat state dict; here are tensors outside one{places}."
+    raise ConvertError(what, fix=fix[:1].upper() + fix[1:])
 
 
 def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[str]:
@@ -157,7 +137,7 @@ def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
 
 def _collect(state_dict: StateDict, flat: Flat) -> None:
     """The tensors: ties become aliases, views that merely overlap are written in full."""
-    named = tensors_by_name(state_dict.node)
+    named = {key: node for key, node in state_dict.node.named.items() if is_tensor(node)}
     users = Counter(id(node.storage) for node in named.values() if type(node) is Entry)
     first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
@@ -178,24 +158,17 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     shared = [names for names in storages.values() if len(names) > 1]
     if shared:
         count = sum(map(len, shared))
-        text = f"{count} tensors share memory; each is written in full: {_some(shared[0])}."
+        text = f"{count} tensors share memory; each is written in full: {some(shared[0])}."
         flat.notes.append(("views-separated", text))
 
 
 def _separate(state_dict: StateDict, flat: Flat) -> None:
-    """Tied names as tensors of their own, in the state dict's order."""
     own = {**flat.tensors, **{name: flat.tensors[row["of"]] for name, row in flat.aliases.items()}}
-    flat.tensors = {name: own[name] for name in tensors_by_name(state_dict.node)}
+    flat.tensors = {name: own[name] for name in state_dict.names}
     names = list(flat.aliases)
     said = "1 tied name is a tensor of its own" if len(names) == 1 else f"{len(names)} tied names are tensors of their own"
-    flat.notes.append(
-        ("ties-separated", f"{said} in the shards, so that every loader finds it under its name: {_some(names)}.")
-    )
+    flat.notes.append(("ties-separated", f"{said} in the shards, so that every loader finds it under its name: {some(names)}."))
     flat.aliases = {}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
 
 
 def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
@@ -268,7 +241,7 @@ class _Json:
         if depth > 50 or self.left < len(items) * _JSON_NODE or (type(node) is int and node.bit_length() > 4096):
             raise TypeError
         if type(node) is Dict:
-            found = {self._key(key, depth): self._plain(value, depth + 1) for key, value in node.items}
+            found = {str(self._plain(key, depth + 1)): self._plain(value, depth + 1) for key, value in node.items}
             if len(found) < len(node.items):  # 1 and "1"
                 raise TypeError
             return found
@@ -277,10 +250,6 @@ class _Json:
         if node is None or type(node) in (str, int, float, bool):
             return node
         raise TypeError
-
-    def _key(self, key: Node, depth: int) -> str:
-        plain_key = self._plain(key, depth + 1)
-        return plain_key if type(plain_key) is str else str(plain_key)
 
 
 _JSON_LIMIT = MAX_HEADER // 4
@@ -293,15 +262,15 @@ _SCALARS = frozenset((type(None), bool, int, float, str))
 def _state_dict_metadata(node: Dict, flat: Flat) -> None:
     """`_metadata` as JSON: of each module what torch writes, {"version": number} and the like; other rows are told about."""
     metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    rows = metadata.items if type(metadata) is Dict else []
-    kept = [(path, row) for path, row in rows if type(path) is str and _is_scalar_row(row)]
-    odd = [component(path) for path, row in rows if not (type(path) is str and _is_scalar_row(row))]
+    kept: list[tuple[Node, Node]] = []
+    odd: list[tuple[Node, Node]] = []
+    for path, row in metadata.items if type(metadata) is Dict else ():
+        pairs = row.items if type(path) is str and type(row) is Dict else [(None, None)]
+        is_plain = all(type(key) is str and type(value) in _SCALARS for key, value in pairs)
+        (kept if is_plain else odd).append((path, row))
     if odd:
-        text = f"_metadata: {len(odd)} of {len(rows)} rows hold more than numbers and text, and are left out: {odd[0]!r}."
+        count, first = len(odd) + len(kept), component(odd[0][0])
+        text = f"_metadata: {len(odd)} of {count} rows hold more than numbers and text, and are left out: {first!r}."
         flat.notes.append(("metadata-dropped", text))
-    if kept and (text_of := _Json().dump(Dict(list(kept)))) is not None:
+    if kept and (text_of := _Json().dump(Dict(kept))) is not None:
         flat.metadata[STATE_DICT_METADATA] = text_of
-
-
-def _is_scalar_row(row: Node) -> bool:
-    return type(row) is Dict and all(type(key) is str and type(value) in _SCALARS for key, value in row.items)

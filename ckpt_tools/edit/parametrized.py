@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckpt_tools.edit.renaming import replace_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import find_state_dicts, tensors_by_name
+from ckpt_tools.text import some
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.tree.parametrized import Parametrized, parametrized, part_of
@@ -56,8 +57,7 @@ def told_fold(rows: Sequence[Parametrized]) -> list[tuple[str, str]]:
         kinds.setdefault(row.kind, []).append(row.name)
     notes = []
     for kind, names in kinds.items():
-        shown = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
-        text = f"{kind.capitalize()} is folded into {len(names)} plain weight{'s' * (len(names) != 1)}: {shown}."
+        text = f"{kind.capitalize()} is folded into {len(names)} plain weight{'s' * (len(names) != 1)}: {some(names)}."
         if kind == "orthogonal":
             text += " The map is not in the file: torch's default was taken (matrix_exp of square weights, else householder)."
         notes.append(("folded", text))
@@ -80,16 +80,11 @@ def _fold(node: Dict, rows: Sequence[Parametrized]) -> None:
         first[next(key for key, _ in node.items if key in row.parts.values())] = (row.name, made[key])
     gone = {name for row in rows for name in row.parts.values()}
     node.items[:] = [first.get(key, (key, value)) for key, value in node.items if key in first or key not in gone]
-    _forget_modules(node)
-
-
-def _forget_modules(node: Dict) -> None:
-    """The rows of `_metadata` of parametrizations that are no more."""
     metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    if type(metadata) is Dict:
+    if type(metadata) is Dict:  # without the rows of parametrizations that are no more
         left = tuple(key for key, _ in node.items if type(key) is str and "parametrizations." in key)
-        rows = [
+        kept = [
             (path, row) for path, row in metadata.items
             if type(path) is not str or "parametrizations" not in path.split(".") or any(k.startswith(f"{path}.") for k in left)
         ]  # fmt: skip
-        replace_metadata(node, metadata, rows)
+        replace_metadata(node, metadata, kept)

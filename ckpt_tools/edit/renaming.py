@@ -64,33 +64,22 @@ def replace_metadata(node: Dict, metadata: Dict, rows: Sequence[tuple[Node, Node
 def rename_optimizers(root: Node, rename: Rename) -> int:
     """Rename what every optimizer below `root` calls by name: `param_names`, and parameters and states keyed by name."""
     changed = 0
-    done: set[int] = set()
+    done: set[int] = set()  # what was renamed before, under another path
     for _, optimizer in find_optimizers(root):
-        changed += _rename_states(optimizer.state, rename, done)
-        for group in optimizer.groups.items:
-            if type(group) is Dict:
-                changed += sum(_rename_list(group.get(key), rename, done) for key in ("param_names", "params"))
-    return changed
-
-
-def _rename_states(state: Dict, rename: Rename, done: set[int]) -> int:
-    """States that are keyed by name; `done` has what was renamed before, under another path."""
-    if id(state) in done:
-        return 0
-    done.add(id(state))
-    renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
-    check_unique(renamed)
-    state.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in state.items]
-    return sum(old != new for old, new in renamed.items())
-
-
-def _rename_list(names: Node, rename: Rename, done: set[int]) -> int:
-    if type(names) is not List or id(names) in done:
-        return 0
-    done.add(id(names))
-    new = [rename(name) if type(name) is str else name for name in names.items]
-    changed = sum(1 for old, name in zip(names.items, new, strict=True) if old != name)
-    names.items[:] = new
+        groups = [group for group in optimizer.groups.items if type(group) is Dict]
+        for node in (optimizer.state, *(group.get(key) for group in groups for key in ("param_names", "params"))):
+            if id(node) in done or (type(node) is not List and node is not optimizer.state):
+                continue
+            done.add(id(node))
+            if type(node) is Dict:
+                renamed = {key: rename(key) for key, _ in node.items if type(key) is str}
+                check_unique(renamed)
+                node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
+                changed += sum(old != new for old, new in renamed.items())
+            elif type(node) is List:
+                new = [rename(name) if type(name) is str else name for name in node.items]
+                changed += sum(1 for old, name in zip(node.items, new, strict=True) if old != name)
+                node.items[:] = new
     return changed
 
 

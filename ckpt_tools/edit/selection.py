@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Where
 from ckpt_tools.tree.visit import walk
 
-# --- selection
+_NAMES = "ckpt inspect --all FILE lists the names."
 
 
 def select(root: Node, path: str) -> Node:
@@ -30,15 +30,11 @@ def select(root: Node, path: str) -> Node:
             fix=f"Give one as JSON: `select={wheres[0]!r}`.",
         )  # fmt: skip
     if not found:
-        raise _nothing_at(root, path)
+        places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
+        there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
+        why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
+        raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
     return next(iter(found.values()))[1]
-
-
-def _nothing_at(root: Node, path: str) -> NothingMatchedError:
-    places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
-    there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
-    why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
-    return NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
 
 
 def select_in(checkpoint: Checkpoint, path: str) -> Node:
@@ -52,16 +48,11 @@ def select_in(checkpoint: Checkpoint, path: str) -> Node:
     try:
         return select(checkpoint.root, path)
     except NothingMatchedError as error:
-        error.why = error.why or _where_tensors_are(checkpoint)
+        if not error.why and others:
+            error.why = f"Beside the tree are {', '.join(map(repr, others))}."
+        elif not error.why and isinstance(checkpoint.root, Dict) and find_state_dicts(checkpoint.root):
+            error.why = "The tensors are at the root: leave it out to take them all."
         raise
-
-
-def _where_tensors_are(checkpoint: Checkpoint) -> str:
-    """What to select instead, where the tree has no state dict further down."""
-    if checkpoint.others:
-        return f"Beside the tree are {', '.join(map(repr, checkpoint.others))}."
-    at_the_root = isinstance(checkpoint.root, Dict) and find_state_dicts(checkpoint.root)
-    return "The tensors are at the root: leave it out to take them all." if at_the_root else ""
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:
@@ -106,9 +97,18 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
             continue
         gone.update(dict.fromkeys(paths.values()))
         if type(node) is not Dict and type(node) is not List:
-            _refuse_elements(where, paths)
+            for path in paths.values():
+                raise ConvertError(
+                    f"`drop={dotted(path)!r}` is an element of a tuple, whose length its reader counts on.",
+                    fix=f"Drop the whole: `drop={dotted(where)!r}`." if where else "Take what is wanted: `select=WHERE`.",
+                )
         elif lost.setdefault(id(node), (where, node, list(paths)))[2] != list(paths):
-            raise _shared(where, lost[id(node)][0])
+            here, there = dotted(where), dotted(lost[id(node)][0])
+            raise ConvertError(
+                f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
+                why="It is in the file once, under both paths.",
+                fix=f"Drop one of them whole (`drop={here!r}`), or give globs that take the same from both.",
+            )
     globs.check_used(name for own in names.values() for name in sorted(own))
     tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts that keep others
     for _, node, indices in lost.values():
@@ -117,23 +117,6 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
         raise NothingMatchedError("No tensor would be left.", why="`keep` and `drop` leave out all of them.")
     _check_optimizers(root, tensors)
     return list(gone)
-
-
-def _refuse_elements(where: Where, paths: Mapping[int, Where]) -> None:
-    for path in paths.values():
-        raise ConvertError(
-            f"`drop={dotted(path)!r}` is an element of a tuple, whose length its reader counts on.",
-            fix=f"Drop the whole: `drop={dotted(where)!r}`." if where else "Take what is wanted: `select=WHERE`.",
-        )
-
-
-def _shared(where: Where, first: Where) -> ConvertError:
-    here, there = dotted(where), dotted(first)
-    return ConvertError(
-        f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
-        why="It is in the file once, under both paths.",
-        fix=f"Drop one of them whole (`drop={here!r}`), or give globs that take the same from both.",
-    )
 
 
 def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[str, Node]]:
@@ -173,8 +156,8 @@ class _Globs:
         """The elements of a list or tuple that --drop names exactly, by their paths."""
         prefix = dotted((*where, ""))
         wanted = {path for path in self.drop if path.startswith(prefix)}
-        paths = {index: (*where, index) for index, _ in enumerate(visit.children(node))} if wanted else {}
-        paths = {index: path for index, path in paths.items() if dotted(path) in wanted}
+        places = ((index, (*where, index)) for index, _ in enumerate(visit.children(node) if wanted else ()))
+        paths = {index: path for index, path in places if dotted(path) in wanted}
         for path in paths.values():
             self.drop.unused.pop(dotted(path), None)
         return paths
@@ -183,8 +166,7 @@ class _Globs:
         unused = [("keep", glob) for glob in self.keep.unused] + [("drop", glob) for glob in self.drop.unused]
         for option, glob in unused:
             why = meant_by(glob, list(names), f"`{option}` uses the names in IN.")
-            fix = "ckpt inspect --all FILE lists the names."
-            raise NothingMatchedError(f"`{option}={glob!r}` matches nothing.", why=why, fix=fix)
+            raise NothingMatchedError(f"`{option}={glob!r}` matches nothing.", why=why, fix=_NAMES)
 
 
 def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:

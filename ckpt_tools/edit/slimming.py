@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpt_tools.edit.objects.losses import model_parts
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import StateDict, find_state_dicts, is_optimizer, is_tensor
+from ckpt_tools.io.content import Computed, chunks
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict
 from ckpt_tools.tree.names import MODULE
-from ckpt_tools.tree.nodes import Dict, List, Node, Object, Where
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, Storage, Where, contiguous_stride
 from ckpt_tools.tree.visit import walk
+from ckpt_tools.values.numeric import part, row_major, view_of
 
 # --- --slim
 
@@ -46,7 +50,11 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
             rows = [_in_tuple((*where, index), row, kept, gone) for index, row in enumerate(node.items)]
             node.items[:] = [row for index, row in enumerate(rows) if not _unwanted((*where, index), row, node, kept, gone)]
     if type(root) is not Dict or id(root) not in kept:
-        _prune(root)
+        for node in reversed([node for _, node in walk(root, stop=is_tensor)]):  # without what is empty now, from the inside
+            if type(node) is Dict:
+                node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
+            elif type(node) is List:
+                node.items[:] = [value for value in node.items if not _is_empty(value)]
     return root, gone
 
 
@@ -72,18 +80,13 @@ def _unwanted(where: Where, value: Node, holder: Node, kept: set[int], gone: lis
     kind = _training_state(where, value)
     if kind is None and is_tensor(value) and id(holder) not in kept:
         kind = "a tensor outside state dicts"
-    if kind is None and type(value) is tuple and _has_loose_tensors(value, kept):
-        kind = "tensors outside state dicts"
+    if kind is None and type(value) is tuple:  # which holds tensors, and no state dict that is kept
+        inside = walk(value, stop=lambda node: id(node) in kept or is_tensor(node), plain=False)
+        if {id(node) in kept for _, node in inside if id(node) in kept or is_tensor(node)} == {False}:
+            kind = "tensors outside state dicts"
     if kind is not None:
         gone.append((where, kind))
     return kind is not None
-
-
-def _has_loose_tensors(value: Node, kept: set[int]) -> bool:
-    """Whether a tuple holds tensors, and no state dict that is kept."""
-    inside = walk(value, stop=lambda node: id(node) in kept or is_tensor(node), plain=False)
-    found = {"kept" if id(node) in kept else "tensor" for _, node in inside if id(node) in kept or is_tensor(node)}
-    return found == {"tensor"}
 
 
 _RNG = re.compile(r"(^|_)(rng|random)(_|$)|^(np|numpy|cuda|torch|python)_?(rng|random)", re.IGNORECASE)
@@ -103,15 +106,6 @@ def _training_state(where: Where, node: Node) -> str | None:
     if keys >= _SCHEDULER or (keys >= {"base_lrs", "last_epoch"}):
         return "scheduler"
     return "gradient scaler" if keys >= _SCALER else None
-
-
-def _prune(root: Node) -> None:
-    """Leave out the dicts and lists that are empty now, from the inside."""
-    for node in reversed([node for _, node in walk(root, stop=is_tensor)]):
-        if type(node) is Dict:
-            node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
-        elif type(node) is List:
-            node.items[:] = [value for value in node.items if not _is_empty(value)]
 
 
 def _is_empty(node: Node) -> bool:
@@ -154,7 +148,9 @@ def averaged(root: Node) -> tuple[Node, Where]:
 def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
     """Every state dict of averaged weights; one inside another counts once."""
     taken: set[Where] = set()
-    swapped = _is_swapped(root)
+    swapped = type(root) is Dict and "state_dict" in root and (  # which has the averages then, with the trained ones beside it
+        ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
+    )  # fmt: skip
     for state_dict in find_state_dicts(root):
         where = state_dict.where
         if any(where[:end] in taken for end in range(len(where) + 1)):
@@ -162,14 +158,15 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         names = state_dict.names
         named = any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
         if where == ("state_dict",) if swapped else named or _averaging(names):
-            taken.add(where)
-            yield where, _as_plain_model(state_dict)
+            made = _as_plain_model(state_dict)
         elif any(name.startswith(_LIT_EMA) for name in names):
-            taken.add(where)
-            yield where, _without_averages(state_dict, _LIT_EMA, "")
+            made = _without_averages(state_dict, _LIT_EMA, "")
         elif has_mmcvs(names):
-            taken.add(where)
-            yield where, _without_averages(state_dict, _MMCV_EMA, "_")
+            made = _without_averages(state_dict, _MMCV_EMA, "_")
+        else:
+            continue
+        taken.add(where)
+        yield where, made
 
 
 def _averaging(names: Sequence[str]) -> str:
@@ -208,13 +205,6 @@ def has_mmcvs(names: Sequence[str]) -> bool:
     return any(name.startswith(_MMCV_EMA) and name.removeprefix(_MMCV_EMA) in flat for name in names)
 
 
-def _is_swapped(root: Node) -> bool:
-    """Whether the averaged weights are in `state_dict`, and the trained ones beside it."""
-    if type(root) is not Dict or "state_dict" not in root:
-        return False
-    return ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
-
-
 def _without_averages(state_dict: StateDict, prefix: str, dot: str) -> Dict:
     """A state dict with its averaged tensors in place of the trained ones."""
     items, flat = state_dict.node.items, _without_dots(state_dict, prefix, dot)
@@ -241,9 +231,93 @@ def _without_dots(state_dict: StateDict, prefix: str, dot: str) -> dict[str, lis
     """The names of trained tensors by how LitEma and mmcv write them: without dots, the model's `model.` left out or not."""
     flat: dict[str, list[str]] = {}
     for name in state_dict.names:
-        if name.startswith(prefix):
-            continue
-        flat.setdefault(name.replace(".", dot), []).append(name)
-        if prefix == _LIT_EMA and name.startswith("model."):
-            flat.setdefault(name.removeprefix("model.").replace(".", dot), []).append(name)
+        names = {name, name.removeprefix("model.")} if prefix == _LIT_EMA else {name}
+        for own in () if name.startswith(prefix) else names:
+            flat.setdefault(own.replace(".", dot), []).append(name)
     return flat
+
+
+# --- storages cut down to what their tensors use: a view holds on to its whole storage, and torch.save writes all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    storages: int = 0
+    saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The bytes [start, end) of a storage, and the entries that view them."""
+
+    start: int
+    end: int
+    entries: tuple[Entry, ...]
+
+
+def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
+    views: dict[int, list[Entry]] = {}
+    pinned: set[int] = set()
+    for node in visit.reachable(root):
+        if type(node) is Entry:
+            views.setdefault(id(node.storage), []).append(node)
+        elif type(node) in nodes.CONTAINERS:
+            pinned.update(id(below) for below in visit.parts(node) if type(below) is Storage)
+    moved: dict[int, Entry] = {}
+    count = saved = 0
+    for entries in views.values():
+        storage = entries[0].storage
+        if id(storage) in pinned:
+            continue
+        made = dict(_cut(storage, entries, verify))
+        if made:
+            kept = {id(entry.storage): entry.storage.nbytes for entry in made.values()}
+            moved.update(made)
+            count, saved = count + 1, saved + storage.nbytes - sum(kept.values())
+    if not moved:
+        return root, Compacted()
+    root = exchange.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
+    return root, Compacted(count, saved)
+
+
+def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple[int, Entry]]:
+    """The entries of a storage on smaller ones, by their old identity; nothing when nothing is saved."""
+    if any(entry.dtype.bits % 8 or entry.dtype.itemsize != entries[0].dtype.itemsize for entry in entries):
+        return
+    pieces = _pieces(entries)
+    gathered = set()
+    for index, piece in enumerate(pieces):  # of one view with gaps in it the elements alone are enough
+        lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
+        if not lazy and len(set(map(view_of, piece.entries))) == 1 and piece.entries[0].nbytes < piece.end - piece.start:
+            gathered.add(index)
+    sizes = [piece.entries[0].nbytes if index in gathered else piece.end - piece.start for index, piece in enumerate(pieces)]
+    if sum(sizes) >= storage.nbytes:
+        return
+    for index, piece in enumerate(pieces):
+        first = piece.entries[0]
+        whole = part(storage.content, piece.start, piece.end - piece.start)
+        content = row_major(first) if index in gathered else whole
+        if verify:
+            content = Computed(content.length, partial(chunks, content), of=storage.content)
+        key = storage.key if index == 0 else f"{storage.key}_{index}"
+        own = Storage(key, storage.dtype, content.length, storage.device, content)
+        for entry in piece.entries:
+            if index in gathered:
+                yield id(entry), replace(entry, storage=own, offset=0, stride=contiguous_stride(entry.shape))
+            else:
+                start = entry.offset - piece.start // entry.dtype.itemsize if entry.nbytes else 0
+                yield id(entry), replace(entry, storage=own, offset=start)
+
+
+def _pieces(entries: list[Entry]) -> list[_Piece]:
+    """Entries together with those that they overlap, in order of their bytes; an empty one is at the start."""
+    item = entries[0].dtype.itemsize
+    spans = ((entry.offset * item, (entry.offset + entry.span) * item) if entry.nbytes else (0, 0) for entry in entries)
+    pieces: list[_Piece] = []
+    for (start, end), entry in sorted(zip(spans, entries, strict=True), key=lambda row: row[0]):
+        last = pieces[-1] if pieces else None
+        if last is not None and (start < last.end or start == end):
+            pieces[-1] = _Piece(last.start, max(last.end, end), (*last.entries, entry))
+        else:
+            pieces.append(_Piece(start, end, (entry,)))
+    return pieces

@@ -24,8 +24,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.tree.parametrized import is_part, part_of
-from ckpt_tools.values.low_rank import as_bytes
-from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.numeric import part, row_major, tensor_bytes, torch_dtype
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed
         for row in range(kept[0] if size else 0):
             data = bytearray(read(part(source, row * size, size)))
             values[row][inside] = torch.frombuffer(data, dtype=values.dtype).reshape(below)[inside]
-        yield as_bytes(values)
+        yield tensor_bytes(values)
 
     made = Computed(math.prod(blank.shape) * blank.dtype.itemsize, work, entry.storage.content)
     return Adapted(made, f"{_text(entry.shape)} -> {_text(blank.shape)}: the first {_text(kept)} kept{rest}")
@@ -136,7 +135,7 @@ def _changed(entry: Entry, shape: Shape, change: Callable[[torch.Tensor], torch.
         import torch
 
         values = torch.frombuffer(bytearray(read(row_major(entry))), dtype=dtype).reshape(entry.shape)
-        yield as_bytes(change(values if dtype is torch.float64 else values.float()).to(dtype))
+        yield tensor_bytes(change(values if dtype is torch.float64 else values.float()).to(dtype))
 
     return Computed(math.prod(shape) * dtype.itemsize, work, entry.storage.content)
 

@@ -285,9 +285,9 @@ def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     need_torch("Initial values are drawn with it.")
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.values.low_rank import as_bytes
+        from ckpt_tools.values.numeric import tensor_bytes
 
-        yield as_bytes(draw(scheme, blank, seed))
+        yield tensor_bytes(draw(scheme, blank, seed))
 
     return Computed(math.prod(blank.shape) * blank.dtype.itemsize, work)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.checksums import leaving
 from ckpt_tools.edit.lora.config import CONFIG
-from ckpt_tools.edit.lora.extraction import Changed, Extraction, sort
+from ckpt_tools.edit.lora.extraction import Changed, Extraction
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
 from ckpt_tools.edit.lora.shapes import is_embedding, last_name, turned_by_biases
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
@@ -35,8 +35,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, as_dict, contiguous_stride
 from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.values.factors import Factors, difference, difference_norm, factors
-from ckpt_tools.values.low_rank import Matrix
+from ckpt_tools.values.low_rank import Factors, Matrix, difference, difference_norm, factors
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.pytorch import need_torch
 
@@ -130,7 +129,7 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
 def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: ExtractOptions, report: Extracted) -> Extraction:
     """What differs, by what becomes of it; at least one weight becomes factors."""
     only = Globs([options.only] if isinstance(options.only, str) else options.only) if options.only else None
-    found = sort(base, tuned, only)
+    found = Extraction(base, tuned, only)
     for glob in only.unused if only is not None else ():
         raise NothingMatchedError(f"`only={glob!r}` matches no tensor that differs.")
     if not found.factored:

@@ -13,6 +13,7 @@ from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import CHUNK, Computed, Content, Joined, Literal, read
 from ckpt_tools.tree.nodes import contiguous_stride
 from ckpt_tools.values.numeric import part, trimmed
+from ckpt_tools.values.pytorch import torch
 
 Sizes = tuple[int, ...]
 
@@ -39,7 +40,9 @@ def assemble(name: str, shape: Sizes, itemsize: int, boxes: Iterable[tuple[Sizes
         raise TensorError(f"The chunks of {name!r} hold {held} elements; its shape {list(shape)} needs {prod(shape)}.")
     if not parts:
         return Literal(b"")
-    if all(_is_run(chunk.sizes, shape) for chunk in parts):
+    ranged = [next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(shape)) for chunk in parts]
+    # Each one run of the whole tensor: single indexes, then a range, then whole dimensions
+    if all(chunk.sizes[dim + 1 :] == shape[dim + 1 :] for dim, chunk in zip(ranged, parts, strict=True)):
         strides = contiguous_stride(shape)
         starts = [sum(map(mul, chunk.offsets, strides)) for chunk in parts]
         ends = [start + prod(chunk.sizes) for start, chunk in zip(starts, parts, strict=True)]
@@ -47,14 +50,10 @@ def assemble(name: str, shape: Sizes, itemsize: int, boxes: Iterable[tuple[Sizes
             raise _overlapping(name)
         return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
     _check_apart(name, parts)
-    dims = [dim for dim, size in enumerate(shape) if size > 1]
 
-    def larger(sizes: Sizes) -> Sizes:
-        """Without the dimensions that have one index."""
-        return tuple(sizes[dim] for dim in dims)
-
-    parts = [Box(larger(chunk.offsets), larger(chunk.sizes), chunk.content) for chunk in parts]
-    return _in_boxes(larger(shape), itemsize, parts, 0, prod(shape) * itemsize)
+    at = [dim for dim, size in enumerate(shape) if size > 1]  # dimensions of one index are left out
+    parts = [Box(tuple(box.offsets[dim] for dim in at), tuple(box.sizes[dim] for dim in at), box.content) for box in parts]
+    return _in_boxes(tuple(shape[dim] for dim in at), itemsize, parts, 0, prod(shape) * itemsize)
 
 
 def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, length: int) -> Content:
@@ -63,8 +62,6 @@ def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, len
     first, last = start // row, -(-(start + length) // row)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         step = max(1, CHUNK // row)
         for top in range(first, last, step):
             bottom = min(top + step, last)
@@ -87,12 +84,6 @@ def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Box], start: int, len
     return trimmed(made, start - first * row, length)
 
 
-def _is_run(sizes: Sizes, shape: Sizes) -> bool:
-    """Whether a box is one run of the whole tensor: single indexes, then a range, then whole dimensions."""
-    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    return all(size == whole for size, whole in zip(sizes[first + 1 :], shape[first + 1 :], strict=True))
-
-
 def _check_apart(name: str, parts: Sequence[Box]) -> None:
     """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
     if _is_grid(parts):
@@ -102,7 +93,8 @@ def _check_apart(name: str, parts: Sequence[Box]) -> None:
         for other in parts[number + 1 :]:
             if other.offsets[0] >= one.offsets[0] + one.sizes[0]:
                 break
-            if _common(one.offsets, one.sizes, other) is not None:
+            rows = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+            if all(max(a, c) < min(a + b, c + d) for a, b, c, d in rows):
                 raise _overlapping(name)
 
 
@@ -121,13 +113,6 @@ def _is_grid(parts: Sequence[Box]) -> bool:
 
 def _overlapping(name: str) -> TensorError:
     return TensorError(f"Two chunks of {name!r} overlap.", why="They could hold different values for one element.")
-
-
-def _common(offsets: Sizes, sizes: Sizes, chunk: Box) -> tuple[Sizes, Sizes] | None:
-    """Where a box and a chunk have elements in common: offsets and sizes."""
-    low = tuple(map(max, offsets, chunk.offsets))
-    high = tuple(min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
-    return (low, tuple(b - a for a, b in zip(low, high, strict=True))) if all(map(int.__lt__, low, high)) else None
 
 
 def extent(chunks: Sequence[tuple[Sizes, Sizes]]) -> Sizes:

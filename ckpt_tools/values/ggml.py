@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt_tools.errors import ConvertError, missing
 from ckpt_tools.io.content import Computed, Content, equal_chunks
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.numeric import numbers, part, trimmed
+from ckpt_tools.values.numeric import elementwise, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +48,22 @@ BY_NAME = {row.name: row for row in _ROWS}
 UNREAD = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 41: "Q1_0"}
 Q8_0 = BY_NAME["Q8_0"]
 _ELEMENTS = 1 << 17  # that are worked on at once
-_FLOAT32 = DTYPES["float32"]
 
 
 def numbers_of(content: Content, kind: BlockType) -> Content:
-    """The float32 numbers of blocks, some thousand at a time; a range of them needs the blocks that it touches alone."""
-    whole = kind.elements * _FLOAT32.itemsize
+    """The float32 numbers of blocks, some thousand at a time."""
 
-    def work() -> Iterator[memoryview]:
+    def work(content: Content) -> Iterator[memoryview]:
         quants, numpy = _gguf("The numbers of quantised blocks are worked out with it.")
         for data in equal_chunks(content, _ELEMENTS // kind.elements * kind.nbytes):
             with numpy.errstate(all="ignore"):
                 made = quants.dequantize(numpy.frombuffer(data, numpy.uint8).reshape(1, -1), kind.number)
             yield memoryview(made).cast("B")
 
-    def inside(start: int, length: int) -> Content:
-        first, last = start // whole, -(-(start + length) // whole)
-        blocks = part(content, first * kind.nbytes, (last - first) * kind.nbytes)
-        return trimmed(numbers_of(blocks, kind), start - first * whole, length)
-
-    return Computed(content.length // kind.nbytes * whole, work, content, inside)
+    return elementwise(content, kind.nbytes, kind.elements * DTYPES["float32"].itemsize, work)
 
 
 def quantised(content: Content, dtype: DType, name: str) -> Computed:
-    """The Q8_0 blocks of a tensor whose rows are whole blocks."""
     quants, numpy = _gguf("`dtype='q8_0'` works blocks out with it.")
 
     def work() -> Iterator[bytes]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import array
+import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import (
@@ -29,23 +29,19 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, is_contiguous
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
-
+from ckpt_tools.values.pytorch import need_torch, torch
 
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
 ELEMENTS = 32_704
 GATHERING = "Elements that are not stored one after another (of a transposed tensor, say) are put in order with it."
 _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
+# Dtypes of so many bytes that torch can copy: quantised ones and others have no copy of their own.
+_SAME_WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 @dataclass(slots=True)
 class CastCount:
-    """Counted while a cast is written."""
-
     overflowed: int = 0
     underflowed: int = 0
     saturated: int = 0
@@ -55,9 +51,7 @@ class CastCount:
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
     """The content cast from one float dtype to another, a chunk at a time."""
 
-    def work() -> Iterator[memoryview]:
-        import torch
-
+    def work(content: Content) -> Iterator[memoryview]:
         room = min(ELEMENTS * source.itemsize, content.length)
         if not room:  # frombuffer takes no empty buffer
             return
@@ -67,32 +61,28 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
             narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
             yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
-    def inside(start: int, length: int) -> Content:
-        first, last = start // target.itemsize, -(-(start + length) // target.itemsize)
-        elements = part(content, first * source.itemsize, (last - first) * source.itemsize)
-        return trimmed(cast(elements, source, target, count), start - first * target.itemsize, length)
-
-    return Computed(content.length // source.itemsize * target.itemsize, work, content, inside)
+    return elementwise(content, source.itemsize, target.itemsize, work)
 
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
     """Write values into a tensor of another float dtype, and count those that do not survive it."""
-    import torch
-
     before, after = torch.finfo(old.dtype), torch.finfo(new.dtype)
     new.copy_(_saturated(old, new.dtype, count) if new.itemsize == 1 and before.max > after.max else old)
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
     if before.max > after.max:  # bf16 -> fp16 too, of the same size
-        count.overflowed += _became_infinite(wide, narrowed)
+        count.overflowed += 0 if is_finite(narrowed) else int((wide.isfinite() & ~narrowed.isfinite()).sum())
     fewer = before.smallest_normal < after.smallest_normal or new.itemsize < old.itemsize  # bf16 has fp32's exponents
     if fewer and not narrowed.abs().amin() > 0:  # NaN is not
         count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite, of which there are some, by their extremes: masks take 50 times as long."""
+    return all(extreme.isfinite() for extreme in torch.aminmax(values))  # NaN where there is one
+
+
 def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> torch.Tensor:
     """The values within the range of an fp8 dtype; an infinity stays one where the dtype has them."""
-    import torch
-
     largest = torch.finfo(dtype).max
     wide = values.float() if values.itemsize == 1 else values  # a float64 beyond float32 is finite too
     beyond = wide.abs() > largest
@@ -100,16 +90,6 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> to
         beyond &= ~wide.isinf()
     count.saturated += int(beyond.sum())
     return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
-
-
-def _became_infinite(wide: torch.Tensor, narrow: torch.Tensor) -> int:
-    """How many finite values are no longer finite. The extremes are looked at first: masks take 50 times as long."""
-    import torch
-
-    low, high = torch.aminmax(narrow)  # NaN where there is one
-    if low.isfinite() and high.isfinite():
-        return 0
-    return int((wide.isfinite() & ~narrow.isfinite()).sum())
 
 
 def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int]:
@@ -130,8 +110,6 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    import torch
-
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise ConvertError(f"PyTorch {torch.__version__} has no {dtype.name}.", fix="A newer one may have it.")
@@ -151,20 +129,25 @@ def whole_elements(content: Content, itemsize: int) -> Iterator[bytes | bytearra
 
 def swapped(content: Content, width: int) -> Content:
     """The content with the bytes of every `width`-byte number reversed."""
-    if width == 1:
-        return content
 
-    def work() -> Iterator[bytes]:
+    def work(content: Content) -> Iterator[bytes]:
         for chunk in whole_elements(content, width):
             numbers = array.array(_ARRAY_TYPES[width], chunk)
             numbers.byteswap()
             yield numbers.tobytes()
 
-    def inside(start: int, length: int) -> Content:
-        first, last = start // width * width, -(-(start + length) // width) * width
-        return trimmed(swapped(part(content, first, last - first), width), start - first, length)
+    return content if width == 1 else elementwise(content, width, width, work)
 
-    return Computed(content.length, work, content, inside)
+
+def elementwise(content: Content, before: int, after: int, work: Callable[[Content], Iterator[bytes | memoryview]]) -> Computed:
+    """Worked out of a content, `after` bytes of each `before`: a range of it needs the elements that it touches alone."""
+
+    def inside(start: int, length: int) -> Content:
+        first, last = start // after, -(-(start + length) // after)
+        elements = part(content, first * before, (last - first) * before)
+        return trimmed(elementwise(elements, before, after, work), start - first * after, length)
+
+    return Computed(content.length // before * after, lambda: work(content), content, inside)
 
 
 def part(content: Content, start: int, length: int) -> Content:
@@ -221,12 +204,10 @@ def row_major(entry: Entry) -> Content:
     need_torch(GATHERING)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         for chunk in whole_elements(content, item):
             values = torch.frombuffer(bytearray(chunk), dtype=torch_dtype(entry.dtype))
             values = values.conj() if "conj" in entry.lazy_bits else values
-            yield from _row_major_bytes(-values if "neg" in entry.lazy_bits else values)
+            yield tensor_bytes(-values if "neg" in entry.lazy_bits else values)
 
     return Computed(entry.nbytes, work, entry.storage.content)
 
@@ -241,7 +222,6 @@ class View:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, those between them included."""
         return 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.steps, strict=True))
 
     def narrowed(self, dim: int, first: int, size: int) -> View:
@@ -265,14 +245,12 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
     view = View(view.offset, sizes, steps)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         source = by_position(content)
         for piece in _pieces(view, itemsize):
             data = bytearray(piece.span * itemsize)
             read_into(part(source, piece.offset * itemsize, len(data)), memoryview(data))
             yield from _row_major_bytes(
-                torch.frombuffer(data, dtype=_same_width(itemsize)).as_strided(piece.sizes, piece.steps)
+                torch.frombuffer(data, dtype=getattr(torch, _SAME_WIDTH[itemsize])).as_strided(piece.sizes, piece.steps)
             )
 
     def some(start: int, length: int) -> Content:
@@ -311,26 +289,19 @@ def is_by_position(content: Content) -> bool:
     return not isinstance(content, Deflated) and (not isinstance(content, Computed) or content.part is not None)
 
 
-def _same_width(itemsize: int) -> torch.dtype:
-    """A dtype of elements of so many bytes, which torch can copy: quantised ones and others have no copy of their own."""
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
-
-
 def live_content(tensor: torch.Tensor) -> Computed:
-    values = tensor.detach()
-    return Computed(values.nbytes, lambda: _row_major_bytes(values))
+    return Computed(tensor.nbytes, lambda: _row_major_bytes(tensor.detach()))
 
 
 def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
-    import torch
+    return map(tensor_bytes, blocks(values))
 
-    for block in blocks(values):
-        out = bytearray(block.nbytes)
-        if out:
-            torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
-        yield memoryview(out)
+
+def tensor_bytes(values: torch.Tensor) -> memoryview:
+    out = bytearray(values.nbytes)
+    if out:
+        torch.frombuffer(out, dtype=values.dtype).copy_(values.resolve_conj().reshape(-1))
+    return memoryview(out)
 
 
 def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -354,7 +325,7 @@ def view_of(entry: Entry) -> tuple[int, str]:
 # --- values
 
 
-_HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -363,10 +334,7 @@ def has_numbers(dtype: DType) -> bool:
     """Whether torch can tell the values of a dtype: not of quantised ones without their scale, bits, and ints below a byte."""
     if dtype.family in ("quantized", "bits") or not dtype.in_torch:
         return False
-    return dtype.family != "int" or dtype.name in _INTS
-
-
-_INTS = frozenset(("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"))
+    return dtype.family != "int" or dtype.safetensors is not None  # those below a byte have no name there
 
 
 def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterator[torch.Tensor]:
@@ -377,8 +345,6 @@ def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterat
 
 def exact(data: bytearray, dtype: DType) -> torch.Tensor:
     """The values of some bytes: integers and booleans as they are, floats as float64, complex ones as complex128."""
-    import torch
-
     if not data:
         return torch.empty(0, dtype=torch.float64)
     if dtype.family == "bool":
@@ -389,8 +355,6 @@ def exact(data: bytearray, dtype: DType) -> torch.Tensor:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """torch works with one thread inside: it shares histograms among threads however small they are (see `ELEMENTS`)."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -400,10 +364,8 @@ def one_thread() -> Iterator[None]:
 
 
 def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
-    import torch
-
     if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
-        halves = torch.frombuffer(data, dtype=getattr(torch, _HALVES[dtype.name])).to(torch.float64)
+        halves = torch.frombuffer(data, dtype=getattr(torch, HALVES[dtype.name])).to(torch.float64)
         return torch.view_as_complex(halves.reshape(-1, 2))
     if dtype.family == "bool":
         return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
@@ -437,14 +399,11 @@ def weighted_mean(parts: list[tuple[Content, DType, float]], target: DType, coun
 
 
 def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
-    import torch
-
     if dtype.family == "complex":
-        values, name = torch.view_as_real(values).reshape(-1), _HALVES[dtype.name]
-    else:
-        name = dtype.name
-    out = bytearray(values.numel() * getattr(torch, name).itemsize)
-    result = torch.frombuffer(out, dtype=getattr(torch, name))
+        values = torch.view_as_real(values).reshape(-1)
+    own = getattr(torch, HALVES.get(dtype.name, dtype.name))
+    out = bytearray(values.numel() * own.itemsize)
+    result = torch.frombuffer(out, dtype=own)
     if count is None:
         result.copy_(values)
     else:
@@ -458,8 +417,6 @@ def widest(dtypes: Sequence[DType]) -> DType:
         return dtypes[0]
 
     def range_of(dtype: DType) -> tuple[float, ...]:
-        import torch
-
         if dtype.family == "int":
             return torch.iinfo(torch_dtype(dtype)).max, -torch.iinfo(torch_dtype(dtype)).min
         info = torch.finfo(torch_dtype(dtype))
@@ -475,16 +432,9 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
     """The largest of several integers, place by place, exactly. Looked at as int64, so uint64 is not one of them."""
 
     def work() -> Iterator[memoryview]:
-        import torch
-
-        streams = [equal_chunks(content, ELEMENTS * dtype.itemsize) for content, dtype in parts]
+        streams = [numbers(content, dtype, as_floats=False) for content, dtype in parts]
         for together in zip(*streams, strict=True):
-            found = None
-            for block, (_, dtype) in zip(together, parts, strict=True):
-                values = torch.frombuffer(bytearray(block), dtype=torch_dtype(dtype)).to(torch.int64)
-                found = values if found is None else found.maximum(values)
-            assert found is not None
-            yield as_bytes(found, target)
+            yield as_bytes(functools.reduce(torch.maximum, (block.to(torch.int64) for block in together)), target)
 
     content, dtype = parts[0]
     return Computed(content.length // dtype.itemsize * target.itemsize, work, tuple(part[0] for part in parts))

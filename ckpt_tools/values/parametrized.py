@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, read
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.parametrized import Parametrized, spectral_dims
 from ckpt_tools.values.numeric import as_bytes, has_numbers, one_thread, row_major, torch_dtype
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 _CLEAR = 2  # times that vectors are nearer to one dimension's than to another's, where shapes do not tell which has the rows
 
@@ -27,15 +23,14 @@ def folded(weight: Parametrized, parts: Mapping[str, Entry]) -> Computed:
     def work() -> Iterator[memoryview]:
         need_torch("A weight in parts is worked out with it.")
         with one_thread():
-            made = _WORK[weight.kind](*(_load(parts[role]) for role in _ORDER[weight.kind]))
+            compute, order = _WORK[weight.kind]
+            made = compute(*(_load(parts[role]) for role in order))
         yield as_bytes(made.reshape(-1), first.dtype)
 
     return Computed(first.nbytes, work, tuple(entry.storage.content for entry in parts.values()))
 
 
 def _load(entry: Entry) -> torch.Tensor:
-    import torch
-
     data = bytearray(read(row_major(entry)))
     values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)) if data else torch.empty(0, dtype=torch_dtype(entry.dtype))
     return values.reshape(entry.shape).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
@@ -65,8 +60,6 @@ def _spectral_norm(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 
 def _orthogonal(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """By the map that torch takes where none is named: a matrix exponential of square ones, else Householder's reflections."""
-    import torch
-
     turned = weight.shape[0] < weight.shape[1]
     rows = weight.T if turned else weight
     if weight.shape[0] == weight.shape[1]:
@@ -80,19 +73,10 @@ def _orthogonal(weight: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return made.T if turned else made
 
 
-def _pruned(weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return mask.to(weight.dtype) * weight
-
-
-_WORK: dict[str, Callable[..., torch.Tensor]] = {
-    "weight norm": _weight_norm,
-    "spectral norm": _spectral_norm,
-    "orthogonal": _orthogonal,
-    "pruning": _pruned,
-}
-_ORDER: dict[str, Sequence[str]] = {
-    "weight norm": "gv",
-    "spectral norm": ("orig", "u", "v"),
-    "orthogonal": ("orig", "base"),
-    "pruning": ("orig", "mask"),
+# How a weight is worked out, and of which parts
+_WORK: dict[str, tuple[Callable[..., torch.Tensor], Sequence[str]]] = {
+    "weight norm": (_weight_norm, "gv"),
+    "spectral norm": (_spectral_norm, ("orig", "u", "v")),
+    "orthogonal": (_orthogonal, ("orig", "base")),
+    "pruning": (lambda weight, mask: mask.to(weight.dtype) * weight, ("orig", "mask")),
 }

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, MissingPackageError, missing
 
+if TYPE_CHECKING:
+    import torch as torch
+else:
 
-def need_torch(why: str) -> None:
-    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out."""
-    if not _is_installed():
-        raise missing("PyTorch", "torch", why)
+    class _Torch(ModuleType):
+        """torch, imported when something of it is first asked for: most commands do not need it, and it takes seconds."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch("torch")
 
 
 @cache
@@ -24,6 +34,12 @@ def _is_installed() -> bool:
     except (ImportError, ValueError):
         return False
     return found is not None and found.origin is not None  # a folder that an uninstalled one left behind has none
+
+
+def need_torch(why: str) -> None:
+    """Say that PyTorch is missing before any work is done; it is imported later, by what works numbers out."""
+    if not _is_installed():
+        raise missing("PyTorch", "torch", why)
 
 
 @contextmanager

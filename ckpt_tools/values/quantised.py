@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Computed, Content, read_into
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, narrow, one_thread, part, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.numeric import E2M1, ELEMENTS, CastCount, by_position, is_finite, narrow, one_thread, part, torch_dtype
+from ckpt_tools.values.pytorch import torch
 
 Rows: TypeAlias = "Callable[[int, int], torch.Tensor]"  # of a matrix: two dimensions
 Scales: TypeAlias = "Callable[[int, int], torch.Tensor]"  # numbers in a row, one a block: one dimension
@@ -26,8 +24,6 @@ MakeRows: TypeAlias = "Callable[[], Rows]"
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     """2 to the power of each byte less 127, as E8M0 has it (OCP Microscaling Formats, section 5.4.1): 255 is NaN."""
-    import torch
-
     return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])[exponents.int()]
 
 
@@ -43,8 +39,6 @@ class Numbers:
         return self.content.length // self.dtype.itemsize
 
     def raw(self, first: int, count: int) -> torch.Tensor:
-        import torch
-
         if not count:
             return torch.empty(0, dtype=torch_dtype(self.dtype))
         data = bytearray(count * self.dtype.itemsize)
@@ -52,8 +46,6 @@ class Numbers:
         return torch.frombuffer(data, dtype=torch_dtype(self.dtype))
 
     def floats(self, first: int, count: int) -> torch.Tensor:
-        import torch
-
         found = self.raw(first, count)
         return powers(found) if self.exponents else found.to(torch.float32)
 
@@ -70,7 +62,6 @@ def held(matrix: torch.Tensor) -> Rows:
 
 def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequence[int]) -> Rows:
     """A matrix whose rows each stand for a box of rows of a larger tensor."""
-    import torch
 
     def rows(first: int, count: int) -> torch.Tensor:
         left, index, step = torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64), 1
@@ -86,19 +77,11 @@ def repeated(inner: Rows, shape: Sequence[int], grid: Sequence[int], boxes: Sequ
 # --- whole numbers in 32-bit words
 
 
-def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Tensor:
-    """The numbers of `bits` bits in rows of words, the lowest first; those behind the last whole one are left out.
-
-    They are one run of bits; `loose`: each word has whole ones only.
-    """
-    import torch
-
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of `bits` bits in rows of words, the lowest first; those behind the last whole one are left out."""
     if bits in (4, 8):  # no number is in two bytes
         data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, the strides may be odd
         return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
-    if loose:
-        shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-        return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
     count = words.shape[-1] * 32 // bits
     at = torch.arange(count) * bits
     wide = words.to(torch.int64) & 0xFFFFFFFF
@@ -107,26 +90,20 @@ def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Te
     return both >> at % 32 & (1 << bits) - 1
 
 
-def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0, *, loose: bool = False) -> Rows:
+def packed(words: Numbers, bits: int, columns: int, width: int, offset: int = 0) -> Rows:
     """A matrix packed along its rows into `width` words each."""
 
     def rows(first: int, count: int) -> torch.Tensor:
         found = words.raw(first * width, count * width).view(count, width)
-        return unpacked(found, bits, loose=loose)[:, :columns].float() - offset
+        return unpacked(found, bits)[:, :columns].float() - offset
 
     return rows
 
 
-def packed_turned(words: torch.Tensor, bits: int) -> Rows:
-    """The columns of a matrix that is packed along them, as rows."""
-    turned = words.t().contiguous()
-    return lambda first, count: unpacked(turned[first : first + count], bits).float()
-
-
-def packed_down(words: Numbers, bits: int, height: int, columns: int, offset: int, *, loose: bool = False) -> Rows:
+def packed_down(words: Numbers, bits: int, height: int, columns: int, offset: int) -> Rows:
     """Matrices packed along their columns, one below the other."""
-    size = -(-height // (32 // bits)) if loose else -(-height * bits // 32)
-    found = unpacked(words.whole(columns).view(-1, size, columns).transpose(1, 2), bits, loose=loose)
+    size = -(-height * bits // 32)
+    found = unpacked(words.whole(columns).view(-1, size, columns).transpose(1, 2), bits)
     return held(found[..., :height].transpose(1, 2).reshape(-1, columns).float() - offset)
 
 
@@ -134,8 +111,6 @@ def packed_apart(codes: Numbers, bits: int, height: int, columns: int) -> Rows:
     """Codes of 2 or 4 bits: row i of the bytes has row i of each part of the matrix, the first part in the lowest bits."""
 
     def rows(first: int, count: int) -> torch.Tensor:
-        import torch
-
         found = []
         while count:
             number, row = divmod(first, height)
@@ -187,16 +162,6 @@ def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
     return groups
 
 
-def grouped(codes: Rows, scales: Rows, shifts: Rows, groups: int) -> Rows:
-    """scale * code - shift, one of each for each row of codes; several rows of codes are a row."""
-
-    def rows(first: int, count: int) -> torch.Tensor:
-        span = first * groups, count * groups
-        return (scales(*span) * codes(*span) - shifts(*span)).view(count, -1)
-
-    return rows
-
-
 def rounded(rows: Rows, dtype: DType) -> Rows:
     """A matrix, rounded to the dtype that its authors work in."""
     return lambda first, count: rows(first, count).to(torch_dtype(dtype)).float()
@@ -207,10 +172,8 @@ def rounded(rows: Rows, dtype: DType) -> Rows:
 
 def _looked_up(codes: torch.Tensor, table: Sequence[float], *, low_first: bool) -> torch.Tensor:
     """The table's values of the two halves of each byte, in one row."""
-    import torch
-
-    halves = (codes & 15, codes >> 4) if low_first else (codes >> 4, codes & 15)
-    return torch.tensor(table)[torch.stack(halves, dim=-1).reshape(-1).int()]
+    low, high = codes & 15, codes >> 4
+    return torch.tensor(table)[torch.stack((low, high) if low_first else (high, low), dim=-1).reshape(-1).int()]
 
 
 def nibbles(
@@ -219,8 +182,6 @@ def nibbles(
     """A table's value for every 4 bits, times the scale of its block; blocks go on over the ends of rows."""
 
     def rows(first: int, count: int) -> torch.Tensor:
-        import torch
-
         start, end = first * columns, (first + count) * columns
         if start == end:
             return torch.empty(count, columns)
@@ -234,7 +195,6 @@ def nibbles(
 
 def nibbles_turned(codes: Numbers, exponents: Numbers, block: int, height: int, width: int) -> Rows:
     """Matrices of E2M1 with exponents, each with rows and columns exchanged; the low half of a byte comes first."""
-    import torch
 
     @lru_cache(maxsize=1)
     def matrix(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,15 +256,15 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
     row, step = columns * target.itemsize, max(1, ELEMENTS // max(1, columns))
 
     def work(start: int, size: int) -> Iterator[memoryview]:
-        import torch
-
         rows, dtype = make(), torch_dtype(target)
         end = start + size
         last = -(-end // row) if size else 0
         for first in range(start // row if size else 0, last, step):
             with one_thread():  # packed columns are worked out many at a time
                 values = rows(first, min(step, last - first)).reshape(-1)
-                _count(values, count)
+                if values.numel() and not is_finite(values):  # the product or a scale makes those
+                    count.overflowed += int(values.isinf().sum())
+                    count.nan += int(values.isnan().sum())
                 out = bytearray(values.numel() * target.itemsize)
                 narrow(values, torch.frombuffer(out, dtype=dtype), count)
             yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
@@ -315,15 +275,5 @@ def plain_content(make: MakeRows, shape: tuple[int, ...], target: DType, count: 
     return cut(0, length)
 
 
-def _count(values: torch.Tensor, count: CastCount) -> None:
-    """Count what the product or a scale makes infinite or NaN. The extremes are looked at first: masks take longer."""
-    import torch
-
-    if values.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(values)):
-        count.overflowed += int(values.isinf().sum())
-        count.nan += int(values.isnan().sum())
-
-
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows and columns of a tensor that is seen as a matrix."""
     return prod(shape[:-1]), shape[-1] if shape else 1

@@ -26,10 +26,15 @@ def graph_of(model: torch.nn.Module, inputs: Sequence[Input], build: Callable[[]
 
 
 def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
-    tensors = {**_named(model.named_parameters), **_named(model.named_buffers)}
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     there = {id(tensor): tensor if tensor.device.type == device else tensor.to(device) for tensor in tensors.values()}
     floats = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    given = [(row.name, _given(row, floats, device)) for row in inputs]
+    given: list[tuple[str | None, torch.Tensor]] = []
+    for row in inputs:
+        is_index = row.below is not None
+        fill, dtype = (0, torch.int64) if is_index else (0.5, floats)
+        given.append((row.name, torch.full(row.shape, fill, dtype=dtype, device=device)))
     recorder = _Recorder()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) in there:
@@ -42,16 +47,6 @@ def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
         outputs = torch.func.functional_call(model, called, places, names)
     recorder.graph.outputs = [recorder.value(tensor) for tensor in tensors_in(outputs)]
     return recorder.graph
-
-
-def _named(names: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    return dict(names(remove_duplicate=False))
-
-
-def _given(row: Input, floats: torch.dtype, device: str) -> torch.Tensor:
-    if row.below is not None:
-        return torch.zeros(row.shape, dtype=torch.int64, device=device)
-    return torch.full(row.shape, 0.5, dtype=floats, device=device)
 
 
 @contextlib.contextmanager
@@ -113,21 +108,17 @@ class _Recorder(TorchDispatchMode):
         outputs = list(tensors_in(made))
         changed = [tensor for tensor in outputs if id(tensor) in self._values]
         self.graph.operations.append(Operation(name, given, tuple(map(self._new, outputs))))
-        for tensor in changed:
-            self._change_views(tensor)
+        for tensor in changed:  # in place, which changes whatever else lies in its memory
+            for other in self._views[_memory(tensor)]:
+                if other is not tensor:
+                    before, after = self.value(other), self.value(tensor)
+                    self.graph.operations.append(Operation("slice_scatter", (before, after), (self._new(other),)))
         return made
 
     def _plain(self, given: Any) -> Any:
         if isinstance(given, torch.Tensor):
             return self.value(given)
         return [self._plain(each) for each in given] if isinstance(given, list | tuple) else given
-
-    def _change_views(self, tensor: torch.Tensor) -> None:
-        """What is changed in place changes whatever else lies in its memory."""
-        for other in self._views[_memory(tensor)]:
-            if other is not tensor:
-                before, after = self.value(other), self.value(tensor)
-                self.graph.operations.append(Operation("slice_scatter", (before, after), (self._new(other),)))
 
 
 def _memory(tensor: torch.Tensor) -> int:

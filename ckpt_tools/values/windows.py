@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import prod
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.content import Computed, Content, read
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.numeric import CastCount, as_bytes, cast, exact, numbers, row_major
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.numeric import HALVES, CastCount, as_bytes, cast, exact, numbers, row_major
+from ckpt_tools.values.pytorch import torch
 
 Axis = range | int
 _PART = re.compile(r"(-?\d{1,19})|(-?\d{1,19})?\s*:\s*(-?\d{1,19})?\s*(?::\s*(-?\d{1,19})?)?")
@@ -86,28 +84,16 @@ def as_array(entry: Entry) -> tuple[Content, DType, tuple[int, ...]]:
     target, shape = DTYPES[wider], _shown_shape(entry)
     if entry.dtype.family == "float" and entry.dtype.packed == 1:
         return cast(content, entry.dtype, target, CastCount()), target, shape
-    length = target.itemsize
-    for size in shape:
-        length *= size
-    return Computed(length, lambda: _widened(content, entry.dtype, target), content), target, shape
+
+    def work() -> Iterator[memoryview]:  # complex halves, and float4, of which torch has few kernels
+        for block in numbers(content, entry.dtype):
+            yield as_bytes(block, target)
+
+    return Computed(prod(shape) * target.itemsize, work, content), target, shape
 
 
-_SMALL = (
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-)
-_WIDER = {**dict.fromkeys(_SMALL, "float32"), "complex32": "complex64"}
-
-
-def _widened(content: Content, source: DType, target: DType) -> Iterator[memoryview]:
-    """Complex halves, and float4, of which torch has few kernels."""
-    for block in numbers(content, source):
-        yield as_bytes(block, target)
+_WIDER = {row.name: "float32" for row in DTYPES.values() if row.family == "float" and row.in_torch and row.bits == 8}
+_WIDER |= {"bfloat16": "float32", "complex32": "complex64"}
 
 
 # --- as text
@@ -115,24 +101,17 @@ def _widened(content: Content, source: DType, target: DType) -> Iterator[memoryv
 
 def texts(found: torch.Tensor, dtype: DType) -> list[str]:
     """Each number in the fewest digits that tell it from its neighbours in its dtype."""
-    import torch
-
     flat = found.flatten()
     if found.dtype.is_complex:
-        part = DTYPES[_PARTS[dtype.name]]
+        part = DTYPES[HALVES[dtype.name]]
         halves = _shortest(torch.view_as_real(flat).flatten(), part)
         pairs = zip(halves[::2], halves[1::2], strict=True)
         return [f"{real}{'' if imaginary[0] in '+-' else '+'}{imaginary}j" for real, imaginary in pairs]
     return _shortest(flat, dtype) if found.dtype.is_floating_point else [str(one) for one in flat.tolist()]
 
 
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-
 def _shortest(flat: torch.Tensor, dtype: DType) -> list[str]:
     """The shortest text of each number that is rounded to the same number of the dtype."""
-    import torch
-
     known: list[float] = flat.tolist()
     made = [repr(one) for one in known]
     if dtype.name == "float64":

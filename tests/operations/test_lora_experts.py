@@ -149,7 +149,7 @@ def test_grouped_factors(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gone", "settings", "message"),
     [
-        ("lora_down_B", {}, "do not multiply"), ("", {"use_dora": True}, "use_dora is true"),
+        ("lora_down_B", {}, "one factor of"), ("", {"use_dora": True}, "use_dora is true"),
         ("", {"r": 3}, "fit none of"), ("half", {}, "fit none of"),
         ("empty", {}, "do not multiply"), ("adapter_config.json", {}, "has no adapter_config.json"),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,21 @@ from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
-from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Entry, as_dict
 from ckpt_tools.values.numeric import row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
+_SCALARS = {
+    "float64": "<d", "float32": "<f", "bfloat16": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h",
+    "uint8": "<B",
+}  # fmt: skip
+_Roles = dict[Role, tuple[str, Entry]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What an adapter does to one module."""
-
     module: str
     component: str
     flat: bool
@@ -71,8 +72,6 @@ class Difference:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter's tensors, sorted."""
-
     path: Path
     config: Config | None
     version: tuple[int, int] = (0, 0)
@@ -92,28 +91,14 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Adapter]:
 
 def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """The file of an adapter's tensors, which may be named by its folder."""
-    if is_address(path):
-        return path if Path(path).suffix else _remote_file(os.fspath(path).rstrip("/"))
-    if not os.path.isdir(path):
+    if Path(path).suffix if is_address(path) else not os.path.isdir(path):
         return path
+    folder = os.fspath(path).rstrip("/")
     for name in FILES:
-        if os.path.isfile(found := Path(path) / name):
-            return found
-    raise _no_adapter(path)
-
-
-def _remote_file(folder: str) -> str:
-    for name in FILES:
-        try:
+        with suppress(MissingFileError):
             open_source(f"{folder}/{name}").close()
-        except MissingFileError:
-            continue
-        return f"{folder}/{name}"
-    raise _no_adapter(folder)
-
-
-def _no_adapter(path: str | os.PathLike[str]) -> NotACheckpointError:
-    return NotACheckpointError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
+            return f"{folder}/{name}"
+    raise NotACheckpointError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
@@ -122,26 +107,33 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     parts = {name: read_name(name) for name in tensors}
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
     config = configs.get("")
-    adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0))
-    adapter.tensors = {name: _entry(node, name, path) for name, node in tensors.items()}
+    adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0), tensors)
+    modules: dict[tuple[str, str, int], tuple[Part, _Roles]] = {}
     for name, part in parts.items():
         if part.role is None:
-            _check_plain(name, path)
-            adapter.saved[part.module] = _entry(tensors[name], name, path)
-    flats = {(part.component, part.module, part.wrapped): part for part in parts.values()}
-    for key, roles in _by_module(tensors, parts, path).items():
+            if is_factor(name):
+                raise ConvertError(
+                    f"{path}: {name!r} is not a part of a LoRA.",
+                    why="LoHa, LoKr, OFT, VeRA and others change a module in another way, which is not merged here.",
+                    fix="Merge the adapter where it was trained.",
+                )
+            adapter.saved[part.module] = tensors[name]
+            continue
+        _, roles = modules.setdefault((part.component, part.module, part.wrapped), (part, {}))
+        if part.role in roles:
+            raise ConvertError(f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}.")
+        if part.role not in ("alpha", "base") and (dtype := tensors[name].dtype.name) not in _DTYPES:
+            raise ConvertError(f"{path}: {name!r} is {dtype}; an adapter is float32, float16, bfloat16 or float64.")
+        roles[part.role] = name, tensors[name]
+    grouped = {part.module for part, roles in modules.values() if "grouped_down" in roles}
+    for part, roles in modules.values():
         if roles.keys() == {"base"}:  # of a module that is not changed: its own weight
-            adapter.saved[f"{key[1]}.weight"] = roles["base"][1]
+            adapter.saved[f"{part.module}.weight"] = roles["base"][1]
             continue
-        if "grouped_down" in roles or "grouped_up" in roles:
-            config = _config_of(flats[key], configs, roles, path)
-            adapter.changes.append(_grouped(flats[key], roles, config, parts.values(), path))
-            continue
-        differences = [*_differences(flats[key], roles, path)]
+        differences = [*_differences(part, roles, path)]
         adapter.differences += differences
-        if differences and roles.keys() <= {"alpha"}:
-            continue
-        adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
+        if not differences or roles.keys() - {"alpha"}:
+            adapter.changes.append(_change(part, roles, _config_of(part, configs, roles, path), grouped, path))
     _check_chains(adapter.changes, path)
     if not (adapter.changes or adapter.differences):
         raise ConvertError(
@@ -151,59 +143,27 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     return adapter
 
 
-def _differences(part: Part, roles: dict[Role, tuple[str, Entry]], path: str) -> Iterator[Difference]:
+def _differences(part: Part, roles: _Roles, path: str) -> Iterator[Difference]:
     """What is added as it is to a module, taken out of its parts."""
     if "difference" in roles and "down" in roles:
         raise ConvertError(f"{path} has both low-rank matrices and a full difference for {part.module!r}.")
-    endings: tuple[tuple[Role, str], ...] = (("difference", "weight"), ("bias_difference", "bias"))
-    for role, ending in endings:
-        if role in roles:
-            name, entry = roles.pop(role)
-            _check_float(name, entry, path)
-            yield Difference(part.module, part.component, part.flat, ending, entry)
+    if "difference" in roles:
+        yield Difference(part.module, part.component, part.flat, "weight", roles.pop("difference")[1])
+    if "bias_difference" in roles:
+        yield Difference(part.module, part.component, part.flat, "bias", roles.pop("bias_difference")[1])
 
 
-def _check_float(name: str, entry: Entry, path: str) -> None:
-    if entry.dtype.name not in _DTYPES:
-        raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; an adapter is float32, float16, bfloat16 or float64.")
-
-
-def _by_module(
-    tensors: Mapping[str, Node], parts: Mapping[str, Part], path: str
-) -> dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]]:
-    modules: dict[tuple[str, str, int], dict[Role, tuple[str, Entry]]] = {}
-    for name, part in parts.items():
-        if part.role is None:
-            continue
-        roles = modules.setdefault((part.component, part.module, part.wrapped), {})
-        if part.role in roles:
-            raise ConvertError(f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}.")
-        roles[part.role] = name, _entry(tensors[name], name, path)
-    return modules
-
-
-def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
+def _tensors(checkpoint: Checkpoint) -> dict[str, Entry]:
     checkpoint.locate()
-    root = to_little_endian(checkpoint.root, checkpoint.byteorder)
-    found = find_state_dicts(root)
+    found = find_state_dicts(to_little_endian(checkpoint.root, checkpoint.byteorder))
     if len(found) != 1:
         raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
-    return dict(tensors_by_name(as_dict(found[0].node)))
-
-
-def _entry(node: Node, name: str, path: str) -> Entry:
-    if type(node) is not Entry:
-        raise ConvertError(f"{path}: {name!r} is a sparse or quantised tensor, which an adapter cannot have.")
-    return node
-
-
-def _check_plain(name: str, path: str) -> None:
-    if is_factor(name):
-        raise ConvertError(
-            f"{path}: {name!r} is not a part of a LoRA.",
-            why="LoHa, LoKr, OFT, VeRA and others change a module in another way, which is not merged here.",
-            fix="Merge the adapter where it was trained.",
-        )
+    nodes = tensors_by_name(as_dict(found[0].node))
+    tensors = {name: node for name, node in nodes.items() if type(node) is Entry}
+    if other := [name for name in nodes if name not in tensors]:
+        what = f"{checkpoint.path}: {other[0]!r} is a sparse or quantised tensor, which an adapter cannot have."
+        raise ConvertError(what)
+    return tensors
 
 
 def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
@@ -230,7 +190,7 @@ def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
     }
 
 
-def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, object], path: str) -> Config:
+def _config_of(part: Part, configs: Mapping[str, Config], roles: _Roles, path: str) -> Config:
     """What is said of a module. Without a configuration `alpha` says the scale, and without that it is 1, as in diffusers."""
     config = configs.get("") or configs.get(part.component)
     if config is not None and config.alpha is not None:
@@ -244,71 +204,57 @@ def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, o
     return config or parse({}, path)
 
 
-def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, path: str) -> Change:
-    embedding = "embedding_down" in roles or "embedding_up" in roles
-    down, up = (roles.get("embedding_down"), roles.get("embedding_up")) if embedding else (roles.get("down"), roles.get("up"))
+def _change(part: Part, roles: _Roles, config: Config, all_grouped: Collection[str], path: str) -> Change:
+    kinds: list[tuple[Role, Role]] = [("grouped_down", "grouped_up"), ("embedding_down", "embedding_up"), ("down", "up")]
+    kind = next((kind for kind in kinds if not roles.keys().isdisjoint(kind)), kinds[-1])
+    down, up = map(roles.get, kind)
     if down is None or up is None:
         shown = listed([name for name, _ in roles.values()])
         raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
-    for name, entry in roles.values():
-        if not name.endswith((".alpha", ".base_layer.weight")):
-            _check_float(name, entry, path)
+    rows = (("use_dora", config.dora, "magnitude", "magnitudes"), ("lora_bias", config.biases, "bias", "bias"))
+    for key, said, role, what in rows:
+        if said is not None and said is not (role in roles):
+            raise ConvertError(
+                f"{path}: {key} is {str(said).lower()} in {CONFIG}, and {part.module!r} has {'no' if said else 'its'} {what}.",
+                why="One of the two is not whole, or of another adapter.",
+            )
+    if kind == kinds[0]:
+        found = as_matrices(down[1], up[1])
+        if found is None:
+            raise ConvertError(
+                f"{path}: {down[0]!r} {list(down[1].shape)} and {up[0]!r} {list(up[1].shape)} do not multiply.",
+                why="One is [experts, in, rank], the other [experts, rank, out].",
+            )
+        module, (experts, _, rank) = part.module.rpartition(".")[0], down[1].shape
+        parameters = [one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in all_grouped]
+        return Change(module, part.component, part.flat, *found, _scale(part, roles, config, rank), config=config,
+                      parameters=parameters, experts=experts, grouped=True)  # fmt: skip
     rank = _rank(down, up, roles.get("mid"), path)
     parameters = config.parameters_of(part.module)
     if config.rank is not None and not config.rank_pattern and not parameters and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
-    _check_whole(part, roles, config, path)
-    magnitude = roles.get("magnitude")
-    if (
-        magnitude is not None
-        and magnitude[0].endswith(".dora_scale")
-        and magnitude[1].shape[:1] == (1,) != magnitude[1].shape[1:2]
-    ):
+    name, magnitude = roles.get("magnitude", ("", None))
+    if magnitude is not None and name.endswith(".dora_scale") and magnitude.shape[:1] == (1,) != magnitude.shape[1:2]:
         raise ConvertError(
-            f"{path}: {magnitude[0]!r} is {list(magnitude[1].shape)}, a magnitude for each column, which is not merged here."
+            f"{path}: {name!r} is {list(magnitude.shape)}, a magnitude for each column, which is not merged here."
         )
-    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
     if part.wrapped > 1 and not parameters:
         raise ConvertError(
             f"{path}: {down[0]!r} is of a parameter, and target_parameters in {CONFIG} names none of {part.module!r}."
         )
-    scale = _scale(part, roles, config, rank)
+    extra: dict[str, Any] = {role: roles[role][1] for role in ("magnitude", "bias", "mid", "base") if role in roles}
     return Change(
-        part.module, part.component, part.flat, down[1], up[1], scale, embedding, part.wrapped > 0, extra.get("magnitude"),
-        extra.get("bias"), extra.get("mid"), extra.get("base"), config, parameters,
+        part.module, part.component, part.flat, down[1], up[1], _scale(part, roles, config, rank), kind == kinds[1],
+        part.wrapped > 0, config=config, parameters=parameters, **extra,
     )  # fmt: skip
 
 
-def _grouped(
-    part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, parts: Iterable[Part], path: str
-) -> Change:  # fmt: skip
+def as_matrices(down: Entry, up: Entry) -> tuple[Entry, Entry] | None:
     """NeMo's factors [experts, in, rank] and [experts, rank, out], laid out as PEFT has those of a parameter."""
-    module = part.module.rpartition(".")[0]
-    (down, a), (up, b) = (roles.get(role, ("", None)) for role in ("grouped_down", "grouped_up"))
-    if (
-        a is None
-        or b is None
-        or not a.numel
-        or len(a.shape) != 3
-        or (a.shape[0], a.shape[2]) != b.shape[:2]
-        or len(b.shape) != 3
-    ):
-        shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
-        raise ConvertError(
-            f"{path}: the matrices of {part.module!r} do not multiply: {shapes}.",
-            why="One is [experts, in, rank], the other [experts, rank, out].",
-        )
-    _check_float(down, a, path)
-    _check_float(up, b, path)
-    _check_whole(part, roles, config, path)
-    experts, into, rank = a.shape
-    beside = {one.module for one in parts if one.role == "grouped_down"}
-    return Change(
-        module, part.component, part.flat, _laid_out(a, (0, 2, 1), (experts * rank, into)),
-        _laid_out(b, (2, 1, 0), (b.shape[2], rank * experts)), _scale(part, roles, config, rank), config=config,
-        parameters=[one for one in ("gate_up_proj", "down_proj") if f"{module}.{one}" in beside], experts=experts,
-        grouped=True,
-    )  # fmt: skip
+    if not down.numel or len(down.shape) != 3 or len(up.shape) != 3 or (down.shape[0], down.shape[2]) != up.shape[:2]:
+        return None
+    experts, into, rank = down.shape
+    return _laid_out(down, (0, 2, 1), (experts * rank, into)), _laid_out(up, (2, 1, 0), (up.shape[2], rank * experts))
 
 
 def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Entry:
@@ -324,19 +270,6 @@ def _check_chains(changes: Sequence[Change], path: str) -> None:
         if count > 1 and count > (named := max(len(change.parameters) for change in changes if change.module == module)):
             raise ConvertError(
                 f"{path} has factors of {count} parameters of {module!r}; target_parameters in {CONFIG} names {named}."
-            )
-
-
-def _check_whole(part: Part, roles: Mapping[Role, object], config: Config, path: str) -> None:
-    """Raise ConvertError for a module without what the configuration says of all, or with what it denies."""
-    for key, said, role, what in (
-        ("use_dora", config.dora, "magnitude", "magnitudes"),
-        ("lora_bias", config.biases, "bias", "bias"),
-    ):
-        if said is not None and said is not (role in roles):
-            raise ConvertError(
-                f"{path}: {key} is {str(said).lower()} in {CONFIG}, and {part.module!r} has {'no' if said else 'its'} {what}.",
-                why="One of the two is not whole, or of another adapter.",
             )
 
 
@@ -356,24 +289,17 @@ def _rank(down: tuple[str, Entry], up: tuple[str, Entry], mid: tuple[str, Entry]
     return rank
 
 
-def _scale(part: Part, roles: Mapping[Role, tuple[str, Entry]], config: Config, rank: int) -> float:
+def _scale(part: Part, roles: _Roles, config: Config, rank: int) -> float:
     if "alpha" in roles:
-        name, entry = roles["alpha"]
-        value = _scalar(entry, name)
-        return value / rank
+        return _scalar(*roles["alpha"]) / rank
     return 1.0 if config.alpha is None else config.scale(part.module, rank)
 
 
-def _scalar(entry: Entry, name: str) -> float:
+def _scalar(name: str, entry: Entry) -> float:
     """The value of a tensor of one number, read without torch."""
-    value = _number(read(row_major(entry)), entry.dtype) if entry.numel == 1 else None
-    if value is None or not abs(value) < float("inf"):
+    code, value = _SCALARS.get(entry.dtype.name), float("inf")
+    if entry.numel == 1 and code is not None:
+        (value,) = struct.unpack(code, (b"\0\0" if entry.dtype.name == "bfloat16" else b"") + read(row_major(entry)))
+    if not abs(value) < float("inf"):
         raise ConvertError(f"{name!r} is not one finite number, which alpha is.")
-    return value
-
-
-def _number(data: bytes, dtype: DType) -> float | None:
-    if dtype.name == "bfloat16":
-        return float(struct.unpack("<f", b"\0\0" + data)[0])
-    code = _SCALARS.get(dtype.name)
-    return None if code is None else float(struct.unpack(code, data)[0])
+    return float(value)

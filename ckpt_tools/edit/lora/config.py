@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,8 +39,6 @@ _SLOW = re.compile(r"(?s)\)[*+{]|\\\d|\(\?P=|\[.*(?:[^\x00-\x7f]|\\[uUN])|\(\?[a
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What an adapter's configuration says."""
-
     rank: int | None = None
     alpha: float | None = None
     rslora: bool = False
@@ -63,7 +61,6 @@ class Config:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def rank_of(self, module: str) -> int | None:
-        """The rank that is said of a module, or of a parameter by its full name."""
         return _of(self.rank_pattern, module, self.rank)
 
     def parameters_of(self, module: str) -> list[str]:
@@ -118,53 +115,46 @@ def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, am
 
 
 def parse(said: Mapping[str, Any], path: str) -> Config:
-    rank = said.get("r")
-    if rank is not None and not _is_number(rank, whole=True):
-        raise ConvertError(f"{path}: r in {CONFIG} is not a whole number above 0.")
-    alpha = said.get("lora_alpha")
-    if alpha is not None and not _is_number(alpha):
-        raise ConvertError(f"{path}: lora_alpha in {CONFIG} is not a finite number.")
-    patterns = {}
-    for key, whole in (("alpha_pattern", False), ("rank_pattern", True)):
-        pattern = said.get(key) or {}
-        if not isinstance(pattern, dict) or not all(_is_number(value, whole=whole) for value in pattern.values()):
-            raise ConvertError(f"{path}: {key} in {CONFIG} does not map names to numbers.")
-        patterns[key] = pattern
-    lists = {}
-    for key in ("modules_to_save", "target_parameters"):
-        lists[key] = said.get(key) or []
-        if not isinstance(lists[key], list) or not all(isinstance(name, str) for name in lists[key]):
-            raise ConvertError(f"{path}: {key} in {CONFIG} is not a list of names.")
-    base = said.get("base_model_name_or_path")
+    def get(key: str, wrong: str, is_good: Callable[[Any], bool], empty: Any = None) -> Any:
+        value = said.get(key)
+        if value is None or (empty is not None and not value):
+            return empty
+        if not is_good(value):
+            raise ConvertError(f"{path}: {key} in {CONFIG} {wrong}.")
+        return value
+
+    def flag(key: str) -> Any:
+        return get(key, "is neither true nor false", lambda value: isinstance(value, bool))
+
+    def pattern(key: str, is_good: Callable[[Any], bool]) -> Any:
+        wrong = "does not map names to numbers"
+        return get(key, wrong, lambda value: isinstance(value, dict) and all(map(is_good, value.values())), {})
+
+    def names(key: str) -> tuple[str, ...]:
+        def is_good(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+        return tuple(get(key, "is not a list of names", is_good, ()))
+
+    alpha = get("lora_alpha", "is not a finite number", _is_number)
+    alphas = {key: float(value) for key, value in pattern("alpha_pattern", _is_number).items()}
+    base, version = said.get("base_model_name_or_path"), re.match(r"(\d{1,4})\.(\d{1,4})", str(said.get("peft_version")))
     return Config(
-        rank, None if alpha is None else float(alpha), bool(_flag(said, "use_rslora", path)), _flag(said, "use_dora", path),
-        _flag(said, "lora_bias", path),
-        {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
-        bool(_flag(said, "fan_in_fan_out", path)), tuple(lists["modules_to_save"]), base if isinstance(base, str) else None,
-        _version(said.get("peft_version")), said.get("init_lora_weights") == "mica", said.get("ensure_weight_tying") is True,
-        tuple(lists["target_parameters"]),
+        rank=get("r", "is not a whole number above 0", _is_whole), alpha=None if alpha is None else float(alpha),
+        rslora=bool(flag("use_rslora")), dora=flag("use_dora"), biases=flag("lora_bias"), alpha_pattern=alphas,
+        rank_pattern=pattern("rank_pattern", _is_whole), fan_in_fan_out=bool(flag("fan_in_fan_out")),
+        modules_to_save=names("modules_to_save"), base=base if isinstance(base, str) else None,
+        version=(int(version[1]), int(version[2])) if version else (0, 0), mica=said.get("init_lora_weights") == "mica",
+        ties=said.get("ensure_weight_tying") is True, parameters=names("target_parameters"),
     )  # fmt: skip
 
 
-def _flag(said: Mapping[str, Any], key: str, path: str) -> bool | None:
-    value = said.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ConvertError(f"{path}: {key} in {CONFIG} is neither true nor false.")
-    return value
+def _is_whole(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
 
 
-def _version(text: object) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    found = re.match(r"(\d{1,4})\.(\d{1,4})", text) if isinstance(text, str) else None
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _is_number(value: object, *, whole: bool = False) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if whole:
-        return isinstance(value, int) and 0 < value < 1 << 31
-    return (isinstance(value, int) and abs(value) < 1 << 53) or (isinstance(value, float) and math.isfinite(value))
+def _is_number(value: object) -> bool:
+    return (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and math.isfinite(value))
 
 
 def _check_cost(config: Config, modules: list[str], path: str, most: float) -> None:

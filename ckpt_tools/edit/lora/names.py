@@ -36,7 +36,7 @@ _RULES: tuple[tuple[Role, str], ...] = (
     ("grouped_up", r"\.lora_(?:gate_and_up|down)_B"),
     ("base", r"\.base_layer\.weight"),  # PEFT saves what an embedding was before its change beside the factors
 )
-_ROLES = tuple((role, re.compile(rule)) for role, rule in _RULES)
+_ROLES = tuple((role, re.compile(rf"(?:{rule})\Z")) for role, rule in _RULES)
 _FACTOR = re.compile(
     r"[._](?:lora_|lora\.|lora_linear_layer|hada_|lokr_|oft_|boft_|ia3_|vera_|glora|dyt_|dora_scale|vblora|randlora|fourierft|hra_)"
 )
@@ -49,8 +49,6 @@ _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of an adapter."""
-
     module: str
     role: Role | None
     component: str = ""
@@ -60,8 +58,9 @@ class Part:
 
 
 def read_name(name: str) -> Part:
+    tail = max(0, len(name) - 120)  # names end within a few parts: the rest is not searched
     for role, rule in _ROLES:
-        if found := _at_end(rule, name):
+        if (found := rule.search(name, tail)) is not None and found.start():
             if role in ("grouped_down", "grouped_up"):
                 return _module(f"{name[: found.start()]}.{'gate_up' if '_up_' in found.group() else 'down'}_proj", role)
             old = found.group().startswith("_lora")
@@ -72,13 +71,6 @@ def read_name(name: str) -> Part:
 def is_factor(name: str) -> bool:
     """Whether a name that has no role here is a part of some other kind of adapter, and no tensor of a model."""
     return _FACTOR.search(name) is not None
-
-
-def _at_end(rule: re.Pattern[str], name: str) -> re.Match[str] | None:
-    """Where the end of a name is what the rule says. Names end within a few parts: the rest is not searched."""
-    tail = max(0, len(name) - 120)
-    found = next((match for match in rule.finditer(name, tail) if match.end() == len(name)), None)
-    return found if found is not None and found.start() else None
 
 
 def _module(path: str, role: Role | None) -> Part:
@@ -98,9 +90,7 @@ def _processor(path: str) -> str:
     if parent.endswith(".self_attn") and last in _OLD_TEXT:
         return f"{parent}.{_OLD_TEXT[last]}"
     found = _PROCESSOR.fullmatch(path)
-    if found is None:
-        return path
-    return f"{found[1]}.to_out.0" if found[2] == "to_out" else f"{found[1]}.{found[2]}"
+    return path if found is None else f"{found[1]}.{found[2]}{'.0' * (found[2] == 'to_out')}"
 
 
 # Diffusers' names of a U-Net's modules, and Stability's: kohya's scripts use these for SDXL, and diffusers' for SD 1.5.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change, Difference
-from ckpt_tools.edit.lora.experts import Experts, Parameter, assigned
 from ckpt_tools.edit.lora.names import in_other_layout
-from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
+from ckpt_tools.edit.lora.shapes import Experts, Parameter, Turned, assigned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_tensors, tensors_by_name
 from ckpt_tools.io.content import Content, read
@@ -64,8 +64,6 @@ class Merged:
 
 
 class Base:
-    """The state dict that adapters are merged into: its tensors by name, its modules by path."""
-
     def __init__(self, tensors: Mapping[str, Node], path: str) -> None:
         self.tensors, self.path = tensors, path
         self.names: dict[str, str] = {}
@@ -83,8 +81,8 @@ class Base:
         last = last_name(change.module)
         if last not in _TIED or any(last_name(module) == last for module in self.names):
             return None
-        width = made_shape(change)[0] if change.embedding else made_shape(change)[-1]
-        size = made_shape(change)[-1] if change.embedding else made_shape(change)[0]
+        shape = made_shape(change)
+        size, width = (shape[-1], shape[0]) if change.embedding else (shape[0], shape[-1])
         found = {}
         for module, name in self.names.items():
             node = self.tensors[name]
@@ -119,7 +117,6 @@ class Planning:
         self.read = functools.lru_cache(maxsize=4)(read)  # a factor of all experts, for one after the other
 
     def run(self) -> Merged:
-        """Find the partners of all tensors."""
         groups: dict[tuple[str, bool], list[Change]] = {}
         for change in self.adapter.changes:
             groups.setdefault((change.component, change.flat), []).append(change)
@@ -134,7 +131,9 @@ class Planning:
 
     def group(self, changes: Sequence[Change]) -> Way:
         """The changes of one component; the way that led to their partners."""
-        base, chains = self.base, _by_module(changes)
+        base, chains = self.base, dict[str, list[Change]]()
+        for change in changes:
+            chains.setdefault(change.module, []).append(change)
         parameters = {name for change in changes for name in change.parameters}
         modules = Modules(base.modules.all | base.experts.modules(parameters)) if parameters else base.modules
 
@@ -146,15 +145,13 @@ class Planning:
         tied = (
             {} if changes[0].flat else {path: name for path, (change, *_) in chains.items() if (name := base.tied_to(change))}
         )
-        found = modules.find([path for path in chains if path not in tied], flat=changes[0].flat, fits=may_be)
-        if found.way is None:
-            raise _no_partners(self.given, base.path, changes, found)
-        if found.way.strip and found.way.add:
-            text = f"{self.given}: what it names below {found.way.strip!r} is what {base.path} has below {found.way.add!r}."
+        partners, way = self.find(modules, [path for path in chains if path not in tied], changes[0], may_be)
+        if way.strip and way.add:
+            text = f"{self.given}: what it names below {way.strip!r} is what {base.path} has below {way.add!r}."
             self.plans.notes.append(("adapter-names", text))
-        for module in found.partners.values():
+        for module in partners.values():
             self.check_plain(module)
-        partners = {**found.partners, **tied}
+        partners |= tied
         plain = {path: chain[0] for path, chain in chains.items() if not self.targeted(path, partners[path], chains)}
         self.turned.learn((change, base.weight(partners[path])) for path, change in plain.items())
         for path, chain in chains.items():
@@ -168,16 +165,47 @@ class Planning:
                 f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it."
             )
             self.plans.notes.append(("tied-target", text))
-        return found.way
+        return way
+
+    def find(self, modules: Modules, wanted: Sequence[str], like: Change, may_be: _Fits) -> tuple[dict[str, str], Way]:
+        """The partners of all paths by one way; exactly the same paths before any other way."""
+        known, base = modules.flat if like.flat else modules.paths, self.base.path
+        if not wanted:
+            return {}, Way()
+        ways = [Way(), *_ways(wanted[0], known, "_" if like.flat else ".")][:_MOST_WAYS]
+        whole = [way for way in ways if all(way(path) in known for path in wanted)]
+        if not whole:
+            best = max(ways, key=lambda way: sum(way(path) in known for path in wanted))
+            missing = [path for path in wanted if best(path) not in known]
+            fix, component = "ckpt inspect shows the names of both.", like.component
+            if component and len(missing) == len(wanted):
+                prefix = f"{component}_*" if like.flat else f"{component}.*"
+                one_each = f"make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
+                fix = f"If {component} is another file, {one_each}"
+            raise ConvertError(
+                f"{self.given} changes {len(wanted)} modules, and {len(missing)} of them are not in {base}: {some(missing)}.",
+                why="Left out, they would be lost.", fix=fix,
+            )  # fmt: skip
+        good = [way for way in whole if all(any(may_be(path, one) for one in known[way(path) or ""]) for path in wanted)]
+        chosen = good or whole
+        way, several = chosen[0], [way.add for way in chosen] if len(chosen) > 1 and chosen[0] != Way() else []
+        partners = {path: known[way(path) or ""] for path in wanted}
+        several = several or next((bases for bases in partners.values() if len(bases) > 1), [])
+        if several:
+            places = listed([repr(place or "(the names as they are)") for place in several], 3)
+            raise ConvertError(
+                f"{self.given}: its modules have several partners in {base}, below {places}.",
+                fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
+            )
+        return {path: bases[0] for path, bases in partners.items()}, way
 
     def targeted(self, path: str, module: str, chains: Mapping[str, Sequence[Change]]) -> list[Parameter]:
         """The parameters of a module of the base that `target_parameters` names."""
         return [one for name in chains[path][0].parameters if (one := self.base.experts.find(module, name)) is not None]
 
     def add_parameters(self, changes: Sequence[Change], parameters: Sequence[Parameter]) -> None:
-        """The changes of the parameters of one module."""
         for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
-            down, up = _matrix(change.down, change), _matrix(change.up, change)
+            down, up = _matrix(change.module, change.down), _matrix(change.module, change.up)
             for name, first in parameter.pieces:
                 self.check_plain(name.removesuffix(".weight"))
                 self.take(name, change)
@@ -220,8 +248,7 @@ class Planning:
                 f"{self.given}: the factors of {change.module!r} make {made_shape(change)}; {name!r} is {list(entry.shape)}.",
                 why=_OTHER_MODEL,
             )
-        outputs = change.up.shape[0]
-        if change.magnitude is not None and change.magnitude.numel != outputs:
+        if change.magnitude is not None and change.magnitude.numel != (outputs := change.up.shape[0]):
             raise ConvertError(
                 f"{self.given}: {change.module!r} has {change.magnitude.numel} magnitudes for {outputs} outputs."
             )
@@ -231,37 +258,35 @@ class Planning:
         is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
         mica = self.adapter.config is not None and self.adapter.config.mica
         narrow = change.embedding or mica or name.endswith(_WEIGHTS[1])
+        magnitude, mid = (None if one is None else _matrix(change.module, one) for one in (change.magnitude, change.mid))
         for is_narrow in (True, False) if is_twice else (narrow,):
-            self.plans.change(name, self.given, self.delta(change, entry, narrow=is_narrow))
+            delta = Delta(
+                _matrix(change.module, change.down), _matrix(change.module, change.up), change.scale * self.weight,
+                turned=self.turned.is_turned(change, entry), narrow=is_narrow,
+                by_down=change.embedding or len(entry.shape) > 2, magnitude=magnitude, mid=mid,
+            )  # fmt: skip
+            self.plans.change(name, self.given, delta)
         report.twice += [module] if is_twice else []
         self.count(change)
         report.dora += change.magnitude is not None
         if change.bias is not None:
-            self.add_bias(change, change.bias, module)
+            name = f"{module}.bias"
+            if name not in self.base.tensors:
+                raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
+            self.add_whole(name, f"the bias of {change.module!r}", change.bias, change.scale * self.weight)
+            report.biases += 1
 
-    def delta(self, change: Change, entry: Entry, *, narrow: bool) -> Delta:
-        return Delta(
-            _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight,
-            turned=self.turned.is_turned(change, entry), narrow=narrow, by_down=change.embedding or len(entry.shape) > 2,
-            magnitude=None if change.magnitude is None else _matrix(change.magnitude, change),
-            mid=None if change.mid is None else _matrix(change.mid, change),
-        )  # fmt: skip
-
-    def add_bias(self, change: Change, bias: Entry, module: str) -> None:
-        name = f"{module}.bias"
-        if name not in self.base.tensors:
-            raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
-        entry = self.base.entry(name)
-        if entry.shape != bias.shape:
+    def add_whole(self, name: str, what: str, entry: Entry, scale: float) -> None:
+        """What is added as it is to a weight or a bias."""
+        base = self.base.entry(name)
+        if base.shape != entry.shape:
             raise ConvertError(
-                f"{self.given}: the bias of {change.module!r} is {list(bias.shape)}; {name!r} is {list(entry.shape)}."
+                f"{self.given}: {what} is {list(entry.shape)}; {name!r} is {list(base.shape)}.", why=_OTHER_MODEL
             )
-        self.plans.add(name, self.given, Addend(_matrix(bias, change), change.scale * self.weight))
-        self.report.biases += 1
+        self.plans.change(name, self.given, Addend(_matrix(name, entry), scale))
 
     def add_difference(self, difference: Difference, way: Way) -> None:
-        """What is added as it is to a weight or a bias."""
-        modules, entry = self.base.modules, difference.entry
+        modules = self.base.modules
         known = (modules.flat if difference.flat else modules.paths).get(way(difference.module) or "", [])
         name = f"{known[0]}.{difference.ending}" if len(known) == 1 else ""
         if name not in self.base.tensors:
@@ -271,12 +296,7 @@ class Planning:
             )
         self.check_plain(known[0])
         self.take(name, difference)
-        if self.base.entry(name).shape != entry.shape:
-            raise ConvertError(
-                f"{self.given}: the difference of {name!r} is {list(entry.shape)}; it is {list(self.base.entry(name).shape)}."
-            )
-        matrix = Matrix(difference.module, row_major(entry), entry.dtype, entry.shape)
-        self.plans.add(name, self.given, Addend(matrix, self.weight))
+        self.add_whole(name, f"the difference of {difference.module!r}", difference.entry, self.weight)
         self.report.differences += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
@@ -299,7 +319,6 @@ class Planning:
         self.plans.put(name, self.given, entry)
 
     def check_saved(self) -> None:
-        """Raise ConvertError for a module that the adapter should hold whole, and does not."""
         for module in self.adapter.config.modules_to_save if self.adapter.config is not None else ():
             inside = f".{module}."
             held = any(inside in f".{name}" for name in (*self.report.saved, *self.report.added))
@@ -312,11 +331,10 @@ class Planning:
     def tell_head(self, name: str) -> None:
         """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
         module = name.removesuffix(".weight")
-        if is_embedding(module, self.base.tensors) and not any(
-            last_name(one) in _TIED
-            for one in (*self.base.names, *(path.removesuffix(".weight") for path in self.adapter.saved))
-            if last_name(one) != last_name(module)
-        ):
+        others = {last_name(one.removesuffix(".weight")) for one in (*self.base.names, *self.adapter.saved)} - {
+            last_name(module)
+        }
+        if is_embedding(module, self.base.tensors) and others.isdisjoint(_TIED):
             text = (
                 f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
             )
@@ -336,45 +354,16 @@ class Planning:
 _OTHER_MODEL = "The adapter is for another model, or another size of it."
 
 
-def _by_module(changes: Sequence[Change]) -> dict[str, list[Change]]:
-    found: dict[str, list[Change]] = {}
-    for change in changes:
-        found.setdefault(change.module, []).append(change)
-    return found
-
-
-def _matrix(entry: Entry, change: Change) -> Matrix:
-    return Matrix(change.module, row_major(entry), entry.dtype, entry.shape)
+def _matrix(name: str, entry: Entry) -> Matrix:
+    return Matrix(name, row_major(entry), entry.dtype, entry.shape)
 
 
 def _quantised(tensors: Mapping[str, Node]) -> dict[str, str]:
-    found = {}
-    for name in tensors:
-        for ending in _QUANTISED:
-            if name.endswith(f".{ending}"):
-                found[name[: -len(ending) - 1]] = name
-    return found
+    ends = ((name, name.removesuffix(f".{ending}")) for name in tensors for ending in _QUANTISED)
+    return {module: name for name, module in ends if module != name}
 
 
-def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found) -> ConvertError:
-    if found.several:
-        places = listed([repr(way.add or "(the names as they are)") for way in found.several], 3)
-        return ConvertError(
-            f"{given}: its modules have several partners in {base}, below {places}.",
-            fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
-        )
-    component, count = changes[0].component, len(_by_module(changes))
-    fix = "ckpt inspect shows the names of both."
-    if component and len(found.missing) == count:
-        prefix = f"{component}_*" if changes[0].flat else f"{component}.*"
-        fix = f"If {component} is another file, make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
-    return ConvertError(
-        f"{given} changes {count} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
-        why="Left out, they would be lost.", fix=fix,
-    )  # fmt: skip
-
-
-Fits = Callable[[str, str], bool]
+_Fits = Callable[[str, str], bool]
 _MOST_WAYS = 1000  # prefixes that are tried; a model has one
 
 
@@ -386,18 +375,7 @@ class Way:
     add: str = ""
 
     def __call__(self, path: str) -> str | None:
-        """The path in the base; None where the adapter's does not begin so."""
         return self.add + path[len(self.strip) :] if path.startswith(self.strip) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was found."""
-
-    partners: Mapping[str, str] = field(default_factory=dict)
-    way: Way | None = None
-    missing: Sequence[str] = ()
-    several: Sequence[Way] = ()
 
 
 class Modules:
@@ -416,27 +394,6 @@ class Modules:
         for path, name in in_other_layout(self.paths):
             self.flat.setdefault(name.replace(".", "_"), []).extend(self.paths[path])
 
-    def find(self, wanted: Sequence[str], *, flat: bool, fits: Fits) -> Found:
-        """The partners of all paths by one way; exactly the same paths before any other way."""
-        known = self.flat if flat else self.paths
-        if not wanted:
-            return Found(way=Way())
-        separator = "_" if flat else "."
-        ways = [Way(), *_ways(wanted[0], known, separator)][:_MOST_WAYS]
-        whole = [way for way in ways if all(way(path) in known for path in wanted)]
-        good = [way for way in whole if all(any(fits(path, base) for base in known[way(path) or ""]) for path in wanted)]
-        if not whole:
-            best = max(ways, key=lambda way: sum(way(path) in known for path in wanted))
-            return Found(missing=[path for path in wanted if best(path) not in known])
-        chosen = good or whole
-        if len(chosen) > 1 and chosen[0] != Way():
-            return Found(several=chosen)
-        way = chosen[0]
-        partners = {path: known[way(path) or ""] for path in wanted}
-        if doubled := next((bases for bases in partners.values() if len(bases) > 1), None):
-            return Found(several=[Way("", base) for base in doubled])
-        return Found({path: bases[0] for path, bases in partners.items()}, way)
-
 
 def _ways(path: str, known: Iterable[str], separator: str) -> list[Way]:
     """The ways from one path to all that end as it does: the longer the common end the earlier."""
@@ -452,12 +409,8 @@ def _ways(path: str, known: Iterable[str], separator: str) -> list[Way]:
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    count = 0
-    for left, right in zip(reversed(one), reversed(other), strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # --- all of them
@@ -470,8 +423,7 @@ class Merging:
         self.root, self.node = root, node
         self.base = Base(dict(tensors_by_name(node)), path)
         self.entries: dict[tuple[int, str], tuple[str, Entry]] = {}
-        self.deltas: dict[tuple[int, str], list[Delta]] = {}
-        self.addends: dict[tuple[int, str], list[Addend]] = {}
+        self.pieces: dict[tuple[int, str], list[Delta | Addend]] = {}
         self.own: dict[str, tuple[str, Entry]] = {}
         self.based: dict[tuple[int, str], tuple[str, Entry | None]] = {}
         self.changed: dict[str, str] = {}  # name -> the adapter that changed it last
@@ -488,14 +440,14 @@ class Merging:
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
         return Planning(self.base, self, adapter, given, weight).run()
 
-    def change(self, name: str, given: str, delta: Delta) -> None:
+    def change(self, name: str, given: str, piece: Delta | Addend) -> None:
         self.changed[name] = given
-        self.deltas.setdefault(self._key(name), []).append(delta)
+        self.pieces.setdefault(self._key(name), []).append(piece)
 
     def base_of(self, name: str, given: str, entry: Entry) -> None:
         """What the weight was before the change, by the adapter: the base's own, or it comes in its place, as PEFT loads it."""
         old = self.base.entry(name)
-        is_same = old.shape == entry.shape and same_content(row_major(old), _as_dtype(name, entry, old.dtype))
+        is_same = old.shape == entry.shape and same_content(row_major(old), recast(_matrix(name, entry), old.dtype))
         new = None if is_same else entry
         self.equal_bases += [entry] * is_same
         key = self._key(name)
@@ -506,12 +458,7 @@ class Merging:
             text = f"{given} contains the {name!r} that it was trained on, not that of {self.base.path}; that one is written."
             self.notes.append(("adapters-base", text))
 
-    def add(self, name: str, given: str, addend: Addend) -> None:
-        self.changed[name] = given
-        self.addends.setdefault(self._key(name), []).append(addend)
-
     def put(self, name: str, given: str, entry: Entry) -> None:
-        """A tensor is exchanged for the adapter's own, or is new."""
         if name in self.own:
             raise ConvertError(f"Two adapters have a {name!r} of their own: {self.own[name][0]} and {given}.")
         self.own[name] = given, entry
@@ -542,12 +489,14 @@ class Merging:
     def _made(self, key: tuple[int, str], number: int) -> Entry:
         name, entry = self.entries[key]
         if (own := self.based.get(key, ("", None))[1]) is not None:
-            content = _as_dtype(name, own, entry.dtype)
+            content = recast(_matrix(name, own), entry.dtype)
             entry = _alone(entry, "", content, entry.dtype, own.shape)
-        matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
-        if key in self.deltas and key in self.addends:
+        matrix, pieces = _matrix(name, entry), self.pieces[key]
+        deltas = [piece for piece in pieces if isinstance(piece, Delta)]
+        addends = [piece for piece in pieces if isinstance(piece, Addend)]
+        if deltas and addends:
             raise ConvertError(f"{name!r} is changed by matrices and by a full difference: merge one adapter after the other.")
-        content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
+        content = merged(matrix, deltas) if deltas else biased(matrix, addends)
         extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
         return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
 
@@ -560,7 +509,7 @@ class Merging:
             base = tensors.get(name)
             both_floats = type(base) is Entry and {base.dtype.family, entry.dtype.family} == {"float"}
             dtype = base.dtype if type(base) is Entry and both_floats else entry.dtype
-            content = _as_dtype(name, entry, dtype)
+            content = recast(_matrix(name, entry), dtype)
             new[name] = _alone(base if type(base) is Entry else like or entry, f"own{number}", content, dtype, entry.shape)
         self.node.items[:] = [(key, new.pop(key, value) if type(key) is str else value) for key, value in self.node.items]
         self.node.items += new.items()
@@ -582,10 +531,6 @@ class Merging:
                         why="One would be changed and not the other.",
                         fix="Convert the base to safetensors first, where each tensor has its own memory.",
                     )
-
-
-def _as_dtype(name: str, entry: Entry, dtype: DType) -> Content:
-    return recast(Matrix(name, row_major(entry), entry.dtype, entry.shape), dtype)
 
 
 def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:

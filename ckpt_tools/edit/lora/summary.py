@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
+from ckpt_tools.edit.lora.adapter import as_matrices
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, Role, is_factor, read_name
 from ckpt_tools.errors import CkptError
@@ -30,7 +31,6 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
         if part.role is not None and type(entry := tensors[name]) is Entry:
             modules.setdefault((part.component, part.module, part.wrapped), {})[part.role] = entry
     found = {key: pair for key, roles in modules.items() if (pair := _pair(roles)) is not None}
-    found |= {key: pair for key, roles in modules.items() if (pair := _grouped(roles)) is not None}
     pairs = list(found.values())
     alone = [name for name, part in parts.items() if part.role is None]
     if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
@@ -68,43 +68,32 @@ def _rank(config: Config, module: str, rows: int, beside: list[int], problem: st
 
 
 def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
+    if "grouped_down" in roles and "grouped_up" in roles:
+        return as_matrices(roles["grouped_down"], roles["grouped_up"])
     down, up = roles.get("down", roles.get("embedding_down")), roles.get("up", roles.get("embedding_up"))
     if down is None or up is None or min(len(down.shape), len(up.shape)) < 2:
         return None
     return (down, up) if down.shape[0] == up.shape[1] > 0 else None
 
 
-def _grouped(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
-    """NeMo's factors [experts, in, rank] and [experts, rank, out], with the shapes that PEFT's have."""
-    down, up = roles.get("grouped_down"), roles.get("grouped_up")
-    if down is None or up is None or not down.numel or len(down.shape) != 3 or (down.shape[0], down.shape[2]) != up.shape[:2]:
-        return None
-    experts, into, rank = down.shape
-    return replace(down, shape=(experts * rank, into)), replace(up, shape=(up.shape[2], experts * rank))
-
-
 def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str | None]:
     """The kind of adapter, what its configuration says, and why it cannot be merged, if that is so."""
-    path = checkpoint.path
+    path, kind, config = checkpoint.path, "LoRA", Config()
     if checkpoint.packed is not None:
-        return "LoRA", Config(), None
+        return kind, config, None
     try:
         said = read_config(path)
+        if said is None:
+            missing = _whose(parts) == "PEFT" and not any(part.role == "alpha" for part in parts)
+            problem = f"the scale of its changes is in its {CONFIG}, which is not beside it" if missing else None
+            return kind, config, problem
+        peft = str(said.get("peft_type"))[:40]
+        kind = _KINDS.get(peft, peft)
+        with suppress(CkptError):
+            config = parse(said, str(path))
+        return kind, check_kind(said, str(path), [part.module for part in parts if part.role == "down"]), None
     except CkptError as error:
-        return "LoRA", Config(), error.what
-    if said is None:
-        missing = _whose(parts) == "PEFT" and not any(part.role == "alpha" for part in parts)
-        return "LoRA", Config(), f"the scale of its changes is in its {CONFIG}, which is not beside it" if missing else None
-    modules = [part.module for part in parts if part.role == "down"]
-    kind = str(said.get("peft_type"))[:40]
-    try:
-        return _KINDS.get(kind, kind), check_kind(said, str(path), modules), None
-    except CkptError as error:
-        problem = error.what
-    try:
-        return _KINDS.get(kind, kind), parse(said, str(path)), problem
-    except CkptError:
-        return _KINDS.get(kind, kind), Config(), problem
+        return kind, config, error.what
 
 
 def _whose(parts: Iterable[Part]) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.errors import ObjectsError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -16,6 +15,7 @@ from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import SAVED, attributes, hidden_names, is_module, mapping
 from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.values.numeric import view_of
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
 _SCRIPT_CLASSES = ("torch.ScriptObject", "__torch__.torch.classes.")
@@ -31,21 +31,17 @@ class Held:
     def lost(self, root: Node) -> list[Where]:
         """Where those were that the tree does not hold any more."""
         left = list(find_tensors(root))
-        views = {_view(tensor.node) for tensor in left if type(tensor.node) is Entry}
+        views = {view_of(tensor.node) for tensor in left if type(tensor.node) is Entry}
         wheres = {tensor.where for tensor in left}
         storages = _storages(root) if self.storages else frozenset()
-        return [tensor.where for tensor in self.tensors if not self._is_left(tensor, views, wheres, storages)]
 
-    def _is_left(self, tensor: Tensor, views: set[Any], wheres: set[Where], storages: frozenset[int]) -> bool:
-        if type(tensor.node) is Entry:
-            return _view(tensor.node) in views
-        own = self.storages[id(tensor)]
-        return own <= storages if own else tensor.where in wheres  # a meta tensor has none
+        def is_left(tensor: Tensor) -> bool:
+            if type(tensor.node) is Entry:
+                return view_of(tensor.node) in views
+            own = self.storages[id(tensor)]
+            return own <= storages if own else tensor.where in wheres  # a meta tensor has none
 
-
-def _view(entry: Entry) -> tuple[Any, ...]:
-    """What makes a tensor the same before and after its object was made plain: the storage and the view on it."""
-    return (id(entry.storage), entry.offset, entry.shape, entry.stride, entry.dtype)
+        return [tensor.where for tensor in self.tensors if not is_left(tensor)]
 
 
 def _storages(node: Node) -> frozenset[int]:
@@ -61,7 +57,6 @@ def model_parts(state_dict: StateDict) -> Iterator[tuple[str, Node]]:
 
 
 def in_state_dicts(root: Node) -> Iterator[Tensor]:
-    """The tensors of the state dicts below `root`, those inside of their other values too."""
     for state_dict in find_state_dicts(root):
         for key, value in model_parts(state_dict):
             for tensor in find_tensors(value):
@@ -73,15 +68,18 @@ def outside_state(root: Node) -> set[int]:
     from ckpt_tools.tree.quantised_modules import in_text, is_saved_by_code
 
     found: set[int] = set()
-    for module in filter(is_module, reachable(root, bare=False)):
-        state = attributes(module)
-        assert state is not None
-        hidden = hidden_names(state)
+    for module, state in _modules(root):
+        hidden, names = hidden_names(state), {name for name, _ in mapping(state.get("_parameters"))}
         found |= {id(in_text(state))} if is_saved_by_code(module) else set()
         found |= {id(value) for name, value in mapping(state.get("_buffers")) if name in hidden}
-        names = {name for name, _ in mapping(state.get("_parameters"))}
         found |= {id(value) for name, value in state.items if type(name) is str and names & {f"{name}_orig", f"{name}_g"}}
     return found
+
+
+def _modules(root: Node) -> Iterator[tuple[Object, Dict]]:
+    for node in reachable(root, bare=False):
+        if is_module(node) and type(node) is Object and (state := attributes(node)) is not None:
+            yield node, state
 
 
 def packed_tensors(root: Node) -> list[Where]:
@@ -89,9 +87,7 @@ def packed_tensors(root: Node) -> list[Where]:
     from ckpt_tools.tree.quantised_modules import is_saved_by_code
 
     packed: set[int] = set()
-    for module in filter(is_module, reachable(root, bare=False)):
-        state = attributes(module)
-        assert state is not None
+    for module, state in _modules(root):
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
         if not is_saved_by_code(module):
             packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
@@ -121,36 +117,26 @@ _NOT_IN_PLAIN = "They are in objects whose plain form has no place for them."
 def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:
     """Make sure that --drop names every tensor that would be lost, or what it lies in."""
     globs = Globs(drop)
-    unnamed = []
-    for where in lost:
-        paths = [dotted(where[:depth]) for depth in range(1, len(where) + 1)]
-        if not globs.matching(*paths):
-            unnamed.append(where)
+    unnamed = [where for where in lost if not globs.matching(*(dotted(where[:end]) for end in range(1, len(where) + 1)))]
     if unnamed:
-        raise _lost_error(path, unnamed, why)
+        fix = "`objects='keep'` keeps them as they are, in a .pth."
+        if why == _NOT_IN_PLAIN:
+            fix = "torch.load gives them back where their classes are: save a state dict there."
+        shown = listed([dotted(where) for where in unnamed], 8)
+        raise ObjectsError(f"{tensors_of(path, unnamed)} would be lost: {shown}.", why=why, fix=fix)
     return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
 
 
 def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
-    """`A tensor of PATH`, `2 tensors of PATH`."""
     return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
-
-
-def _lost_error(path: Path, lost: Sequence[Where], why: str) -> ObjectsError:
-    return ObjectsError(
-        f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
-        why=why,
-        fix="torch.load gives them back where their classes are: save a state dict there."
-        if why == _NOT_IN_PLAIN
-        else "`objects='keep'` keeps them as they are, in a .pth.",
-    )  # fmt: skip
 
 
 def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
     """Make sure that load code gets every tensor of a state dict, or of the module that gave it."""
-    parts = model_parts(state_dict)
-    inner = [(key, value) for key, value in parts if not is_tensor(value) and not is_extra(key) and type(value) is not Dict]
-    lost: list[Where] = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
+    lost: list[Where] = [
+        (key, *tensor.where) for key, value in model_parts(state_dict)
+        if not is_tensor(value) and not is_extra(key) and type(value) is not Dict for tensor in find_tensors(value)
+    ]  # fmt: skip
     where = state_dict.where
     if checkpoint.has_modules and not any(node is state_dict.node for node in reachable(checkpoint.root)):
         lost += [path for path in packed_tensors(checkpoint.root) if path[: len(where)] == where]

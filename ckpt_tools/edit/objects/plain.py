@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
-from ckpt_tools.edit.objects.values import (
-    Key,
-    as_array,
-    is_array,
-    key_for_2_4,
-    plain_for_2_4,
-    plain_instance,
-    plain_object,
-    plain_subclass,
-)
+from ckpt_tools.edit.objects.values import Key, as_array, is_array, key_for_2_4, plain_for_2_4, plain_object, plain_subclass
 from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
@@ -27,9 +18,6 @@ from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import ByteString, Dict, Entry, Global, List, Node, Object, Pair, SetItems, Where
 
-# --- dict keys and set elements that are objects
-
-
 _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
@@ -37,30 +25,24 @@ _MAX_DEPTH = 100
 _BYTES_OF_PART, _COST_OF_PART = 16, 8  # each is made plain, compared and hashed
 
 
-def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
-    """Make the keys of dicts and the elements of sets plain, in place."""
-    keys = _Keys(plain, simple)
-    for node in list(visit.reachable(root)):
-        if type(node) is Dict:
-            keys.edit(node.items)
-        elif type(node) is Object:
-            for pairs in [step.pairs for step in node.steps if type(step) is SetItems]:
-                keys.edit(pairs)
-            if node.name in _SETS:
-                keys.edit_set(node)
-    return keys.changed
-
-
 class _Keys:
-    def __init__(self, plain: Swap, simple: frozenset[type]) -> None:
+    """The keys of dicts and the elements of sets made plain, in place: `changed` has those that were exchanged."""
+
+    def __init__(self, root: Node, plain: Swap, simple: frozenset[type]) -> None:
         self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
         self.parts = 0
-
-    def edit_set(self, node: Object) -> None:
-        pairs: list[Pair] = [(item, None) for item in _elements(node)]
-        self.edit(pairs)
-        node.args = (List([key for key, _ in pairs]),)
+        for node in list(visit.reachable(root)):
+            if type(node) is Dict:
+                self.edit(node.items)
+            elif type(node) is Object:
+                for step in node.steps:
+                    if type(step) is SetItems:
+                        self.edit(step.pairs)
+                if node.name in _SETS:
+                    pairs: list[Pair] = [(item, None) for item in _elements(node)]
+                    self.edit(pairs)
+                    node.args = (List([key for key, _ in pairs]),)
 
     def edit(self, pairs: list[Pair]) -> None:
         """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
@@ -113,7 +95,8 @@ def _elements(node: Object) -> tuple[Node, ...]:
 
 def _free_name(key: Node, taken: set[Hashable], numbers: dict[str, int]) -> str:
     """The name of a key's class, with a number where that is taken."""
-    name = text = _class_name(key)
+    name = key.decode("latin1") if type(key) is bytes else _name(key) if type(key) in (Object, Global) else "tuple"
+    text = name
     while text in taken:
         numbers[name] = numbers.get(name, 1) + 1
         text = f"{name} {numbers[name]}"
@@ -127,12 +110,6 @@ def _identity(key: Node) -> Hashable:
     if type(key) is bool or type(key) is int or (type(key) is float and key.is_integer()):
         return "n", hex(int(key))
     return key if type(key) in _SIMPLE else id(key)
-
-
-def _class_name(key: Node) -> str:
-    if type(key) is bytes:
-        return key.decode("latin1")
-    return key.name if type(key) is Object else str(key) if type(key) is Global else "tuple"
 
 
 def is_resolved(name: Global) -> bool:
@@ -192,32 +169,25 @@ def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
     """Leave out every object and global that is not known plain data; a tensor of such a class becomes a plain tensor."""
 
     def swap(node: Node) -> Node | Drop:
-        if type(node) is Entry:
-            return _known_tensor(node)
+        if type(node) is Entry:  # without an unknown class, and without attributes of unknown classes
+            extras = node.extras
+            parts = () if extras is None else (extras.python_type, extras.state, extras.hooks)
+            if extras is None or all(_unknown_name(below) is None for part in parts for below in visit.reachable(part)):
+                return node
+            return replace(node, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
         if type(node) is Object and unusual_tensor(node) is not None and node.name == "torch._tensor._rebuild_from_type_v2":
             made = plain_subclass(node)
             node = made if type(made) is Object else node
-        return DROP if _unknown_name(node) is not None or _needs_unknown(node) else node
+        return DROP if _unknown_name(node) is not None or (type(node) is Object and _needs_unknown(node)) else node
 
     return _exchange(root, swap, _places(root), [])
 
 
-def _needs_unknown(node: Node) -> bool:
+def _needs_unknown(node: Object) -> bool:
     """Whether an object would be called with something unknown, and could not be made without it."""
-    if type(node) is not Object or node.name == "collections.defaultdict":
-        return False
     parts = node.args if type(node.args) is tuple else (node.args,)
     inner = [below for part in parts if type(part) is tuple for below in part]
-    return any(_unknown_name(part) is not None for part in (*parts, *inner))
-
-
-def _known_tensor(entry: Entry) -> Entry:
-    """A tensor without an unknown class, and without attributes of unknown classes."""
-    extras = entry.extras
-    if extras is None or all(_unknown_name(node) is None for part in (extras.python_type, extras.state, extras.hooks)
-                             for node in visit.reachable(part)):  # fmt: skip
-        return entry
-    return replace(entry, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
+    return node.name != "collections.defaultdict" and any(_unknown_name(part) is not None for part in (*parts, *inner))
 
 
 _BYTES = frozenset((bytes,))
@@ -243,7 +213,7 @@ def make_plain(
         new = _plain(node, key)
         return DROP if new is DROP else plain_for_2_4(new, key)
 
-    changed = plain_keys(root, key_for_2_4(swap), _KEYS) if oldest else plain_keys(root, swap)
+    changed = _Keys(root, *((key_for_2_4(swap), _KEYS) if oldest else (swap, _SIMPLE))).changed
     fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
     root, fates = _exchange(root, swap_older if oldest else swap, places, fates, _BYTES if oldest else frozenset())
     told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
@@ -304,20 +274,13 @@ def _plain(node: Node, key: Key) -> Node | Drop:
     if type(node) is ByteString:
         return node.data.decode("latin1")
     if type(node) is Entry:
-        return _plain_tensor(node)
+        if node.extras is None or node.extras.python_type is None or node.extras.python_type in ALLOWED:
+            return node
+        kind = _PARAMETER if node.kind == "parameter" else _TENSOR  # its attributes, made plain, stay
+        return replace(node, extras=replace(node.extras, python_type=kind))
     if type(node) is not Object:
         return node
-    if type(node.function) is not Global:  # a nested class, or a partial of __new__, in protocol 2
-        return plain_instance(node)
-    return plain_object(node, node.function, key)
-
-
-def _plain_tensor(entry: Entry) -> Entry:
-    """A tensor without a class of its own; its attributes, made plain, stay."""
-    extras = entry.extras
-    if extras is None or extras.python_type is None or extras.python_type in ALLOWED:
-        return entry
-    return replace(entry, extras=replace(extras, python_type=_PARAMETER if entry.kind == "parameter" else _TENSOR))
+    return plain_object(node, key)
 
 
 def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
@@ -327,7 +290,7 @@ def lost_arrays(fates: Iterable[Fate]) -> list[Where]:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in visit.reachable(root, bare=False) if type(node) is Entry}
+    found = dict.fromkeys(node.dtype.name for node in visit.reachable(root, bare=False) if type(node) is Entry)
     return [name for name in found if name in DTYPES and Global("torch", name) not in ALLOWED_2_4]
 
 

@@ -26,8 +26,11 @@ _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
-def plain_object(node: Object, name: Global, key: Key) -> Node | Drop:
+def plain_object(node: Object, key: Key) -> Node | Drop:
     """The plain form of an object, whose parts are still as they were; DROP where it has none."""
+    name = node.function
+    if type(name) is not Global:  # a nested class, or a partial of __new__, in protocol 2
+        return plain_instance(node)
     if name == _FROM_TYPE and unusual_tensor(node) is not None:
         return plain_subclass(node)
     if name in ALLOWED and node.call == "reduce" and not node.steps:
@@ -47,7 +50,7 @@ def as_value(node: Node) -> Node:
     """The text or number that a NumPy scalar, a path or a date stands for; None for anything else."""
     if type(node) is not Object or type(node.function) is not Global or not is_known(node.function) or not _is_small(node):
         return None
-    made = plain_object(node, node.function, lambda: "0")
+    made = plain_object(node, lambda: "0")
     return made if isinstance(made, (str, int, float)) else None
 
 
@@ -55,17 +58,16 @@ def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
     """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
     if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
         return None
-    made = plain_object(node, node.function, key)
+    made = plain_object(node, key)
     return made if type(made) is Entry else None
 
 
 def _is_small(node: Object) -> bool:
     """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
-    if node.steps or type(node.args) is not tuple or len(node.args) > 64:
+    args = node.args if type(node.args) is tuple else ()
+    if node.steps or type(node.args) is not tuple or len(args) > 64:
         return False
-    return not any(
-        type(arg) in (Dict, List, tuple) or ((type(arg) is str or type(arg) is bytes) and len(arg) > 4096) for arg in node.args
-    )
+    return not any(type(arg) in (Dict, List, tuple) or (isinstance(arg, str | bytes) and len(arg) > 4096) for arg in args)
 
 
 def is_array(name: Global) -> bool:
@@ -132,8 +134,9 @@ def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
         packed = b"" if number is None else struct.pack("<2d", number.real, number.imag)
         return _tensor("complex128", (), packed, key) if packed else DROP
     if name == "builtins.bytearray":
-        data = _buffer(args)
-        return DROP if data is None else _tensor("uint8", (len(data),), data, key)
+        given = args[0] if args else b""  # nothing, bytes, or text in latin1
+        data = given.encode("latin1", "replace") if type(given) is str and len(args) == 2 else given
+        return _tensor("uint8", (len(data),), data, key) if type(data) is bytes else DROP
     return node
 
 
@@ -152,22 +155,13 @@ def key_for_2_4(plain: Swap) -> Swap:
 
 def _complex(args: Node) -> complex | None:
     """The number that two parts make; None for anything else, and for whole numbers that no float holds."""
-    parts = [part for part in args if type(part) is float or type(part) is int] if type(args) is tuple else []
-    if type(args) is not tuple or len(args) != 2 or len(parts) != 2:
+    if type(args) is not tuple or len(args) != 2:
         return None
+    parts = [part for part in args if type(part) is float or type(part) is int]
     try:
-        return complex(*parts)
+        return complex(*parts) if len(parts) == 2 else None
     except OverflowError:
         return None
-
-
-def _buffer(args: tuple[Node, ...]) -> bytes | None:
-    """The bytes of a pickled bytearray: of nothing, of bytes, or of text in latin1."""
-    if not args:
-        return b""
-    if type(args[0]) is str and len(args) == 2:
-        return args[0].encode("latin1", "replace")
-    return args[0] if type(args[0]) is bytes else None
 
 
 def _tensor(name: str, shape: tuple[int, ...], data: bytes, key: Key) -> Entry:
@@ -183,11 +177,6 @@ def _args(node: Node) -> Any:
     return node.args if type(node) is Object else None
 
 
-def _attributes_dict(node: Object, key: Key) -> Node:
-    state = attributes(node)
-    return Dict(list(state.items)) if state is not None else Dict()
-
-
 def _path(node: Object, key: Key) -> Node:
     parts = [part for part in _args(node) if type(part) is str]
     windows = "Windows" in node.name
@@ -198,13 +187,22 @@ def _path(node: Object, key: Key) -> Node:
 
 def _items_list(node: Object, key: Key) -> Node:
     args = _args(node)
-    given = args[0].items if args and type(args[0]) is List else []
-    return List([*given, *node.appended])
+    return List([*(args[0].items if args and type(args[0]) is List else []), *node.appended])
+
+
+def _state(node: Object) -> Any:
+    """The state of an object, of the shape that its class gives it."""
+    return node.state
+
+
+def _attributes_dict(node: Object, key: Key) -> Node:
+    state = attributes(node)
+    return Dict(list(state.items) if state is not None else [])
 
 
 def _as_set(node: Object, key: Key) -> Node:
     args = _args(node)
-    return Object("reduce", Global("builtins", "set"), (List(list(args[0].items)) if args else List(),))
+    return Object("reduce", Global("builtins", "set"), (List(list(args[0].items) if args else []),))
 
 
 def _timestamp(node: Object, key: Key) -> Node:
@@ -234,8 +232,7 @@ def _timedelta(node: Object, key: Key) -> Node:
 def _uuid(node: Object, key: Key) -> Node:
     import uuid
 
-    state: Any = node.state
-    return str(uuid.UUID(int=state.get("int")))
+    return str(uuid.UUID(int=_state(node).get("int")))
 
 
 def _range(node: Object, key: Key) -> Node:
@@ -249,7 +246,7 @@ def _numbers(args: Sequence[Node]) -> list[int | None]:
     return numbers
 
 
-def _named_member(node: Object, key: Key) -> Node | Drop:
+def _member(node: Object, key: Key) -> Node | Drop:
     """`getattr(class, name)`: how some Pythons pickle an enum member."""
     owner, name = _args(node)
     return name if type(owner) is Global and type(name) is str else DROP
@@ -272,14 +269,15 @@ def _numpy_scalar(node: Object, key: Key) -> Node:
         return bool(data != b"\0")
     if code[0] in "SU":
         return str(data, "latin1" if code[0] == "S" else f"utf-32-{'be' if order == '>' else 'le'}").rstrip("\0")
-    if code in ("c8", "c16"):
-        return Object("reduce", Global("builtins", "complex"), struct.unpack(order + {"c8": "2f", "c16": "2d"}[code], data))
-    (number,) = struct.unpack(order + _STRUCT[code], data)
-    return float(number) if code[0] == "f" else int(number)
+    found = struct.unpack(order + _STRUCT[code], data)
+    if len(found) == 2:
+        return Object("reduce", Global("builtins", "complex"), found)
+    return float(found[0]) if code[0] == "f" else int(found[0])
 
 
 _STRUCT = {
     "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
+    "c8": "2f", "c16": "2d",
 }  # fmt: skip
 
 
@@ -293,15 +291,8 @@ def _numpy_type(node: Node) -> tuple[str, str]:
     return code, ">" if order == ">" else "<"
 
 
-def _numpy_dtype(node: Object, key: Key) -> Node:
-    code, _ = _numpy_type(node)
-    return BY_NUMPY[code].name if code in BY_NUMPY else code
-
-
 def _numpy_array(node: Object, key: Key) -> Node:
-    """An array by `_reconstruct` and its state (version, shape, dtype, is_fortran, bytes)."""
-    state: Any = node.state
-    _, shape, kind, fortran, data = state
+    _, shape, kind, fortran, data = _state(node)
     return _array(shape, kind, fortran, data, key)
 
 
@@ -313,8 +304,7 @@ def _numpy_frombuffer(node: Object, key: Key) -> Node:
 
 def _masked_array(node: Object, key: Key) -> Node:
     """A masked array: its numbers, which of them are masked, and what stands for those."""
-    state: Any = node.state
-    _, shape, kind, fortran, data, mask, fill = state
+    _, shape, kind, fortran, data, mask, fill = _state(node)
     masked = Object("reduce", Global("numpy", "dtype"), ("b1", False, True))
     pairs = [("data", _array(shape, kind, fortran, data, key)), ("mask", _array(shape, masked, fortran, mask, key))]
     return Dict([*pairs, ("fill_value", fill)])
@@ -368,31 +358,23 @@ def _text_array(shape: Any, code: str, order: str, fortran: Any, data: Any) -> N
 
 _ARRAYS = (_numpy_array, _numpy_frombuffer, _masked_array, _dills_array)
 _CONVERSIONS: dict[str, Converter] = {
-    "argparse.Namespace": _attributes_dict,
-    "types.SimpleNamespace": _attributes_dict,
-    "collections.defaultdict": lambda node, _: Dict(mapping(node)),
-    "collections.deque": _items_list,
-    "builtins.frozenset": _as_set,
-    "builtins.set": _as_set,
-    "builtins.list": _items_list,
-    "builtins.dict": lambda node, _: Dict(mapping(node)),
-    "datetime.datetime": _timestamp,
-    "datetime.date": _timestamp,
-    "datetime.time": _timestamp,
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _attributes_dict),
+    **dict.fromkeys(("collections.defaultdict", "builtins.dict"), lambda node, _: Dict(mapping(node))),
+    **dict.fromkeys(("builtins.frozenset", "builtins.set"), _as_set),
+    **dict.fromkeys(("collections.deque", "builtins.list"), _items_list),
+    **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"), _timestamp),
     "datetime.timedelta": _timedelta,
     "datetime.timezone": lambda node, _: str(_zone(node)),
     "uuid.UUID": _uuid,
-    "builtins.range": _range,
-    "builtins.slice": _range,
-    "builtins.getattr": _named_member,
-    "numpy.dtype": _numpy_dtype,
+    **dict.fromkeys(("builtins.range", "builtins.slice"), _range),
+    "builtins.getattr": _member,
+    "numpy.dtype": lambda node, _: BY_NUMPY[code].name if (code := _numpy_type(node)[0]) in BY_NUMPY else code,
     "decimal.Decimal": _text_argument,
     "fractions.Fraction": _fraction,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy.core.multiarray._reconstruct": _numpy_array,
     "numpy.core.numeric._frombuffer": _numpy_frombuffer,
     "numpy.ma.core._mareconstruct": _masked_array,
-    "dill._dill._create_array": _dills_array,
-    "dill.dill._create_array": _dills_array,
+    **dict.fromkeys(("dill._dill._create_array", "dill.dill._create_array"), _dills_array),
     **{f"pathlib.{name}": _path for name in PATHS},
 }

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from functools import partial
 from math import prod
+from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch, said_in
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.quantised import Rows, Scales, as_matrix, nested, nibbles, repeated, scaled
+from ckpt_tools.values.quantised import Rows, as_matrix, nested, nibbles, repeated, scaled
 
 # bitsandbytes multiplies by this in place of dividing by 127 (backends/default/ops.py, `int8_vectorwise_dequant`)
 _PER_127 = 7.874015718698502e-3
 _NESTED = ("nested_absmax", "nested_quant_map")
+_WHOLE = "a whole number above 0"
 
 
 def match_4bit(name: str, roles: Roles) -> Quantised | None:
@@ -25,79 +28,56 @@ def match_4bit(name: str, roles: Roles) -> Quantised | None:
         return None
     names = (*needed, *(role for role in _NESTED if role in roles), kinds[0])
     parts = {role: roles[role] for role in names}
-    return Quantised(
-        name,
-        f"bnb {kinds[0]}",
-        tuple(parts.values()),
-        2 * roles["weight"].entry.nbytes,
-        lambda _: _bitsandbytes_settle(parts, kinds[0]),
-    )
+    settle = partial(_settle, parts, kinds[0])
+    return Quantised(name, f"bnb {kinds[0]}", tuple(parts.values()), 2 * roles["weight"].entry.nbytes, settle)
 
 
-class _State:
-    """What the JSON says, each value checked."""
+def _settle(parts: dict[str, Part], kind: str, _: Config) -> Plain:
+    codes, mark = parts["weight"], parts[kind]
+    content = said_in(mark.name, mark.small() if mark.dtype == "uint8" else b"")
 
-    def __init__(self, part: Part) -> None:
-        self.part, self.content = part, said_in(part.name, part.small() if part.dtype == "uint8" else b"")
-
-    def whole(self, key: str) -> int:
-        value = self.content.get(key)
-        if type(value) is not int or not 0 < value < MAX_ELEMENTS:
-            raise self.error(key, "a whole number above 0")
+    def said(key: str, wanted: str, is_good: Callable[[Any], bool]) -> Any:
+        if not is_good(value := content.get(key)):
+            raise ConvertError(f"{mark.name!r}: {key!r} is not {wanted}.")
         return value
 
-    def shape(self) -> tuple[int, ...]:
-        value = self.content.get("shape")
-        sizes = value if isinstance(value, list) and value else [-1]
-        if not all(type(size) is int and 0 <= size < MAX_ELEMENTS for size in sizes) or len(sizes) > 64:
-            raise self.error("shape", "a list of sizes")
-        return tuple(sizes)
-
-    def number(self, key: str) -> float:
-        value = self.content.get(key)
-        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-            raise self.error(key, "a number")
-        return float(value)  # type: ignore[arg-type]
-
-    def error(self, key: str, wanted: str) -> ConvertError:
-        return ConvertError(f"{self.part.name!r}: {key!r} is not {wanted}.")
-
-
-def _bitsandbytes_settle(parts: dict[str, Part], kind: str) -> Plain:
-    state, codes = _State(parts[kind]), parts["weight"]
-    if state.content.get("quant_type") != kind:
-        raise state.error("quant_type", f"{kind!r}, as the name says")
-    shape, block = state.shape(), state.whole("blocksize")
+    said("quant_type", f"{kind!r}, as the name says", lambda value: value == kind)
+    shape, block = tuple(said("shape", "a list of sizes", _is_shape)), said("blocksize", _WHOLE, _is_whole)
     count, nbytes = prod(shape), codes.entry.nbytes
     if not 0 <= 2 * nbytes - count <= 1:
         why = f"Its state says shape {list(shape)}, which takes {-(-count // 2)} bytes; there are {nbytes}."
         raise ConvertError(f"{codes.name!r} has other bytes than its shape needs.", why=why)
     table = struct.unpack("<16f", _sized(parts["quant_map"], 16, "float32").small())
-    scales_of = _scales(parts, state, -(-count // block))
+    absmax, cells = parts["absmax"], -(-count // block)
+    is_nested = any(role in parts for role in _NESTED)
+    if is_nested:
+        if not all(role in parts for role in _NESTED):
+            raise ConvertError(f"{absmax.name!r} is nested, and {' or '.join(_NESTED)} is missing beside it.")
+        scales, outer_block = _sized(absmax, cells, "uint8"), said("nested_blocksize", _WHOLE, _is_whole)
+        offset = float(said("nested_offset", "a number", lambda value: type(value) in (int, float) and math.isfinite(value)))
+        outer = _sized(parts["nested_absmax"], -(-cells // outer_block), "float32")
+        outer_table = _sized(parts["nested_quant_map"], 256, "float32")
+    else:
+        scales = _sized(absmax, cells, "float32")
 
     def make() -> Rows:
-        return nibbles(codes.numbers("uint8"), scales_of(), block, as_matrix(shape)[1], low_first=False, table=table)
+        numbers = scales.numbers()
+        found = nested(numbers, outer_table.numbers(), outer.numbers(), outer_block, offset) if is_nested else numbers.floats
+        return nibbles(codes.numbers("uint8"), found, block, as_matrix(shape)[1], low_first=False, table=table)
 
     return Plain(shape, make)
 
 
-def _scales(parts: dict[str, Part], state: _State, count: int) -> Callable[[], Scales]:
-    absmax = parts["absmax"]
-    if not any(role in parts for role in _NESTED):
-        found = _sized(absmax, count, "float32")
-        return lambda: found.numbers().floats
-    if not all(role in parts for role in _NESTED):
-        raise ConvertError(f"{absmax.name!r} is nested, and {' or '.join(_NESTED)} is missing beside it.")
-    codes, block, offset = _sized(absmax, count, "uint8"), state.whole("nested_blocksize"), state.number("nested_offset")
-    outer, table = (
-        _sized(parts["nested_absmax"], -(-count // block), "float32"),
-        _sized(parts["nested_quant_map"], 256, "float32"),
-    )
-    return lambda: nested(codes.numbers(), table.numbers(), outer.numbers(), block, offset)
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 < value < MAX_ELEMENTS
+
+
+def _is_shape(value: Any) -> bool:
+    is_list = isinstance(value, list) and 0 < len(value) <= 64
+    return is_list and all(type(size) is int and 0 <= size < MAX_ELEMENTS for size in value)
 
 
 def _sized(part: Part, count: int, dtype: str) -> Part:
-    """A part, which has so many elements of a dtype."""
     if part.entry.numel != count or part.dtype != dtype:
         raise ConvertError(f"{part}: {count} elements of {dtype} are wanted.", why="As many as the shape and its blocks need.")
     return part

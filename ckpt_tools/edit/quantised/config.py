@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
+from ckpt_tools.errors import ConvertError, NotACheckpointError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.member_paths import Address
 from ckpt_tools.io.output import Source
@@ -30,7 +31,6 @@ KEYS = ("quantization", "quantization_config", "compression_config")
 class Config:
     """What is said; None or empty for what is not."""
 
-    method: str = ""
     block: tuple[int, int] | None = None
     bits: int | None = None
     group: int | None = None
@@ -46,29 +46,24 @@ class Config:
 
 def read_config(checkpoint: Checkpoint) -> Config:
     """The config beside a checkpoint; one that says nothing where there is none."""
-    return replace(_read_beside(checkpoint), metadata=checkpoint.metadata)
-
-
-def _read_beside(checkpoint: Checkpoint) -> Config:
-    try:
+    source, said = None, Config()
+    with suppress(NotACheckpointError):
         source = _beside(checkpoint)
-    except NotACheckpointError:
-        return Config()
-    if source is None:
-        return Config()
-    try:
-        return config_of(_read(source))
-    finally:
-        if not isinstance(checkpoint.source, Files):
-            source.close()
+    if source is not None:
+        try:
+            said = config_of(_read(source))
+        finally:
+            if not isinstance(checkpoint.source, Files):
+                source.close()
+    return replace(said, metadata=checkpoint.metadata)
 
 
 def plain_config(source: Source) -> bytes | None:
     """A config.json without what it says of quantised weights; None where it says nothing."""
     content = _read(source)
-    return (
-        (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") if _strip(content) else None
-    )
+    if not _strip(content):
+        return None
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
 def _strip(content: Any) -> bool:
@@ -85,29 +80,21 @@ def _read(source: Source) -> Any:
     try:
         return load_json(source.read(0, source.size))
     except ValueError as error:
-        raise ConvertError(
-            f"{source.path} is not JSON, and would say how the weights are quantised.", why=f"{error}."
-        ) from None
+        why = f"{error}."
+        raise ConvertError(f"{source.path} is not JSON, and would say how the weights are quantised.", why=why) from None
 
 
 def _beside(checkpoint: Checkpoint) -> Source | None:
     """config.json in the checkpoint's folder, or beside its file."""
     source = checkpoint.source if checkpoint.packed is None else checkpoint.packed.folder
     if isinstance(checkpoint.path, Address):
-        return _fetched(checkpoint.path.beside(CONFIG))
+        return open_source(checkpoint.path.beside(CONFIG))
     if isinstance(source, Files):
         return source.open(CONFIG) if CONFIG in source.names() else None
     if checkpoint.packed is not None:
         return None
     path = checkpoint.path.parent / CONFIG
     return Source(path) if path.is_file() else None
-
-
-def _fetched(url: str) -> Source | None:
-    try:
-        return open_source(url)
-    except MissingFileError:
-        return None
 
 
 def config_of(content: Any) -> Config:
@@ -117,22 +104,16 @@ def config_of(content: Any) -> Config:
         return Config()
     weights = list(_weights(found))
     method = str(found.get("quant_method") or "")
-    layout = found.get("checkpoint_format") or (
-        found.get("format") if method in ("gptq", "awq") else None
-    )  # GPTQModel's two words
-    checkpoint_format = str(layout or "")
+    layout = found.get("checkpoint_format") or (found.get("format") if method in ("gptq", "awq") else None)  # GPTQModel's words
     version = str(found.get("version") or "") if method == "awq" else ""  # elsewhere it is that of the library
     layers = {path: config_of({KEYS[1]: said}) for path, said in found.items() if isinstance(said, dict) and "bits" in said}
     return Config(
-        method,
-        _pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
-        _whole(found.get("bits")) or _one([_whole(row.get("num_bits")) for row in weights]),
-        _whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
-        checkpoint_format == "gptq_v2" if checkpoint_format else None,
-        (checkpoint_format or version).lower(),
-        mode=str(found.get("mode") or ""),
-        layers=layers,
-    )
+        block=_pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
+        bits=_whole(found.get("bits")) or _one([_whole(row.get("num_bits")) for row in weights]),
+        group=_whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
+        zeros_as_they_are=layout == "gptq_v2" if layout else None, variant=str(layout or version).lower(),
+        mode=str(found.get("mode") or ""), layers=layers,
+    )  # fmt: skip
 
 
 def _quantization(content: Any) -> Iterator[dict[str, Any]]:
@@ -151,13 +132,11 @@ def _says(content: dict[str, Any], key: str) -> bool:
 def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     groups = found.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            yield weights
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            yield group["weights"]
 
 
 def _one(found: list[Any]) -> Any:
-    """The only value of all; None where they differ."""
     return found[0] if found and all(value == found[0] for value in found) else None
 
 

@@ -20,8 +20,6 @@ from ckpt_tools.values.quantised import plain_content
 
 @dataclass(slots=True)
 class Dequantised:
-    """What was done."""
-
     tensors: dict[Where, str] = field(default_factory=dict)
     counts: dict[str, CastCount] = field(default_factory=dict)
     left_out: list[tuple[Where, str]] = field(default_factory=list)

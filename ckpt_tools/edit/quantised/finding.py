@@ -9,12 +9,11 @@ from math import prod
 from typing import Any
 
 from ckpt_tools.edit.quantised.bitsandbytes import match_4bit, match_bnb_int8
-from ckpt_tools.edit.quantised.comfy import marked
 from ckpt_tools.edit.quantised.config import Config, read_config
-from ckpt_tools.edit.quantised.fp4 import match_fp4, match_mxfp4
+from ckpt_tools.edit.quantised.fp4 import marked, match_fp4, match_mxfp4
 from ckpt_tools.edit.quantised.grouped import match_grouped
 from ckpt_tools.edit.quantised.mlx import match_mlx
-from ckpt_tools.edit.quantised.of_torch import beside_packed, read_packed, read_qtensor
+from ckpt_tools.edit.quantised.of_torch import read_packed, read_qtensor
 from ckpt_tools.edit.quantised.packed import match_packed
 from ckpt_tools.edit.quantised.parts import Part, Quantised, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.quanto import match_quanto
@@ -44,8 +43,6 @@ _MARKERS = frozenset(("scaled_fp8",))
 
 @dataclass(slots=True)
 class Found:
-    """What is quantised in a state dict."""
-
     quantised: dict[str, Quantised] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
     problems: list[ConvertError] = field(default_factory=list)
@@ -80,8 +77,9 @@ def _read_object(key: str, node: Node, state_dict: Dict, found: Found) -> None:
         raise ConvertError(f"{key!r} has packed weights of torch, which are not read.", why=why)
     if (packed := read_packed(key, node, state_dict)) is not None:
         found.quantised[packed.name] = packed
-        path = packed.name.removesuffix(".weight")
-        found.beside |= {name: "of quantised activations" for name in beside_packed(path) if name in state_dict}
+        path = packed.name.removesuffix(".weight")  # beside it are the dtype, and the scale of the output
+        beside = (f"{path}.{ending}" for ending in ("_packed_params.dtype", "scale", "zero_point"))
+        found.beside |= {name: "of quantised activations" for name in beside if name in state_dict}
     elif type(node) is Object and (tensor := read_qtensor(key, node, key) or read_subclass(key, node)) is not None:
         found.quantised[key] = tensor
 
@@ -120,14 +118,12 @@ def _why_beside(name: str, entry: Entry, found: Found) -> str:
 
 def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: Found) -> ConvertError | None:
     """The error for a tensor that is a part of a quantised one by its name or dtype, and was not taken."""
-    roles = {role: plain for plain, role in roles_of(part.name)}
+    roles, beside = {role: plain for plain, role in roles_of(part.name)}, _beside(part, groups.get(part.name, {}))
     if part.dtype in FP8:
         fix = "Numbers that are meant as they are: `dtype='bf16'`, without `dequantize`. Else get the whole checkpoint."
-        return ConvertError(
-            f"{part.name!r} is {part.dtype} and has no scale beside it.", why=_beside_text(part, groups), fix=fix
-        )
+        return ConvertError(f"{part.name!r} is {part.dtype} and has no scale beside it.", why=beside, fix=fix)
     if part.dtype in ("int8", "uint8", "uint32") and len(part.shape) > 1 and part.name.endswith("weight"):
-        return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_WHOLE)
+        return ConvertError(f"{part}, and has no scale beside it.", why=beside, fix=_WHOLE)
     quantised = next((plain for role, plain in roles.items() if role not in _NO_PARTS and plain in found.quantised), None)
     if quantised is not None:
         why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
@@ -139,8 +135,7 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
-        there = [str(other) for others in groups.get(plain, {}).values() for other in others if other.name != part.name]
-        why = f"Beside it: {'; '.join(there[:4])}." if there else f"{plain!r} has no codes here."
+        why = _beside(part, groups.get(plain, {})) or f"{plain!r} has no codes here."
         return ConvertError(f"{part.name!r} is part of a quantised weight that is not whole.", why=why, fix=_WHOLE)
     return None
 
@@ -148,9 +143,9 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: 
 _WHOLE = "Get the whole checkpoint."
 
 
-def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
-    others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
-    return f"Beside it: {'; '.join(others[:4])}." if others else ""
+def _beside(part: Part, others: Mapping[str, list[Part]]) -> str:
+    there = [str(other) for parts in others.values() for other in parts if other.name != part.name]
+    return f"Beside it: {'; '.join(there[:4])}." if there else ""
 
 
 # --- what `inspect` says of them: schemes, sizes, and what is not whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.quantised import Rows, held, packed_turned, scaled, unpacked
+from ckpt_tools.values.quantised import Rows, held, scaled, unpacked
 
 _WORD = 32
 _BITS = (2, 3, 4, 8)
@@ -37,11 +37,10 @@ def match_grouped(name: str, roles: Roles) -> Quantised | None:
 def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
     weight, zeros, scales, *rest = parts
     order = rest[0] if rest else None
-    _check_variant(weight, bits, config)
+    cells, out = _groups_in(parts, bits, config)
     columns, run = weight.shape[0] * _WORD // bits, 0
     if order is not None and (order.shape != (columns,) or order.dtype != "int32"):
         raise mismatch(weight, order, f"{columns} columns are packed, and each has a group.")
-    cells, out = _check_groups(zeros, scales)
     if order is None:
         run = _run(weight, scales, columns, cells, config)
 
@@ -52,44 +51,40 @@ def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
         zero = unpacked(words, bits)
         if less and bits not in _ONES:
             zero = zero + 1 & (1 << bits) - 1
-        codes, groups = packed_turned(weight.numbers().whole(out), bits), None if order is None else order.numbers()
-        return scaled(codes, held(scales.numbers().whole(out).t()), columns, run, held(zero[:, :out].t()), groups, cells)
+        turned, groups = weight.numbers().whole(out).t().contiguous(), None if order is None else order.numbers()
+        return scaled(
+            lambda first, count: unpacked(turned[first : first + count], bits).float(), held(scales.numbers().whole(out).t()),
+            columns, run, held(zero[:, :out].t()), groups, cells,
+        )  # fmt: skip
 
     return Plain((out, columns), make)
 
 
 def _awq(parts: tuple[Part, ...], config: Config) -> Plain:
     weight, zeros, scales = parts
-    _check_variant(weight, _AWQ_BITS, config)
-    cells, out = _check_groups(zeros, scales)
-    columns = weight.shape[0]
+    columns, (cells, out) = weight.shape[0], _groups_in(parts, _AWQ_BITS, config)
     run = _run(weight, scales, columns, cells, config)
 
     def turned(part: Part) -> Rows:
         found = unpacked(part.numbers().whole(part.shape[1]), _AWQ_BITS).view(part.shape[0], -1, len(_AWQ_ORDER))
         return held(found[:, :, list(_AWQ_ORDER)].flatten(1)[:, :out].t().contiguous())
 
-    def make() -> Rows:
-        return scaled(turned(weight), held(scales.numbers().whole(out).t()), columns, run, turned(zeros))
+    return Plain(
+        (out, columns), lambda: scaled(turned(weight), held(scales.numbers().whole(out).t()), columns, run, turned(zeros))
+    )
 
-    return Plain((out, columns), make)
 
-
-def _check_groups(zeros: Part, scales: Part) -> tuple[int, int]:
+def _groups_in(parts: tuple[Part, ...], bits: int, config: Config) -> tuple[int, int]:
+    """Groups and outputs; layouts that have these names too are refused, and other bits than those that the shapes have."""
+    weight, zeros, scales = parts[:3]
+    if config.variant not in _VARIANTS:
+        what = f"{weight.name!r} is in the layout {config.variant!r} by config.json."
+        raise ConvertError(what, why="ckpt reads gptq, gptq_v2 and AWQ's gemm.")
+    if config.bits not in (None, bits):
+        raise ConvertError(f"{weight.name!r} has {bits} bits by the shapes, and {config.bits} by config.json.")
     if zeros.shape[0] != scales.shape[0] or not scales.shape[0]:
         raise mismatch(zeros, scales, "A scale and a zero point for each group are wanted.")
     return scales.shape[0], scales.shape[1]
-
-
-def _check_variant(weight: Part, bits: int, config: Config) -> None:
-    """Refuse layouts that have these names too, and other bits than those that the shapes have."""
-    if config.variant not in _VARIANTS:
-        raise ConvertError(
-            f"{weight.name!r} is in the layout {config.variant!r} by config.json.",
-            why="ckpt reads gptq, gptq_v2 and AWQ's gemm.",
-        )
-    if config.bits not in (None, bits):
-        raise ConvertError(f"{weight.name!r} has {bits} bits by the shapes, and {config.bits} by config.json.")
 
 
 def _run(weight: Part, scales: Part, columns: int, cells: int, config: Config) -> int:

@@ -5,8 +5,6 @@ Source: mlx/backend/cpu/quantized.cpp; `quantization` in config.json as mlx-lm w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
@@ -16,18 +14,8 @@ _WORD = 32  # bits
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mode:
-    """A way that has exponents or FP8 for scales, and no biases."""
-
-    bits: int
-    group: int
-    scales: str
-
-
-_MODES = {
-    "mxfp4": _Mode(4, 32, "float8_e8m0fnu"), "nvfp4": _Mode(4, 16, "float8_e4m3fn"), "mxfp8": _Mode(8, 32, "float8_e8m0fnu"),
-}  # fmt: skip
+# With exponents or FP8 for scales, and no biases: bits, codes that have one scale, dtype of the scales
+_MODES = {"mxfp4": (4, 32, "float8_e8m0fnu"), "nvfp4": (4, 16, "float8_e4m3fn"), "mxfp8": (8, 32, "float8_e8m0fnu")}
 
 
 def match_mlx(name: str, roles: Roles) -> Quantised | None:
@@ -36,10 +24,10 @@ def match_mlx(name: str, roles: Roles) -> Quantised | None:
     if weight is None or scales is None or weight.dtype != "uint32" or len(weight.shape) < 2:
         return None
     if scales.dtype == "uint8" and biases is None:
-        mode = next((mode for mode, way in _MODES.items() if _fits(weight, scales, way.bits * way.group)), None)
+        mode = next((mode for mode, (bits, group, _) in _MODES.items() if _fits(weight, scales, bits * group)), None)
         if mode is None:
             return None
-        columns = weight.shape[-1] * _WORD // _MODES[mode].bits
+        columns = weight.shape[-1] * _WORD // _MODES[mode][0]
         count = weight.entry.numel // weight.shape[-1] * columns
         return Quantised(name, f"mlx {mode}", (weight, scales), count, lambda config: _of_mode(weight, scales, mode, config))
     if biases is None or scales.entry.dtype.family != "float":
@@ -48,7 +36,6 @@ def match_mlx(name: str, roles: Roles) -> Quantised | None:
 
 
 def _fits(weight: Part, scales: Part, bits: int) -> bool:
-    """Whether one scale is for codes of so many bits together."""
     outer, words = weight.shape[:-1], weight.shape[-1]
     return scales.shape[:-1] == outer and len(scales.shape) == len(weight.shape) and words * _WORD == scales.shape[-1] * bits
 
@@ -80,16 +67,16 @@ def _affine(weight: Part, scales: Part, biases: Part, config: Config) -> Plain:
 
 
 def _of_mode(weight: Part, scales: Part, mode: str, config: Config) -> Plain:
-    said, way = config.layer(weight.name.rpartition(".")[0]), _MODES[mode]
+    said, (bits, group, kind) = config.layer(weight.name.rpartition(".")[0]), _MODES[mode]
     if said.mode not in ("", mode):
         raise ConvertError(f"{weight.name!r} is {mode} by its shapes, and {said.mode!r} by config.json.")
-    columns = weight.shape[-1] * _WORD // way.bits
+    columns = weight.shape[-1] * _WORD // bits
 
     def make() -> Rows:
-        found = scales.numbers(way.scales)
-        if way.bits == 4:
-            return nibbles(weight.numbers("uint8"), found.floats, way.group, columns, low_first=True)
+        found = scales.numbers(kind)
+        if bits == 4:
+            return nibbles(weight.numbers("uint8"), found.floats, group, columns, low_first=True)
         codes = weight.numbers("float8_e4m3fn").rows(columns)
-        return scaled(codes, found.rows(scales.shape[-1]), columns, way.group)
+        return scaled(codes, found.rows(scales.shape[-1]), columns, group)
 
     return Plain((*weight.shape[:-1], columns), make)

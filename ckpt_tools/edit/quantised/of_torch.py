@@ -7,12 +7,11 @@ torch/ao/nn/quantized/modules/linear.py (`LinearPackedParams`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised
-from ckpt_tools.edit.quantised.scaled import scaled_plain
+from ckpt_tools.edit.quantised.scaled import per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import rebuild_tensor_v2, unusual_tensor
@@ -38,13 +37,7 @@ def read_packed(key: str, node: Node, state_dict: Dict) -> Quantised | None:
     return found if bias is None else replace(found, bias=(f"{path}.bias", bias))
 
 
-def beside_packed(path: str) -> Sequence[str]:
-    """What such a layer has besides: the dtype, and the scale of its output."""
-    return f"{path}._packed_params.dtype", f"{path}.scale", f"{path}.zero_point"
-
-
 def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
-    """A tensor that torch has quantised; None for any other."""
     if node.name != "torch._utils._rebuild_qtensor" or unusual_tensor(node) is None:  # which checks what it is made of
         return None
     storage, offset, size, stride, scheme, _, hooks = _args(node)
@@ -60,7 +53,7 @@ def read_qtensor(key: str, node: Object, name: str) -> Quantised | None:
     scale, zero = _part(key, "scale", scheme[1], "float64"), _part(key, "zero_point", scheme[2], "int64")
 
     def settle(_: object) -> Plain:
-        return Plain(view.shape, scaled_plain(codes, scale, zero, shape, grid, boxes).make)
+        return Plain(view.shape, per_box(codes, scale, zero, shape, grid, boxes))
 
     label = f"torch {view.dtype.name}, {'a scale a tensor' if axis is None else 'a scale a channel'}"
     return Quantised(name, label, (codes, scale, zero), view.numel, settle)

@@ -29,13 +29,17 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
     packed, scale, zero, groups = parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("column_groups")
     shape = _shape(packed, parts.get("shape"))
     columns, words = shape[-1], packed.shape[-1]
-    bits, loose = _bits(packed, columns, words, config)
+    bits = _bits(packed, columns, words, config)
     grid, boxes = lay_out(packed, shape, scale, config)
     offset = 1 << (bits - 1)
     if groups is not None and (groups.shape != (columns,) or groups.dtype != "int32"):
         raise mismatch(packed, groups, "The group of every column is wanted.")
     if zero is not None:
-        _check_zero(zero, grid, bits, loose)
+        height = grid[-2] if len(grid) > 1 else 1
+        down = (*grid[:-2], -(-height * bits // _WORD_BITS), grid[-1])  # packed along the rows of scales
+        if (zero.dtype, zero.shape) not in (("int32", down), ("int8", grid)):
+            rows, cells = as_matrix(grid)
+            raise ConvertError(f"{zero}: the zero points of {rows} x {cells} scales are wanted.")
 
     def spread(rows: Rows) -> Rows:
         return repeated(rows, shape[:-1], grid[:-1], boxes[:-1])
@@ -45,9 +49,8 @@ def _compressed_settle(parts: dict[str, Part], config: Config) -> Plain:
         if zero is not None and zero.dtype == "int8":
             zeros = spread(zero.numbers().rows(grid[-1]))
         elif zero is not None:
-            height = grid[-2] if len(grid) > 1 else 1
-            zeros = spread(packed_down(zero.numbers(), bits, height, grid[-1], offset, loose=loose))
-        codes = unpacked_rows(packed.numbers(), bits, columns, words, offset, loose=loose)
+            zeros = spread(packed_down(zero.numbers(), bits, height, grid[-1], offset))
+        codes = unpacked_rows(packed.numbers(), bits, columns, words, offset)
         order = None if groups is None else groups.numbers()
         return scaled(codes, spread(scale.numbers().rows(grid[-1])), columns, boxes[-1], zeros, order, grid[-1])
 
@@ -66,27 +69,14 @@ def _shape(packed: Part, shape: Part | None) -> tuple[int, ...]:
     return sizes
 
 
-def _bits(packed: Part, columns: int, words: int, config: Config) -> tuple[int, bool]:
-    """Bits of a code, and whether words hold whole codes only, as versions before 0.16 wrote 3, 5 and 6 bits."""
-    dense = [(bits, False) for bits in range(1, 9) if -(-columns * bits // _WORD_BITS) == words]
-    loose = [(bits, True) for bits in (3, 5, 6) if -(-columns // (_WORD_BITS // bits)) == words]
-    found = [row for row in dense + loose if config.bits in (None, row[0])]
-    if config.bits is None and len(dense) == 1:
-        found = dense
+def _bits(packed: Part, columns: int, words: int, config: Config) -> int:
+    fits = [bits for bits in range(1, 9) if -(-columns * bits // _WORD_BITS) == words and config.bits in (None, bits)]
+    # Before 0.16 words held whole codes only: where those would take as many words, the file does not tell which it is.
+    found = [bits for bits in fits if bits not in (3, 5, 6) or not 1 < words == -(-columns // (_WORD_BITS // bits))]
     if len(found) != 1:
         raise ConvertError(
             f"{packed} is packed, and the bits of a code are not known.",
-            why=f"{columns} codes in {words} words fit {', '.join(str(bits) for bits, _ in found) or 'no number of'} bits.",
+            why=f"{columns} codes in {words} words fit {', '.join(map(str, found)) or 'no number of'} bits.",
             fix="config.json beside the weights says them (num_bits).",
         )
     return found[0]
-
-
-def _check_zero(zero: Part, grid: tuple[int, ...], bits: int, loose: bool) -> None:
-    """Zero points are there for every scale: packed along the rows of scales, or as they are."""
-    rows, columns = as_matrix(grid)
-    height = grid[-2] if len(grid) > 1 else 1
-    words = -(-height // (_WORD_BITS // bits)) if loose else -(-height * bits // _WORD_BITS)
-    packed = (*grid[:-2], words, columns)
-    if (zero.dtype, zero.shape) not in (("int32", packed), ("int8", grid)):
-        raise ConvertError(f"{zero}: the zero points of {rows} x {columns} scales are wanted.")

@@ -64,8 +64,6 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """A tensor that is quantised."""
-
     name: str
     scheme: str
     parts: tuple[Part, ...]
@@ -126,7 +124,6 @@ def roles_of(name: str) -> Iterable[tuple[str, str]]:
 
 
 def said_in(name: str, data: bytes) -> dict[str, Any]:
-    """What a text in JSON says of how weights are quantised."""
     try:
         found = load_json(data)
     except ValueError:
@@ -137,5 +134,4 @@ def said_in(name: str, data: bytes) -> dict[str, Any]:
 
 
 def mismatch(one: Part, other: Part, wanted: str = "") -> ConvertError:
-    """The error for two parts whose shapes do not belong together."""
     return ConvertError(f"{one}, and {other}: they do not fit each other.", why=wanted)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.edit.quantised.scaled import FP8, SHORT, lay_out, scaled_plain
+from ckpt_tools.edit.quantised.scaled import FP8, SHORT, lay_out, per_box
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.quantised import Rows, grouped, packed_apart
+from ckpt_tools.values.quantised import Rows, packed_apart, scaled
 
 
 def match_quanto(name: str, roles: Roles) -> Quantised | None:
-    """A weight by the names that `save_to_state_dict` gives its parts."""
     codes, scale = roles.get("quanto"), roles.get("quanto_scale")
     if codes is None or scale is None or codes.dtype not in ("int8", *FP8) or "quanto_shift" in roles:
         return _match_packed(name, roles)
 
     def settle(config: Config) -> Plain:
         grid, boxes = lay_out(codes, codes.shape, scale, config)
-        return scaled_plain(codes, scale, None, codes.shape, grid, boxes)
+        return Plain(codes.shape, per_box(codes, scale, None, codes.shape, grid, boxes))
 
     return Quantised(name, f"quanto {SHORT.get(codes.dtype, codes.dtype)}", (codes, scale), codes.entry.numel, settle)
 
@@ -41,9 +40,7 @@ def _match_packed(name: str, roles: Roles) -> Quantised | None:
 def _settle(packed: Part, scale: Part, shift: Part, bias: Part | None, bits: list[int]) -> Plain:
     groups, size = scale.entry.numel, packed.shape[1]
     if scale.shape != (groups, 1) or shift.shape != scale.shape or shift.entry.dtype.family != "float" or len(bits) != 1:
-        raise mismatch(
-            packed, scale, "A scale and a shift for each group of 2 or 4 bits are wanted, as quanto 0.2 writes them."
-        )
+        raise mismatch(packed, scale, "A scale and a shift for each group of 2 or 4 bits are wanted, as in quanto 0.2.")
     rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 else 0
     if not rows or groups % rows:
         raise ConvertError(
@@ -52,8 +49,15 @@ def _settle(packed: Part, scale: Part, shift: Part, bias: Part | None, bits: lis
             fix="Load it with optimum-quanto, save `weight.dequantize()`.",
         )
 
+    in_row = groups // rows
+    shape = rows, in_row * size
+
     def make() -> Rows:
         codes = packed_apart(packed.numbers(), bits[0], packed.shape[0], size)
-        return grouped(codes, scale.numbers().rows(1), shift.numbers().rows(1), groups // rows)
+        shifts = shift.numbers().rows(in_row)
+        return scaled(
+            lambda first, count: codes(first * in_row, count * in_row).view(count, -1), scale.numbers().rows(in_row), shape[1],
+            size, biases=lambda first, count: -shifts(first, count),
+        )  # fmt: skip
 
-    return Plain((rows, groups // rows * size), make)
+    return Plain(shape, make)

@@ -7,7 +7,7 @@ from math import prod
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
-from ckpt_tools.values.quantised import Rows, repeated, scaled
+from ckpt_tools.values.quantised import MakeRows, Rows, repeated, scaled
 
 Sizes = tuple[int, ...]
 FP8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
@@ -33,14 +33,14 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
         grid, boxes = lay_out(weight, shape, scale, config)
         if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
             raise mismatch(scale, zero, "A zero point for each scale is wanted.")
-        return Plain(weight.shape, scaled_plain(weight, scale, zero, shape, grid, boxes, exponents=exponents).make)
+        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes, exponents=exponents))
 
     return Quantised(name, label, parts, weight.entry.numel, settle)
 
 
-def scaled_plain(
+def per_box(
     weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, exponents: bool = False
-) -> Plain:
+) -> MakeRows:
     """Codes with so many scales along every dimension, each for a box of elements."""
 
     def rows_of(part: Part) -> Rows:
@@ -51,7 +51,7 @@ def scaled_plain(
         zeros = None if zero is None else rows_of(zero)
         return scaled(weight.numbers().rows(shape[-1]), rows_of(scale), shape[-1], boxes[-1], zeros)
 
-    return Plain(shape, make)
+    return make
 
 
 def granularity(shape: Sizes, scale: Sizes) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
-from ckpt_tools.edit.quantised.scaled import FP8, SHORT, scaled_plain
+from ckpt_tools.edit.quantised.scaled import FP8, SHORT, per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.pickling.torch_objects import FROM_TYPE, unusual_tensor, unwrapped
@@ -44,7 +44,7 @@ def match_flat(name: str, roles: Roles) -> Quantised | None:
         own = data.get("dtype")
         return _plain(found, data.get("block_size"), DTYPES.get(str(own.get("_data") if isinstance(own, dict) else "")))
 
-    return Quantised(name, _label(found), tuple(found.values()), found["qdata"].entry.numel, settle)
+    return Quantised(name, _label(found["qdata"].dtype), tuple(found.values()), found["qdata"].entry.numel, settle)
 
 
 def read_subclass(name: str, node: Object) -> Quantised | None:
@@ -63,7 +63,7 @@ def read_subclass(name: str, node: Object) -> Quantised | None:
         raise ConvertError(f"{found['qdata']}, and the weight is {list(unusual.shape or ())}.", why=_KNOWN)
     block = list(sizes.items if type(sizes) is List else sizes if type(sizes) is tuple else ())
     parts = tuple(found[key] for key in (*_USED, *_OF_ACTIVATIONS) if key in found)
-    label = _label(found, bits.name if type(bits) is Global else "")
+    label = _label(bits.name if type(bits) is Global else found["qdata"].dtype)
     return Quantised(name, label, parts, found["qdata"].entry.numel, lambda _: _plain(found, block, unusual.dtype))
 
 
@@ -72,23 +72,22 @@ _KNOWN = f"ckpt reads {', '.join(_CODES)}, as torchao 0.18 writes them."
 
 def _check(name: str, kind: str, found: Roles) -> None:
     """Refuse classes and parts of other versions, and a weight that is not whole."""
-    fix = "Load it with torchao and save `tensor.dequantize()`."
-    if kind not in _CODES:
-        raise ConvertError(
-            f"{name!r} is quantised as torchao's {kind or 'unknown class'}, which is not read.", why=_KNOWN, fix=fix
-        )
     missing = [key for key in ("qdata", "scale") if key not in found]
-    if missing:
-        raise ConvertError(f"{name!r} is torchao's {kind}, and its {missing[0]} is missing.", why=_KNOWN)
-    if found["qdata"].dtype not in _CODES[kind]:
-        raise ConvertError(f"{name!r} is torchao's {kind} with codes of {found['qdata'].dtype}.", why=_KNOWN, fix=fix)
     other = [key for key in found if key not in (*_USED, *_OF_ACTIVATIONS)]
-    if other:
-        raise ConvertError(f"{name!r} is torchao's {kind} with {other[0]!r}, which changes what it means.", why=_KNOWN, fix=fix)
+    if kind not in _CODES:
+        what = f"quantised as torchao's {kind or 'unknown class'}, which is not read"
+    elif missing:
+        raise ConvertError(f"{name!r} is torchao's {kind}, and its {missing[0]} is missing.", why=_KNOWN)
+    elif found["qdata"].dtype not in _CODES[kind]:
+        what = f"torchao's {kind} with codes of {found['qdata'].dtype}"
+    elif other:
+        what = f"torchao's {kind} with {other[0]!r}, which changes what it means"
+    else:
+        return
+    raise ConvertError(f"{name!r} is {what}.", why=_KNOWN, fix="Load it with torchao and save `tensor.dequantize()`.")
 
 
-def _label(found: Roles, target: str = "") -> str:
-    dtype = target or found["qdata"].dtype
+def _label(dtype: str) -> str:
     return f"torchao {SHORT.get(dtype, dtype)}"
 
 
@@ -106,5 +105,5 @@ def _plain(found: Roles, block: Any, own: DType | None) -> Plain:
     for part in (scale, *([zero] if zero else [])):
         if not fits or part.entry.numel != prod(grid):
             raise mismatch(codes, part, f"One for each block of {block} is wanted.")
-    plain = scaled_plain(codes, scale, zero, shape, grid, tuple(block))
-    return Plain(plain.shape, lambda: rounded(plain.make(), own)) if own in _ROUNDED else plain
+    make = per_box(codes, scale, zero, shape, grid, tuple(block))
+    return Plain(shape, (lambda: rounded(make(), own)) if own in _ROUNDED else make)

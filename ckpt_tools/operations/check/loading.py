@@ -80,7 +80,7 @@ def _cuda_devices() -> int:
     )
     if not any(map(os.path.exists, drivers)) and not glob.glob("/dev/nvidia[0-9]*"):
         return 0
-    from ckpt_tools.values.counting import cuda_devices
+    from ckpt_tools.values.measures import cuda_devices
 
     return cuda_devices()
 

@@ -20,7 +20,7 @@ from ckpt_tools.operations.check import digests, values
 from ckpt_tools.operations.check.passes import Advance, Crc, Span, read_through
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
-from ckpt_tools.values.counting import ValueCount
+from ckpt_tools.values.measures import ValueCount
 from ckpt_tools.values.numeric import row_major, view_of
 
 

@@ -181,7 +181,7 @@ class Edits:
         """With other device tags, where that was asked for."""
         if self.retag is None:
             return root
-        from ckpt_tools.edit.devices import map_devices
+        from ckpt_tools.edit.casts import map_devices
 
         root, report.devices = map_devices(root, self.retag)
         _note_devices(report, checkpoint, self.kind, self.map_location)
@@ -256,13 +256,13 @@ class Edits:
         return self._slimmed(root, report) if options.slim else root, done | used
 
     def _slimmed(self, root: Node, report: Converted) -> Node:
-        from ckpt_tools.edit import compaction, slimming
+        from ckpt_tools.edit import slimming
 
         before = tensors_in(root)
         root, gone = slimming.slim(root)
         self.account.leave_at(before, (where for where, _ in gone))
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, done = compaction.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
+        root, done = slimming.compact(root, verify=self.kind != "pth" and not self.options.no_verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
 
@@ -391,7 +391,7 @@ def _is_plain(checkpoint: Checkpoint) -> bool:
 def _retagging(spec: str | None) -> Callable[[str], str] | None:
     if spec is None:
         return None
-    from ckpt_tools.edit.devices import parse_map_location
+    from ckpt_tools.edit.casts import parse_map_location
 
     return parse_map_location(spec)
 

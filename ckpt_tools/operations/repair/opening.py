@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tools import limits
-from ckpt_tools.edit.devices import map_storages
+from ckpt_tools.edit.casts import map_storages
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,

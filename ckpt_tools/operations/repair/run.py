@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
-from ckpt_tools.edit.devices import is_device
+from ckpt_tools.edit.casts import is_device
 from ckpt_tools.errors import CkptError, RepairError, UsageError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint

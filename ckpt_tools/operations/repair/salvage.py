@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ckpt_tools.edit.devices import map_storages
+from ckpt_tools.edit.casts import map_storages
 from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.checkpoint import Checkpoint
