@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
@@ -32,10 +32,6 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.tree.parametrized import Parametrized
 from ckpt_tools.values.numeric import live_content, row_major
-
-if TYPE_CHECKING:
-    pass
-
 
 # --- a plan of patterns for one checkpoint
 

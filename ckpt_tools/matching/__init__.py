@@ -17,7 +17,7 @@ from ckpt_tools.matching.lexicon import words
 from ckpt_tools.matching.pairing import NOT_TRANSPOSED, Pairing
 from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Mismatch, Offer, Param, Reason
 from ckpt_tools.tree.graphs import Graph
-from ckpt_tools.tree.names import LEADING_WRAPPERS, MODULE, check_unique, strip_inner, unwrap
+from ckpt_tools.tree.names import MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.tree.parametrized import part_of
 
 # --- the stages that names alone decide

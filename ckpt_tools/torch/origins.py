@@ -167,7 +167,6 @@ class Library:
 
     @cached_property
     def _by_end(self) -> dict[str, list[Stored]]:
-        """By each end of a path that begins at a dot."""
         return _grouped((end, stored) for stored in self.tensors for end in ends(stored.where))
 
     def named(self, name: str) -> list[Stored]:

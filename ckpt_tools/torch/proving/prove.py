@@ -23,8 +23,19 @@ from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Fault, Proved, Run, Setting, Unproved
 from ckpt_tools.torch import load_into
-from ckpt_tools.torch.proving import inputs
-from ckpt_tools.torch.proving.inputs import Done, Given, Precision, RaisedError, cast, computing_in, run, run_alone, seeded
+from ckpt_tools.torch.proving.inputs import (
+    Done,
+    Given,
+    Precision,
+    RaisedError,
+    cast,
+    computing_in,
+    digest,
+    make,
+    run,
+    run_alone,
+    seeded,
+)  # fmt: skip
 from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, pair_tensors
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
@@ -364,9 +375,32 @@ def prove(
         UsageError: an input that cannot be read. CkptError: a file cannot be read or written.
     """
     specs = [inputs] if isinstance(inputs, str) else list(inputs)
-    return Prover(specs, seed, runs, tolerance).prove(
-        (os.fspath(old), os.fspath(new)), _two(model), _two(model_args), select, certificate, overwrite
-    )
+    if not specs:
+        raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
+    if not 1 <= runs <= _MOST_RUNS:
+        raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {_MOST_RUNS}.")
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
+    if certificate is not None:
+        check_document_name(certificate, "a certificate", ".json")
+    sets = make([parse(spec) for spec in specs], seed, runs)
+    sides = zip((os.fspath(old), os.fspath(new)), _two(model), _two(model_args), (select, None), strict=True)
+    wanted = [Wanted(*row) for row in sides]
+    report = Proved(*(Run(side.path, side.label) for side in wanted))
+    report.inputs, report.seed, report.runs, report.input_digest = specs, seed, runs, digest(sets)
+    report.versions = {"python": platform.python_version(), "torch": torch.__version__, "ckpt_tools": ckpt_tools.__version__}
+    models = make_both(wanted[0], wanted[1], seed)
+    _compare(_trial(models, sets, seed, tolerance), report)
+    if certificate is not None:
+        report.old, report.new = (
+            Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
+        )
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
+        with replacing(certificate, overwrite=overwrite) as output:
+            write([Piece(Literal(text.encode()))], output)
+    return report
 
 
 def _two(value: Any) -> tuple[Any, Any]:
@@ -377,82 +411,46 @@ def _two(value: Any) -> tuple[Any, Any]:
     return value, value
 
 
-class Prover:
-    """What is the same for both models: the inputs, and what counts as equal."""
+def _compare(trial: Trial, report: Proved) -> None:
+    old, new = trial.models
+    report.dtype, report.tolerance, report.equal = trial.precision.dtype_name, trial.tolerance, trial.is_equal
+    report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
+    if math.isfinite(trial.relative):
+        report.largest, report.relative = trial.largest, trial.relative
+    partners = pair_tensors(old, new)
+    found = pair_modules(old, new, partners)
+    roots = trial.done[0][0].root, trial.done[0][1].root
+    pairs = in_both(found, *roots)
+    report.modules, report.calls = len(pairs), count(*roots, pairs)
+    report.settings = list(_settings(old, new, found))
+    if report.equal:
+        trial.refuse_nothing()
+        report.unproved = trial.reach().unproved(tensors_of(old), {other: name for name, other in partners.items()})
+    else:
+        search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
+        report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
+        trial.refuse_random(report.fault)
 
-    def __init__(self, specs: Sequence[str], seed: int, runs: int, tolerance: float | None) -> None:
-        if not specs:
-            raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
-        if not 1 <= runs <= _MOST_RUNS:
-            raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {_MOST_RUNS}.")
-        if tolerance is not None and not tolerance >= 0:
-            raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
-        if not -(1 << 63) <= seed < 1 << 63:
-            raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
-        self.specs, self.seed, self.tolerance = list(specs), seed, tolerance
-        self.sets = inputs.make([parse(spec) for spec in specs], seed, runs)
 
-    def prove(
-        self, paths: tuple[str, str], models: tuple[Any, Any], arguments: tuple[Any, Any], select: str | None,
-        certificate: str | os.PathLike[str] | None, overwrite: bool,
-    ) -> Proved:  # fmt: skip
-        if certificate is not None:
-            check_document_name(certificate, "a certificate", ".json")
-        wanted = [Wanted(*row) for row in zip(paths, models, arguments, (select, None), strict=True)]
-        old, new = make_both(wanted[0], wanted[1], self.seed)
-        report = Proved(Run(paths[0], wanted[0].label), Run(paths[1], wanted[1].label))
-        report.inputs, report.seed, report.runs = self.specs, self.seed, len(self.sets)
-        python, own = platform.python_version(), ckpt_tools.__version__
-        report.versions = {"python": python, "torch": torch.__version__, "ckpt_tools": own}
-        self._compare(old, new, report)
-        if certificate is not None:
-            report.old, report.new = (
-                Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
-            )
-            text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-            with replacing(certificate, overwrite=overwrite) as output:
-                write([Piece(Literal(text.encode()))], output)
-        return report
-
-    def _compare(self, old: torch.nn.Module, new: torch.nn.Module, report: Proved) -> None:
-        trial = self._trial(old, new)
-        report.input_digest, report.dtype = inputs.digest(self.sets), trial.precision.dtype_name
-        report.tolerance, report.equal = trial.tolerance, trial.is_equal
-        report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
-        if math.isfinite(trial.relative):
-            report.largest, report.relative = trial.largest, trial.relative
-        partners = pair_tensors(old, new)
-        found = pair_modules(old, new, partners)
-        pairs = in_both(found, trial.done[0][0].root, trial.done[0][1].root)
-        report.modules, report.calls = len(pairs), count(trial.done[0][0].root, trial.done[0][1].root, pairs)
-        report.settings = list(_settings(old, new, found))
-        if report.equal:
-            trial.refuse_nothing()
-            report.unproved = trial.reach().unproved(tensors_of(old), {other: name for name, other in partners.items()})
-        else:
-            search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
-            report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
-            trial.refuse_random(report.fault)
-
-    def _trial(self, old: torch.nn.Module, new: torch.nn.Module) -> Trial:
-        """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
-        best: Trial | None = None
-        problem: RaisedError | None = None
-        for precision in Precision:
-            if precision is Precision.FLOAT32 and best is not None:
-                break
-            try:
-                trial = Trial.run(old, new, self.sets, precision, self.seed, self.tolerance)
-            except RaisedError as error:
-                problem = error
-                continue
-            best = trial if best is None or trial.relative < best.relative else best
-            if best.is_equal or best.relative > _ROUNDING:
-                return best
-        if best is not None:
+def _trial(models: tuple[torch.nn.Module, torch.nn.Module], sets: Sequence[Given], seed: int, tolerance: float | None) -> Trial:
+    """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
+    best: Trial | None = None
+    problem: RaisedError | None = None
+    for precision in Precision:
+        if precision is Precision.FLOAT32 and best is not None:
+            break
+        try:
+            trial = Trial.run(*models, sets, precision, seed, tolerance)
+        except RaisedError as error:
+            problem = error
+            continue
+        best = trial if best is None or trial.relative < best.relative else best
+        if best.is_equal or best.relative > _ROUNDING:
             return best
-        assert problem is not None, "it has run in no precision"
-        raise _raised(problem, "OLD" if problem.model is old else "NEW") from problem.__cause__
+    if best is not None:
+        return best
+    assert problem is not None, "it has run in no precision"
+    raise _raised(problem, "OLD" if problem.model is models[0] else "NEW") from problem.__cause__
 
 
 def _raised(problem: RaisedError, side: str) -> ConvertError:
@@ -495,15 +493,15 @@ def make_both(old: Wanted, new: Wanted, seed: int) -> tuple[torch.nn.Module, tor
 
 def _made(wanted: Wanted, seed: int) -> torch.nn.Module:
     with seeded(seed):
-        made = _from(wanted)
+        if isinstance(wanted.spec, torch.nn.Module):
+            return copy.deepcopy(wanted.spec)
+        made = _called(wanted)
     if not isinstance(made, torch.nn.Module):
         raise ConvertError(f"{wanted.label} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
     return made
 
 
-def _from(wanted: Wanted) -> Any:
-    if isinstance(wanted.spec, torch.nn.Module):
-        return copy.deepcopy(wanted.spec)
+def _called(wanted: Wanted) -> Any:
     if not callable(wanted.spec):
         if (build := read_target(wanted.spec, args=wanted.arguments).build) is None:
             raise UsageError(f"{wanted.spec} does not make a model.", fix="Give package.module:callable or ./models.py:Net.")
