@@ -217,8 +217,6 @@ def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[
 
 
 class _Fitting:
-    """One fit under way."""
-
     def __init__(self, source: Mapping[str, Node], wanted: Wanted, choices: Choices) -> None:
         self.source, self.wanted, self.choices, self.seed = source, wanted, choices, choices.seed
         self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
@@ -253,7 +251,6 @@ class _Fitting:
         return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in missing})
 
     def resize(self, old: str, new: str, shape: Shape) -> None:
-        """A tensor of another shape."""
         entry, choice = self.source[old], self.choices.on_mismatch
         blank = self.blank(new, entry, shape)
         before = entry.shape if type(entry) is Entry else ()
@@ -294,7 +291,6 @@ class _Fitting:
         return self.storages.entry(made.content, blank, entry)
 
     def initialise(self, name: str, like: Node = None, blank: Blank | None = None) -> None:
-        """A tensor that the checkpoint does not have, or not in this shape."""
         if like is None and self.choices.reinit.of(name) is None:
             return  # allowed to be missing
         blank = blank or self.blank(name, like)
@@ -354,7 +350,6 @@ class NewStorages:
         self.count = 0
 
     def entry(self, made: Content, blank: Blank, like: Node) -> Entry:
-        """An entry on a storage of its own."""
         self.count += 1
         dtype = blank.dtype
         storage = Storage(f"{self.prefix}{self.count}", dtype if dtype.storage else None, made.length, self.device, made)
@@ -383,7 +378,6 @@ class _Problems:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
 
     def say(self, typed: str, in_code: str) -> str:
-        """An advice as it is typed, or as it is given in code."""
         return in_code if self.in_code else typed
 
     def error(self, label: str) -> MatchError:

@@ -49,12 +49,10 @@ class PartnerOptions(Options):
 
     @property
     def stages(self) -> Stages | None:
-        """How partners are found."""
         return self.match
 
     @property
     def run(self) -> tuple[Any, str | Sequence[str]]:
-        """The model of IN, and what it takes, where it is to be run."""
         return None, ()
 
 
@@ -83,12 +81,10 @@ class RunOptions(PartnerOptions):
 
     @property
     def stages(self) -> Stages | None:
-        """How partners are found; a model of IN is asked by structure."""
         return self.match or ("structure" if self.from_ is not None else None)
 
     @property
     def run(self) -> tuple[Any, str | Sequence[str]]:
-        """The model of IN, and what it takes, where it is to be run."""
         return self.from_, self.input
 
 
@@ -148,5 +144,4 @@ class FitOptions(LikeOptions, PartnerOptions, PlanOptions, LeftOverOptions):
 
     @property
     def targeted(self) -> bool:
-        """Whether the checkpoint is fitted to something."""
         return self.like is not None or self.plan is not None

@@ -38,8 +38,6 @@ from ckpt_tools.values.numeric import live_content, row_major
 
 @dataclass(slots=True)
 class Expanded:
-    """A plan for one checkpoint."""
-
     plan: Plan
     dropped: dict[str, str]
     values: dict[str, str]
@@ -69,8 +67,6 @@ def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values, other
 
 
 class _Expansion:
-    """One expansion under way."""
-
     def __init__(self, plan: PatternPlan, shapes: Mapping[str, Shape], values: Values) -> None:
         self.plan, self.values, self.shapes = plan, values, dict(shapes)
         self.positions = {name: at for at, name in enumerate(shapes)}
@@ -163,7 +159,6 @@ class _Expansion:
     # --- one step after the other
 
     def do(self, number: int) -> None:
-        """Add the steps that one pattern step stands for."""
         step, claims = self.plan.steps[number], self.claims[number]
         if not step.old:
             return
@@ -323,7 +318,6 @@ class Retargeting:
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
     def _read(self, node: Dict, config: Config) -> Expanded:
-        """The plan of the file, for this state dict."""
         options = self.options
         plan, values = read_any_plan(cast("str", options.plan)), cast("Mapping[str, int]", options.plan_value or {})
         if not isinstance(plan, PatternPlan):
@@ -405,7 +399,6 @@ class _OwnValues:
         self.tensors: Mapping[str, Any] | None = None
 
     def content(self, name: str) -> Content:
-        """The bytes of one tensor, row-major."""
         if self.tensors is None:
             self.tensors = self._read()
         value = self.tensors[name]

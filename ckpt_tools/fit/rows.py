@@ -240,7 +240,6 @@ class NamePattern:
 
     @classmethod
     def read(cls, text: str) -> NamePattern:
-        """Read a pattern."""
         pieces, placeholders, at = [""], [], 0
         for part in _PART.finditer(text):
             pieces[-1] += text[at : part.start()]
@@ -264,7 +263,6 @@ class NamePattern:
 
     @property
     def names(self) -> frozenset[str]:
-        """The placeholders, each once."""
         return frozenset(self.placeholders)
 
     def numbers(self) -> list[str]:
@@ -328,7 +326,6 @@ class Index:
         self._by_key: dict[str, dict[tuple[int, ...], dict[tuple[str, ...], list[tuple[list[str], object]]]]] = {}
 
     def add(self, pattern: NamePattern, what: object) -> None:
-        """Take in a pattern."""
         numbers = pattern.numbers()
         places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
         written = tuple(numbers[place] for place in places)
@@ -378,13 +375,11 @@ class Fields:
         return key in self.row
 
     def read(self, key: str, read: Reader, default: Any = _NEEDED) -> Any:
-        """A field as `read` has it."""
         if key not in self.row and default is not _NEEDED:
             return default
         return read(self.row.get(key), f"{self.label}: {key}")
 
     def several(self, key: str, read: Reader, default: Any = _NEEDED) -> tuple[Any, ...]:
-        """One, or a list of several where a step has several."""
         value = self.row.get(key)
         if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
             return tuple(read(item, f"{self.label}: {key}") for item in value)

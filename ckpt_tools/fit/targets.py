@@ -34,8 +34,6 @@ from ckpt_tools.values.pytorch import need_torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A target model."""
-
     label: str
     params: tuple[Param, ...]
     module: Any = None
@@ -45,7 +43,6 @@ class Target:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in order."""
         return tuple(param.name for param in self.params)
 
     @property
@@ -130,7 +127,6 @@ def framework_of(checkpoint: Checkpoint) -> Framework | None:
 
 
 def params_of(node: Dict) -> tuple[Param, ...]:
-    """The tensors of a state dict node."""
     return tuple(_param(name, value) for name, value in tensors_by_name(node).items())
 
 

@@ -55,7 +55,6 @@ class Unit:
 
     @property
     def signature(self) -> Signature:
-        """Roles with their shapes."""
         return tuple((role, self.shapes[role], self.integers[role]) for role in sorted(self.roles))
 
     @property
@@ -96,7 +95,6 @@ def units_of(params: Iterable[Param], known: Callable[[str], str]) -> list[Unit]
 
 
 def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
-    """The path of the unit that a tensor belongs to, and its role there."""
     path = tuple(parent.split(".", _MAX_PARTS)) if parent else ()
     if leaf == _COUNTER or leaf in _ROLES:
         return path, _ROLES.get(leaf, _COUNTER)
@@ -310,7 +308,6 @@ def _in_order(olds: Sequence[T], news: Sequence[T], context: _Context) -> list[P
 
 
 def _split(one: Path, other: Path, depth: int) -> int | None:
-    """Where two paths part."""
     return next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
 
 
@@ -353,7 +350,6 @@ class Alignment:
 
 
 def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
-    """Align the units of two sides."""
     _set_kinds(olds, news)
     alignment = Alignment()
     start = _Context((0, 0), (_families_of(olds), _families_of(news)), (_whole_paths(olds), _whole_paths(news)))

@@ -138,7 +138,6 @@ def _shared(several: Iterable[tuple[Axes, Shape | None]], after: Shape | None) -
 
 
 def _moved(name: str, operation: Operation, given: Sequence[tuple[Axes, Shape | None]], made: Value) -> Axes:
-    """The axes of what an operation makes."""
     axes, shape = given[0]
     one, other = [*operation.given, None, None, None][1:3]
     if not any(each for each, _ in given):
@@ -253,7 +252,6 @@ class _Flow:
             self.states[id(value)] = state
 
     def _joined(self, several: Iterable[Feeds]) -> Feeds:
-        """All of several feeds."""
         found = {id(feeds): feeds for feeds in several if feeds}
         return next(iter(found.values())) if len(found) == 1 else self._counted(frozenset().union(*found.values()))
 
@@ -371,7 +369,6 @@ def _narrowed(state: _State, axis: Rows, part: Rows, dim: int | None) -> _State:
 
 
 def _words(name: str, place: int, states: Sequence[_State]) -> set[str]:
-    """What is said of the numbers of an argument."""
     fed = sum(bool(state.feeds) for state in states)
     if name in PASSING or (name in ("mul", "div", "sub", "rsub") and fed < 2):
         return set()

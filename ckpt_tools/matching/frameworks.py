@@ -61,7 +61,6 @@ _MAY_BE = "it may be a transposed convolution, whose kernel Flax has turned arou
 
 
 def _flax_layer(path: Path, shapes: Mapping[str, Shape]) -> Turns | None:
-    """A Dense, a Conv (with groups, too), an Embed or a norm."""
     if set(shapes) == {"embedding"}:
         return {"embedding": Turn("weight", shapes["embedding"])}
     if "kernel" not in shapes:
@@ -248,7 +247,6 @@ def _counted(layers: Sequence[_Layer]) -> dict[Path, Path]:
 
 
 def _as_compared(param: Param, turn: Turn | None, known: str) -> Param:
-    """The tensor as the stages compare it."""
     if known.partition(".")[0] in _STATE:
         return replace(param, kind="state of an optimizer")
     if turn is not None:
@@ -343,7 +341,6 @@ class _Flattened:
         return ""
 
     def _beside(self, at: int, step: int) -> Shape:
-        """The shape of the next tensor of another layer."""
         own = self.rows[at].name.rpartition(".")[0]
         while 0 <= (at := at + step) < len(self.rows):
             if self.rows[at].name.rpartition(".")[0] != own:

@@ -212,11 +212,9 @@ class Evidence:
         return _both(self.sides[0].number(old), self.sides[1].number(new))
 
     def named(self, old: str, new: str) -> Numbers | None:
-        """The nodes of two tensors."""
         return _both(self.sides[0].place.get((old, None)), self.sides[1].place.get((new, None)))
 
     def by_name(self, pairing: Pairing) -> list[Numbers]:
-        """The pairs that are there already."""
         found = (self.named(match.old, new) for new, match in pairing.matches.items())
         return [numbers for numbers in found if numbers is not None]
 

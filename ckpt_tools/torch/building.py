@@ -146,7 +146,6 @@ class Builder:
         return torch.frombuffer(file, dtype=torch.uint8, offset=content.offset, count=content.length).untyped_storage()
 
     def device(self, tag: str) -> torch.device:
-        """Where a storage with this tag goes; made sure of once."""
         if tag not in self.devices:
             if isinstance(self.map_location, Mapping):
                 wanted: str | torch.device = self.map_location.get(tag, tag)

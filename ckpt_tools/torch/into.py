@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -56,14 +56,7 @@ class Copy:
     into: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What is to happen to a model, all of it checked."""
-
-    copies: tuple[Copy, ...]
-    extra_state: tuple[tuple[torch.nn.Module, Any], ...]
-    assign: bool
-    report: LoadReport
+ExtraState: TypeAlias = tuple[torch.nn.Module, Any]
 
 
 class Planner:
@@ -87,7 +80,7 @@ class Planner:
         self.report = LoadReport(str(checkpoint.path))
         self.report.notes += [text for _, text in told_fold(folded)]
 
-    def plan(self) -> LoadPlan:
+    def plan(self) -> tuple[list[Copy], list[ExtraState]]:
         slots = self.slots.tensors
         params = tuple(
             Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()
@@ -110,7 +103,7 @@ class Planner:
         account.close(Dict([*fitted.tensors.items()]), ())
         copies = self._copies(fitted)
         self._fill_report(matching, fitted, copies)
-        return LoadPlan(copies, self._extra_state(), options.assign, self.report)
+        return copies, self._extra_state()
 
     def _tolerate(self, matching: Matching) -> Matching:
         """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
@@ -129,7 +122,7 @@ class Planner:
         slot = self.slots.tensors[name]
         return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
 
-    def _copies(self, fitted: Fitted) -> tuple[Copy, ...]:
+    def _copies(self, fitted: Fitted) -> list[Copy]:
         copies = []
         taken: dict[object, tuple[str, Entry]] = {}
         for name, node in fitted.tensors.items():
@@ -152,7 +145,7 @@ class Planner:
             if self.slots.tensors[name].tensor.is_meta:
                 raise ConvertError(f"{name!r} is on the meta device: it has no value of its own to keep.",
                                    fix='Choose another scheme than "target".')  # fmt: skip
-        return tuple(copies)
+        return copies
 
     def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
         """One tensor of the model under two names takes one value."""
@@ -188,7 +181,7 @@ class Planner:
                 f"{names}: buffers that no checkpoint holds are still on the meta device; the model must make them."
             )
 
-    def _extra_state(self) -> tuple[tuple[torch.nn.Module, Any], ...]:
+    def _extra_state(self) -> list[ExtraState]:
         """What modules keep beside tensors, found by name; the wrappers of neither side count."""
         states = dict(self.extras)
         found = find_partners([Param(key, ()) for key in states], [Param(name, ()) for name in self.slots.extra_state])
@@ -205,7 +198,7 @@ class Planner:
             else:
                 self.report.missing.append(name)
         self.report.unexpected += states
-        return tuple(given)
+        return given
 
 
 def _check_assignable(name: str, entry: Entry, slot: Slot) -> None:
@@ -311,19 +304,21 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
             checkpoint.locate()
         with collector_paused():
             chosen = choose(checkpoint, options.select)
+            planner = Planner(checkpoint, chosen, slots, model, options)
+            report = planner.report
             try:
-                plan = Planner(checkpoint, chosen, slots, model, options).plan()
+                copies, states = planner.plan()
             except MatchError as error:
                 if unrun := load_hooks(model):  # they may be what makes it fit
                     error.fix += f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. {_TO_RUN}"
                 raise
         if beside := [dotted(row.where) for row in checkpoint.tensors if row.where[: len(chosen.where)] != chosen.where]:
-            plan.report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
-        _carry_out(plan)
+            report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
+        _carry_out(copies, states, assign=options.assign)
         if unrun := load_hooks(model):
-            plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}. {_TO_RUN}")
+            report.notes.append(f"load hooks that were not run: {listed(unrun)}. {_TO_RUN}")
         checkpoint.source.check_unchanged()
-    return plan.report
+    return report
 
 
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
@@ -340,27 +335,28 @@ def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
         )
 
 
-def _carry_out(plan: LoadPlan) -> None:
+def _carry_out(copies: Sequence[Copy], states: Sequence[ExtraState], *, assign: bool) -> None:
     """Give modules their extra state, copy, and put new tensors in place."""
-    tensors = [_new_tensor(copy, plan.assign) if copy.into is None else copy.into for copy in plan.copies]
-    _set_extra_state(plan.extra_state)
+    tensors = [_new_tensor(copy, assign) if copy.into is None else copy.into for copy in copies]
+    _set_extra_state(states)
     with torch.no_grad():
-        pairs = [(copy.entry, tensor) for copy, tensor in zip(plan.copies, tensors, strict=True)]
+        pairs = [(copy.entry, tensor) for copy, tensor in zip(copies, tensors, strict=True)]
         copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
         for entry, tensor in pairs:
             if is_dtensor(tensor):
                 _fill_part(entry, tensor)
             else:
                 torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
-    slots = [copy.slot for copy in plan.copies]
-    made = [(slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor]
+    made = [(copy.slot, _in_kind(copy.slot, new)) for copy, new in zip(copies, tensors, strict=True) if new is not copy.into]
     for slot, tensor in made:
-        _put(slot, tensor)
+        for module, own in slot.owners:
+            held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+            held[own] = tensor
 
 
-def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
+def _set_extra_state(states: Sequence[ExtraState]) -> None:
     """Give modules their extra state; when one of them refuses, all have what they had."""
-    before: list[tuple[torch.nn.Module, Any]] = []
+    before: list[ExtraState] = []
     for module, state in states:
         try:
             own = module.get_extra_state()
@@ -402,9 +398,3 @@ def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
         vars(tensor).update(vars(old))
     return tensor
-
-
-def _put(slot: Slot, tensor: torch.Tensor) -> None:
-    for module, own in slot.owners:
-        held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
-        held[own] = tensor

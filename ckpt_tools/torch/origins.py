@@ -113,8 +113,6 @@ class Stored:
 
 
 class Library:
-    """Every plain tensor of the files, while they are open."""
-
     def __init__(self) -> None:
         self.tensors: list[Stored] = []
         self.paths: list[str] = []

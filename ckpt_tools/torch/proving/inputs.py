@@ -81,8 +81,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Done(NamedTuple):
-    """One run: what its modules did, and its outputs."""
-
     root: ModuleCall
     outputs: Named
 
@@ -144,8 +142,6 @@ _OF_BITS = frozenset({"view", "frombuffer", "from_file"})  # they say what the b
 
 
 class Precision(Enum):
-    """What a model computes in."""
-
     FLOAT64 = "float64"
     MIXED = "float64, with float32 where the code says so"
     FLOAT32 = "float32"
@@ -180,7 +176,6 @@ def _wider(value: Any) -> Any:
 
 
 def _deeply(value: Any) -> Any:
-    """With the tensors in it."""
     if isinstance(value, torch.Tensor) and value.dtype in _WIDER:
         return value.to(_WIDER[value.dtype])
     if isinstance(value, Mapping):

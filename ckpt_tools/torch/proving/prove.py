@@ -222,8 +222,6 @@ _SIDES = ("OLD", "NEW")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What two models did."""
-
     models: tuple[torch.nn.Module, torch.nn.Module]
     sets: Sequence[Given]
     precision: Precision
@@ -388,7 +386,7 @@ def prove(
     sets = make([parse(spec) for spec in specs], seed, runs)
     sides = zip((os.fspath(old), os.fspath(new)), _two(model), _two(model_args), (select, None), strict=True)
     wanted = [Wanted(*row) for row in sides]
-    report = Proved(*(Run(side.path, side.label) for side in wanted))
+    report = Proved(Run(wanted[0].path, wanted[0].label), Run(wanted[1].path, wanted[1].label))
     report.inputs, report.seed, report.runs, report.input_digest = specs, seed, runs, digest(sets)
     report.versions = {"python": platform.python_version(), "torch": torch.__version__, "ckpt_tools": ckpt_tools.__version__}
     models = make_both(wanted[0], wanted[1], seed)

@@ -20,7 +20,6 @@ _PASSIVE = frozenset({"training", "inplace", "p", "track_running_stats"})  # not
 
 
 def settings(module: torch.nn.Module) -> dict[str, str]:
-    """What a module was set to: its plain public attributes and functions, as text."""
     found = {}
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -77,7 +76,6 @@ class Reasons:
         return found or list(self._of_numbers(old, new))
 
     def _of_numbers(self, old: ModuleCall, new: ModuleCall) -> Iterator[str]:
-        """By what comes out alone."""
         for one, other, word in ((old, new, "new"), (new, old, "old")):
             if gives_back(other, self.tolerance) and not gives_back(one, self.tolerance):
                 yield f"the {word} one gives back what it is given"

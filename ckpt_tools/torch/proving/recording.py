@@ -29,8 +29,6 @@ class Numbers:
 
 @dataclass(slots=True, eq=False)
 class ModuleCall:
-    """One call of one module."""
-
     path: str
     module: torch.nn.Module
     inputs: list[Numbers] = field(default_factory=list)
@@ -61,8 +59,6 @@ def shown_calls(call: ModuleCall, known: Mapping[str, str] | set[str]) -> Iterat
 
 
 class Recorder:
-    """Hooks on every module of a model."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         self.root: ModuleCall | None = None
         self._open: list[ModuleCall] = []
