@@ -233,14 +233,15 @@ class _Fitting:
         result.unexpected = [name for name in plan.unexpected if may_be_unexpected.matching(name)]
         problems = _Problems(
             _without(missing, result.missing), _without(plan.unexpected, result.unexpected),
-            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(*row) is None],
+            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
             self.extras, in_code=choices.in_code,
         )  # fmt: skip
         if problems:
             problems.extras = self.extras(problems.unexpected, [*plan.missing, *(new for new, _, _ in plan.ambiguous)])
             with suppress(MissingPackageError):
-                problems.adaptable = [] if choices.adapt else [row[1] for row in problems.mismatched if self._by_rule(*row)]
+                rows = () if choices.adapt else problems.mismatched
+                problems.adaptable = [new for old, new, _, after in rows if self.adapted(old, new, after, asked=False)]
             raise problems.error(self.wanted.label)
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
@@ -254,7 +255,7 @@ class _Fitting:
         entry, choice = self.source[old], self.choices.on_mismatch
         blank = self.blank(new, entry, shape)
         before = entry.shape if type(entry) is Entry else ()
-        if (adapted := self.adapted(old, new, (), shape)) is not None:
+        if (adapted := self.adapted(old, new, shape)) is not None:
             self.result.adapted[new] = adapted.what
             self.once(new, entry, lambda: self.storages.entry(adapted.content, blank, entry))
         elif choice == "skip":
@@ -264,13 +265,12 @@ class _Fitting:
         else:
             self.once(new, entry, lambda: self.overlap(new, entry, blank))
 
-    def adapted(self, old: str, new: str, before: Shape, shape: Shape) -> Adapted | None:
-        """What a rule makes of a mismatch, where `adapt` is chosen."""
-        return self._by_rule(old, new, before, shape) if self.choices.adapt else None
-
-    def _by_rule(self, old: str, new: str, _: Shape, shape: Shape) -> Adapted | None:
+    def adapted(self, old: str, new: str, shape: Shape, *, asked: bool = True) -> Adapted | None:
+        """What a rule makes of a mismatch, where `adapt` is chosen, or not `asked` for."""
         entry = self.source.get(old)
-        return adapt(new, entry, shape, first=new == self.first) if type(entry) is Entry else None
+        if type(entry) is not Entry or (asked and not self.choices.adapt):
+            return None
+        return adapt(new, entry, shape, first=new == self.first)
 
     def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""

@@ -393,10 +393,8 @@ def _resize(task: Task, shape: Shape, *, larger: bool) -> Solution:
         raise task.error(f"Its size is {shape[at]}, not {form.was} = {was}.")
     size, old = task.size(form.size), shape[at]
     made = (*shape[:at], size, *shape[at + 1 :])
-    if size < old and larger:
-        raise task.error(f"It cannot be padded from {old} to {size}; a crop makes it smaller.")
-    if size > old and not larger:
-        raise task.error(f"It cannot be cropped from {old} to {size}; a pad makes it larger.")
+    if size != old and (size > old) != larger:
+        raise task.error(f"It cannot be {'padded' if larger else 'cropped'} from {old} to {size}.")
     if larger:
         return Layout(made, axis=at, sizes=(old, size - old), fill=form.fill), (made,)
     return Layout(shape, axis=at, sizes=(size, old - size)), (made,)

@@ -177,9 +177,9 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
 def read_form(fields: Fields, step: str) -> Form:
     """The fields that say how a step is done."""
     given = {key for key in FIELDS[step] if key in fields}
-    sizes, to = (fields.read(key, read_sizes) if key in given else None for key in ("sizes", "to"))
-    size, was = (fields.read(key, read_size) if key in given else None for key in ("size", "was"))
-    for text in (*(sizes or ()), *(text for text in to or () if text != "-1"), size or "1", was or "1"):
+    found = {key: fields.read(key, read) for key, read in _FORM.items() if key in given}
+    sizes = [*found.get("sizes", ()), *(text for text in found.get("to", ()) if text != "-1")]
+    for text in (*sizes, found.get("size", "1"), found.get("was", "1")):
         size_of(text, {})
     axes: str | tuple[int, ...] | None = None
     if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
@@ -190,9 +190,7 @@ def read_form(fields: Fields, step: str) -> Form:
     axis = fields.row["axis"] if "axis" in given else 0
     if not isinstance(axis, str) or not axis:
         axis = read_dim(axis, f"{fields.label}: axis")
-    dims = fields.read("dims", read_dims) if "dims" in given else None
-    fill = fields.read("fill", read_number) if "fill" in given else 0.0
-    return Form(axes, axis, sizes, to, dims, size, was, fill)
+    return Form(axes, axis, **found)
 
 
 def _check_step(step: PatternStep) -> None:
@@ -441,4 +439,5 @@ read_shape = _reader(
     and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in value),
     tuple,
 )  # fmt: skip
+_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "dims": read_dims, "fill": read_number}
 check_value = _reader("a whole number from 1 up", lambda value: type(value) is int and 0 < value < 1 << 40)

@@ -51,10 +51,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Reach:
-    """Looks for tensors that the outputs do not depend on."""
+    """Looks for tensors of the new model that the outputs do not depend on."""
 
-    def __init__(self, model: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int, paths: set[str]) -> None:
-        self.model, self.sets, self.precision, self.seed, self.paths = model, sets, precision, seed, paths
+    def __init__(self, trial: Trial) -> None:
+        self.model, self.sets, self.precision, self.seed = trial.models[1], trial.sets, trial.precision, trial.seed
+        self.paths = {new for _, new in trial.paired.pairs}
 
     def unproved(self, old: Tensors, partners: Mapping[str, str]) -> list[Unproved]:
         """Tensors with other numbers than the old model's, on which nothing depends; embeddings of which some rows are so."""
@@ -264,10 +265,6 @@ class Trial:
     def worst(self) -> int:
         return max(range(len(self.gaps)), key=lambda index: self.gaps[index].relative)
 
-    def reach(self) -> Reach:
-        """Looks for tensors of the new model on which the outputs do not depend."""
-        return Reach(self.models[1], self.sets, self.precision, self.seed, {new for _, new in self.paired.pairs})
-
     def refuse_nothing(self) -> None:
         """Raise where equal outputs prove nothing: they are NaN, or have nothing to do with the inputs. Raises ConvertError."""
         if nan := sum(gap.nan for gap in self.gaps):
@@ -423,7 +420,7 @@ def _compare(trial: Trial, report: Proved) -> None:
     report.settings = list(_settings(old, new, found))
     if report.equal:
         trial.refuse_nothing()
-        report.unproved = trial.reach().unproved(tensors_of(old), {other: name for name, other in partners.items()})
+        report.unproved = Reach(trial).unproved(tensors_of(old), {other: name for name, other in partners.items()})
     else:
         search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
         report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
