@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
 from typing import Any, TypeAlias
 
-from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.fit.options import COMPARING, PartnerOptions
-from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of, read_target
+from ckpt_tools.fit.targets import Target, framework_of, params_of, read_target, tensors_of
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
@@ -24,10 +23,9 @@ from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.graphs import Graph, Input, parse
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch
 
@@ -75,7 +73,8 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
         graphs, seen = _compare(old, model, [inputs] if isinstance(inputs, str) else inputs, target)
     elif options.stages == "values":
         own: Tensors = tensors_by_name(node)
-        with _tensors_of(target) as theirs:
+        with ExitStack() as stack:
+            theirs = tensors_of(target, stack)
             old, new = _sampled(old, own), _sampled(new, theirs)
             if not any(param.sample for param in new):
                 raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
@@ -88,22 +87,6 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
 
 
 _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
-
-
-@contextmanager
-def _tensors_of(target: Target) -> Iterator[Tensors]:
-    """A target's tensors: of a checkpoint, of a live model, or of what the callable makes."""
-    if target.tensors is None:
-        with open_whole(target.label) as checkpoint:
-            checkpoint.locate()
-            node = choose_state_dict(checkpoint, of_target=True).node
-            yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.byteorder)))
-        return
-    tensors: Tensors = target.tensors
-    if target.on_meta and target.build is not None:
-        made = target.build()
-        tensors = made if isinstance(made, Mapping) else made.state_dict()
-    yield tensors
 
 
 def _sampled(params: Sequence[Param], tensors: Tensors) -> tuple[Param, ...]:

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, cast
+from typing import cast
 
 from ckpt_tools.edit import renaming
-from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
 from ckpt_tools.fit.fit import Choices, Fitted, Initialised, Wanted, fit, left_out
@@ -21,15 +21,14 @@ from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, StepName, plan_of
 from ckpt_tools.fit.rows import BETWEEN, Binding, Index, NamePattern, PatternPlan, PatternStep
-from ckpt_tools.fit.targets import Target, choose_state_dict, read_target
+from ckpt_tools.fit.targets import Target, read_target, tensors_of
 from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.parametrized import Parametrized
 from ckpt_tools.values.numeric import live_content, row_major
 
@@ -387,40 +386,15 @@ def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> W
     if target is None:
         return Wanted((), dict[str, Blank]().__getitem__, None, {}, label)  # without a target no name's shape is asked for
     params = {param.name: param for param in target.params}
-    own = _OwnValues(target, seed, stack)
-    return Wanted(target.names, lambda name: blank_for(target, params[name]), own.content, target.ties, label)
+    tensors = cache(lambda: tensors_of(target, stack, seed=seed))
 
-
-class _OwnValues:
-    """The values that the target itself has: its constructor's, run with the seed; or those of a checkpoint."""
-
-    def __init__(self, target: Target, seed: int, stack: ExitStack) -> None:
-        self.target, self.seed, self.stack = target, seed, stack
-        self.tensors: Mapping[str, Any] | None = None
-
-    def content(self, name: str) -> Content:
-        if self.tensors is None:
-            self.tensors = self._read()
-        value = self.tensors[name]
+    def own(name: str) -> Content:
+        value = tensors()[name]
         if type(value) is Entry:
             return row_major(value)
         if is_tensor(value) or value.is_meta or hasattr(value, "full_tensor"):  # a DTensor's values are on many processes
-            raise ConvertError(f"{name!r} has no values in {self.target.label}.", fix='Choose another scheme than "target".')
+            raise ConvertError(f"{name!r} has no values in {target.label}.", fix='Choose another scheme than "target".')
         check_finite(value.detach(), name)
         return live_content(value)
 
-    def _read(self) -> Mapping[str, Any]:
-        if self.target.build is not None:
-            import torch
-
-            with torch.random.fork_rng(devices=[]):  # the seed's numbers are as stable as torch's are
-                torch.manual_seed(self.seed)
-                made = self.target.build()
-            tensors: Mapping[str, Any] = made if isinstance(made, Mapping) else made.state_dict()
-            return tensors
-        if self.target.tensors is not None:
-            return self.target.tensors
-        checkpoint = self.stack.enter_context(open_whole(self.target.label))
-        state_dict = choose_state_dict(checkpoint, of_target=True)
-        root = to_little_endian(state_dict.node, checkpoint.byteorder)
-        return tensors_by_name(as_dict(root))
+    return Wanted(target.names, lambda name: blank_for(target, params[name]), own, target.ties, label)
