@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -62,7 +61,8 @@ def find_slots(model: torch.nn.Module) -> Slots:
         if own == "_extra_state" and module is not None:
             slots.extra_state[name] = module
         elif module is None or not isinstance(value, torch.Tensor) or (id(module), own) not in owners.get(id(value), {}):
-            unusual.append(f"{name!r} ({_what(value)})")
+            what = "made when it is asked for" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            unusual.append(f"{name!r} ({what})")
         elif why := _unusual(value):
             unusual.append(f"{name!r} ({why})")
         else:
@@ -96,18 +96,10 @@ def _owners(model: torch.nn.Module) -> dict[int, dict[tuple[int, str], torch.nn.
     """id of a tensor -> (id of a module, own name) -> that module."""
     found: dict[int, dict[tuple[int, str], torch.nn.Module]] = {}
     for module in model.modules():
-        for own, tensor in _own(module):
-            found.setdefault(id(tensor), {})[id(module), own] = module
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), {})[id(module), own] = module
     return found
-
-
-def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for held in (module._parameters, module._buffers):
-        yield from ((own, tensor) for own, tensor in held.items() if tensor is not None)
-
-
-def _what(value: Any) -> str:
-    return "made when it is asked for" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _unusual(tensor: torch.Tensor) -> str:
@@ -115,7 +107,11 @@ def _unusual(tensor: torch.Tensor) -> str:
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "lazy, without a shape; run the model once first"
     if is_dtensor(tensor):
-        return _unusual_part(tensor)
+        try:
+            own_box(tensor)
+        except TensorError as error:
+            return f"a DTensor {error.what}"
+        return _unusual(tensor._local_tensor)  # type: ignore[attr-defined]
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if type(tensor.data) is not torch.Tensor:
@@ -129,11 +125,3 @@ def _unusual(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "made under torch.inference_mode"
     return ""
-
-
-def _unusual_part(tensor: Any) -> str:
-    try:
-        own_box(tensor)
-    except TensorError as error:
-        return f"a DTensor {error.what}"
-    return _unusual(tensor._local_tensor)

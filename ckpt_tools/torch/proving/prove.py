@@ -290,27 +290,28 @@ class Trial:
             _SIDES, self.models, self.done[self.worst], (fault.where, fault.new_where), strict=True
         ):
             again = run(model, given, self.precision, self.seed)
-            if not self._is_same(before, again):
+            if not _is_same(before, again):
                 raise ConvertError(
                     f"{side} gives other numbers when it runs again on the same inputs, from {_where(before, again)} on.",
                     why="What it draws or remembers follows no seed of torch, Python or numpy; it cannot be compared.",
                 )
             other = run(model, given, self.precision, self.seed + 1)
-            if not self._is_same(before, other) and first_apart(before.root, other.root)[0] == where:
+            if not _is_same(before, other) and first_apart(before.root, other.root)[0] == where:
                 raise ConvertError(
                     f"{side} is random in {_where(before, other)}: with another seed it gives other numbers.",
                     why="The models draw different random numbers, so that their outputs tell nothing of their weights.",
                     fix="Dropout as a function needs training=self.training.",
                 )
 
-    @staticmethod
-    def _is_same(one: Done, other: Done) -> bool:
-        shared = one.outputs.keys() == other.outputs.keys()
-        return shared and all(_equal(one.outputs[path], other.outputs[path]) for path in one.outputs)
 
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and bool(((left == right) | (left.isnan() & right.isnan())).all())
+def _is_same(one: Done, other: Done) -> bool:
+    """Whether two runs of a model gave the same numbers; NaN is the same as NaN."""
+    left, right = one.outputs, other.outputs
+    return left.keys() == right.keys() and all(
+        left[path].shape == right[path].shape
+        and bool(((left[path] == right[path]) | (left[path].isnan() & right[path].isnan())).all())
+        for path in left
+    )
 
 
 def _where(one: Done, other: Done) -> str:

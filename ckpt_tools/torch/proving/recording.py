@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -127,17 +127,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", item) for key, item in value.items())
     elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    else:
-        yield from ((f".{name}", getattr(value, name)) for name in _fields(value))
-
-
-def _fields(value: Any) -> Sequence[str]:
-    if hasattr(value, "_fields"):
-        return list(value._fields)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [each.name for each in fields(value)]
-    held = getattr(value, "__dict__", {})
-    return [] if isinstance(value, type | torch.nn.Module) else [name for name in held if not name.startswith("_")]
+    elif not isinstance(value, type | torch.nn.Module):
+        said = getattr(value, "_fields", [each.name for each in fields(value)] if is_dataclass(value) else None)
+        held = (name for name in getattr(value, "__dict__", ()) if not name.startswith("_"))
+        yield from ((f".{name}", getattr(value, name)) for name in (held if said is None else said))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
