@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -241,30 +241,21 @@ _NEEDLESS = ("torch.nn.modules.", "torch.distributed.", "torch._dynamo.", "torch
 
 def load_hooks(model: torch.nn.Module) -> list[str]:
     """What of a model's own code `load_state_dict` would run, as text, each once: `Net._load_from_state_dict`."""
-    inner = inside_wrappers(model)
-    found = dict.fromkeys([_override(inner, "load_state_dict")])
+    inner, found = inside_wrappers(model), dict[str, None]()
     for module in inner.modules():
-        found |= dict.fromkeys([_override(module, "_load_from_state_dict"), *_registered(module)])
-    return [text for text in found if text]
-
-
-def _override(module: torch.nn.Module, method: str) -> str:
-    """`Class.method` where a class has a method of its own in the place of torch's."""
-    return f"{type(module).__name__}.{method}" if _counts(getattr(type(module), method)) else ""
-
-
-def _registered(module: torch.nn.Module) -> Iterator[str]:
-    for kind in ("pre", "post"):
-        for hook in getattr(module, f"_load_state_dict_{kind}_hooks").values():
-            function = getattr(hook, "hook", hook)
-            if _counts(function):
-                name = getattr(function, "__name__", type(function).__name__)
-                yield f"{type(module).__name__}'s {kind}-hook {name}"
-
-
-def _counts(function: Callable[..., Any]) -> bool:
-    home = getattr(function, "__module__", None) or type(function).__module__
-    return not home.startswith(_NEEDLESS)
+        kind = type(module)
+        own = {f"{kind.__name__}._load_from_state_dict": kind._load_from_state_dict}
+        if module is inner:
+            own = {f"{kind.__name__}.load_state_dict": kind.load_state_dict, **own}
+        for when in ("pre", "post"):
+            for hook in getattr(module, f"_load_state_dict_{when}_hooks").values():
+                function = getattr(hook, "hook", hook)
+                own[f"{kind.__name__}'s {when}-hook {getattr(function, '__name__', type(function).__name__)}"] = function
+        for text, function in own.items():
+            home = getattr(function, "__module__", None) or type(function).__module__
+            if not home.startswith(_NEEDLESS):
+                found[text] = None
+    return list(found)
 
 
 @as_keywords(LoadOptions)

@@ -311,15 +311,18 @@ class Tracer:
 def _how(stored: Stored, live: Live) -> str | None:
     """What was done to a file's tensor to make the live one; the empty text where they are equal, None where they are not."""
     old, new, was, shape = stored.dtype, live.tensor.dtype, stored.entry.shape, tuple(live.tensor.shape)
-    move = f"{old} -> {new}".replace("torch.", "")
     if stored.entry.numel != live.tensor.numel():
         return None
     if cast(stored.sample, new) == live.sample:
         moves = [f"{len(was)} -> {len(shape)} dimensions"] if was != shape else []
-        return ", ".join([*moves, *([move] if old is not new else [])])
+        return ", ".join([*moves, *([_named(old, new)] if old is not new else [])])
     for half in (torch.bfloat16, torch.float16):
         if old.is_floating_point and new.is_floating_point and cast(stored.sample, half, new) == live.sample:
-            return move.replace(" -> ", f" -> {half} -> ".replace("torch.", ""))
+            return _named(old, half, new)
     if len(shape) == 2 and was == shape[::-1] and cast(sample(stored.tensor.t()), new) == live.sample:
         return "transposed"
     return None
+
+
+def _named(*dtypes: torch.dtype) -> str:
+    return " -> ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
