@@ -16,12 +16,14 @@ from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
 from ckpt_tools.matching.pairing import NOT_TRANSPOSED, Pairing
 from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Mismatch, Offer, Param, Reason
 from ckpt_tools.tree.graphs import Graph
-from ckpt_tools.tree.names import MODULE, check_unique, strip_inner, unwrap
+from ckpt_tools.tree.names import LEADING_WRAPPERS, MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.tree.parametrized import part_of
 
 # --- the stages that names alone decide
 
 
+_AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
+_MOST_WRAPPERS = 8  # around one model; a stranger's name may be made of a million
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
@@ -43,6 +45,35 @@ def match_exact(pairing: Pairing) -> None:
     for param in pairing.sources_left():
         if (name := pairing.known[param.name]) in free:
             pairing.pair(param.name, name, _said(pairing, param.name, "exact"))
+
+
+def match_whole_wrapper(pairing: Pairing) -> None:
+    """Names under a `module.` that is in front of all of one side, where more names are equal without it than with it."""
+    sources = {param.name: strip_inner(pairing.known[param.name]) for param in pairing.sources_left()}
+    targets = {param.name: strip_inner(param.name) for param in pairing.targets_left()}
+    best = as_they_are = _meet(sources, targets)
+    for side in ("source", "target"):
+        names = sources if side == "source" else targets
+        for _ in range(_MOST_WRAPPERS):
+            wanted = [name for name in names.values() if name != _AVERAGED]
+            wrapper = next((each for each in LEADING_WRAPPERS if all(name.startswith(each) for name in wanted)), "")
+            shorter = {name: known if known == _AVERAGED else known.removeprefix(wrapper) for name, known in names.items()}
+            if shorter == names or not all(shorter.values()):
+                break
+            names = shorter
+            found = _meet(names, targets) if side == "source" else _meet(sources, names)
+            best = max(best, found, key=len)
+    if len(best) > len(as_they_are):
+        for old, new in best.items():
+            pairing.pair(old, new, _said(pairing, old, "wrapper"))
+
+
+def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, str]:
+    """Source -> target where both are known by one name; none at all where two of a side are."""
+    by_name = {name: new for new, name in targets.items()}
+    if len(by_name) < len(targets) or len(set(sources.values())) < len(sources):
+        return {}
+    return {old: by_name[name] for old, name in sources.items() if name in by_name}
 
 
 def _as_part(name: str) -> str:
@@ -298,6 +329,7 @@ def match(
 
 def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> Pairing:
     _start(pairing, stages, pairs)
+    match_whole_wrapper(pairing)
     match_exact(pairing)
     for key in (unwrap, _without_module, _as_part):  # known wrappers first, then `module.` anywhere
         _match_by_key(pairing, key)

@@ -413,12 +413,25 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list
             many = len(olds[key])
             # some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners
             anchored = any(all(total[kind] == many * count for total in totals) for kind, count in key)
-            if many != len(news[key]) or not anchored:
+            if many != len(news[key]) or not anchored or _around(olds[key], left, even) != _around(news[key], right, even):
                 continue
             if pairs := _resolve(olds[key], news[key], context):
                 kinds = frozenset(kind for kind, _ in key if many == 1 and kind not in even)
                 return [replace(pair, open=kinds) for pair in pairs]
     return []
+
+
+def _around(blocks: list[Block], units: list[Unit], even: set[int]) -> Counter[tuple[int, str]]:
+    """How many units of the blocks' kinds, of those that both sides have as many of, lie before, between and behind them."""
+    kinds = {unit.kind for block in blocks for unit in block.units} & even
+    inside = {id(unit) for block in blocks for unit in block.units}
+    first, last = min(block.index for block in blocks), max(block.index for block in blocks)
+    places: Counter[tuple[int, str]] = Counter()
+    for unit in units:
+        if unit.kind in kinds and id(unit) not in inside:
+            where = "before" if unit.index < first else "behind" if unit.index > last else "between"
+            places[unit.kind, end_of(unit.path) or where] += 1
+    return places
 
 
 def _pair_units(left: list[Unit], right: list[Unit], context: _Context, alignment: Alignment) -> None:
