@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from ckpt_tools.edit.renaming import parse_rename
 from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
+from ckpt_tools.matching.lexicon import words
 from ckpt_tools.matching.pairing import NOT_TRANSPOSED, Pairing
 from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Mismatch, Offer, Param, Reason
 from ckpt_tools.tree.graphs import Graph
@@ -114,14 +115,23 @@ def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
 
 _Pair: TypeAlias = tuple[str, str]  # a name of the checkpoint, one of the target
 _Splits: TypeAlias = Callable[[str], Iterator[tuple[str, str]]]
-_MOST_PARTS = 4  # of a prefix
+_DIGITS = re.compile(r"[0-9]+")
+MAX_PREFIX_PARTS = 4
+_MOST_WAYS = 4  # in which a rest may be met, to count; all that ends in `weight` with all else that does would be too many
+_MOST_EXCHANGES = 8
+_FEWEST_MODULES = 2
+_APART = (
+    {"encoder", "decoder"}, {"text", "vision", "visual", "image", "audio", "language"}, {"student", "teacher"},
+    {"query", "key", "q", "k"}, {"generator", "discriminator"}, {"online", "target"}, {"left", "right"},
+)  # fmt: skip
+_BESIDES = frozenset({"aux", "auxiliary", "auxlogits"})
 
 
 def prefixes(name: str) -> Iterator[tuple[str, str]]:
     """The name whole, and without its first parts."""
     yield "", name
     at = 0
-    for _ in range(_MOST_PARTS):
+    for _ in range(MAX_PREFIX_PARTS):
         at = name.find(".", at) + 1
         if not at:
             return
@@ -138,7 +148,7 @@ def _suffixes(name: str) -> Iterator[tuple[str, str]]:
 
 
 def match_affixes(pairing: Pairing) -> None:
-    """Names that become equal when one prefix, or one suffix, is taken from or put before all that are left.
+    """Names that become equal when one prefix, or one suffix, is taken from, put before or exchanged in all that are left.
 
     The pair of affixes under which most names meet; where another would give a name another partner: a doubt.
     """
@@ -146,6 +156,8 @@ def match_affixes(pairing: Pairing) -> None:
         olds = [(unwrap(pairing.known[param.name]), param.name) for param in pairing.sources_left()]
         news = [(unwrap(param.name), param.name) for param in pairing.targets_left()]
         found = _one_bare(_by_rest(olds, splits), _by_rest(news, splits))
+        if splits is prefixes:
+            found.update(_exchanged(dict(olds), dict(news)))
         fitting = [
             [(old, new) for old, new in pairs if pairing.source[old].shape == pairing.target[new].shape]
             for pairs in found.values()
@@ -180,6 +192,33 @@ def _one_bare(olds: Mapping[str, list[_Pair]], news: Mapping[str, list[_Pair]]) 
                 if not {before, after} & _ROLES:
                     found[before, after].append((old, new))
     return found
+
+
+def _exchanged(olds: Mapping[str, str], news: Mapping[str, str]) -> dict[_Pair, list[_Pair]]:
+    """Two prefixes, neither of them empty -> the pairs of own names that are one when one stands for the other."""
+    left, right = _by_rest(olds.items(), prefixes), _by_rest(news.items(), prefixes)
+    votes: Counter[_Pair] = Counter()
+    for rest in left.keys() & right.keys():
+        sides = [[affix for affix, _ in side[rest] if affix] for side in (left, right)]
+        if len(sides[0]) * len(sides[1]) <= _MOST_WAYS:
+            votes.update((before, after) for before in sides[0] for after in sides[1] if _may_be_one(before, after))
+    found: dict[_Pair, list[_Pair]] = {}
+    for before, after in sorted(votes, key=lambda exchange: (-votes[exchange], exchange))[:_MOST_EXCHANGES]:
+        others = {name: after + name[len(before) :] for name in olds if name.startswith(before)}
+        pairs = [(olds[name], news[other]) for name, other in others.items() if other in news]
+        modules = {new.rpartition(".")[0] for _, new in pairs}
+        if len(modules) >= _FEWEST_MODULES and 2 * len(pairs) > min(len(olds), len(news)):
+            found[before, after] = pairs
+    return found
+
+
+def _may_be_one(before: str, after: str) -> bool:
+    """Whether two prefixes do not say that they are two things: `layer1.` and `layer2.`, `text.` and `vision.`."""
+    mine, theirs = ({word for part in prefix.split(".") for word in words(part)} for prefix in (before, after))
+    counts = [_DIGITS.findall(prefix) for prefix in (before, after)]
+    if before == after or (all(counts) and counts[0] != counts[1]) or bool(mine & _BESIDES) != bool(theirs & _BESIDES):
+        return False
+    return all(not (mine & group and theirs & group) or mine & group == theirs & group for group in _APART)
 
 
 # --- by position

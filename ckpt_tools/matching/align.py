@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 
-from ckpt_tools.matching.lexicon import LETTER, QKV, concepts, numbers, rank, sharpened, stem
+from ckpt_tools.matching.lexicon import LETTER, QKV, concepts, end_of, numbers, rank, sharpened, stem
 from ckpt_tools.matching.pairing import flattened
 from ckpt_tools.matching.records import Param, Shape
 from ckpt_tools.tree.names import unwrap
