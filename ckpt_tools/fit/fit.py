@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
 from ckpt_tools.fit import plans
 from ckpt_tools.fit.initialisers import Blank, Rules, Scheme, content, draw, resolve
 from ckpt_tools.fit.options import OnMismatch
@@ -450,12 +450,12 @@ def _without(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-# --- what a user chose for tensors without a partner, or of another shape; checked before anything is read
+# --- what a user chose for tensors without a partner, or of another shape
 
 
 @dataclass(slots=True)
 class Choices:
-    """What is to happen to tensors without a partner, checked."""
+    """What is to happen to tensors without a partner."""
 
     reinit: Rules
     on_mismatch: OnMismatch = "error"
@@ -464,7 +464,3 @@ class Choices:
     allow_missing: Sequence[str] = ()
     allow_unexpected: Sequence[str] = ()
     in_code: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
