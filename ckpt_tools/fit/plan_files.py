@@ -101,7 +101,8 @@ def _repeats(step: PlanStep, at: int, places: Mapping[tuple[str, str], list[int]
 
 def _run(steps: Sequence[PlanStep], at: int, other: int, place: str) -> _Run:
     """The sequence that begins here, with all numbers under which it comes back."""
-    length, none = other - at, ([], [0])
+    length = other - at
+    none: _Run = [], [0]
     texts = zip(_NUMBER.findall(steps[at].new[0]), _NUMBER.findall(steps[other].new[0]), strict=False)
     differing = {pair for pair in texts if pair[0] != pair[1]}
     if len(differing) != 1 or not all(_is_plain(text) for text in next(iter(differing))) or other + length > len(steps):

@@ -244,7 +244,7 @@ def load_hooks(model: torch.nn.Module) -> list[str]:
     inner, found = inside_wrappers(model), dict[str, None]()
     for module in inner.modules():
         kind = type(module)
-        own = {f"{kind.__name__}._load_from_state_dict": kind._load_from_state_dict}
+        own: dict[str, Any] = {f"{kind.__name__}._load_from_state_dict": kind._load_from_state_dict}
         if module is inner:
             own = {f"{kind.__name__}.load_state_dict": kind.load_state_dict, **own}
         for when in ("pre", "post"):
