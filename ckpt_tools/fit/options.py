@@ -51,10 +51,6 @@ class PartnerOptions(Options):
     def stages(self) -> Stages | None:
         return self.match
 
-    @property
-    def run(self) -> tuple[Any, str | Sequence[str]]:
-        return None, ()
-
 
 @record
 class RunOptions(PartnerOptions):
@@ -82,10 +78,6 @@ class RunOptions(PartnerOptions):
     @property
     def stages(self) -> Stages | None:
         return self.match or ("structure" if self.from_ is not None else None)
-
-    @property
-    def run(self) -> tuple[Any, str | Sequence[str]]:
-        return self.from_, self.input
 
 
 @record

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.fit.options import COMPARING, PartnerOptions
+from ckpt_tools.fit.options import COMPARING, PartnerOptions, RunOptions
 from ckpt_tools.fit.targets import Target, framework_of, params_of, read_target, tensors_of
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
@@ -68,7 +68,7 @@ class Sides:
 def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: PartnerOptions) -> Sides:
     """What the options want known of a state dict and of a target."""
     old, new, graphs, seen = params_of(node), target.params, None, None
-    model, inputs = options.run
+    model, inputs = (options.from_, options.input) if isinstance(options, RunOptions) else (None, ())
     if options.stages in COMPARING and model is not None:
         graphs, seen = _compare(old, model, [inputs] if isinstance(inputs, str) else inputs, target)
     elif options.stages == "values":

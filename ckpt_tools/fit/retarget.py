@@ -13,7 +13,7 @@ from typing import cast
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
-from ckpt_tools.fit.fit import Choices, Fitted, Initialised, Wanted, fit, left_out
+from ckpt_tools.fit.fit import Choices, Initialised, Wanted, fit, left_out
 from ckpt_tools.fit.forms import MissingSizesError, Task, solve
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_for, check_finite
 from ckpt_tools.fit.options import FitOptions
@@ -301,8 +301,13 @@ class Retargeting:
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
-        report = _report(target.label if target is not None else str(options.plan), plan, fitted)
-        report.dropped, report.values = expanded.dropped, expanded.values
+        reasons = Counter(step.reason for step in plan.steps for _ in step.new)
+        moved = [(old, new, step.reason) for step in plan.steps for old in step.old for new in step.new if old != new]
+        moved += [(old, new, "another shape") for old, new, _, _ in plan.mismatched if old != new and new in fitted.adapted]
+        report = FittedTo(
+            target.label if target is not None else str(options.plan), dict(reasons), moved, fitted.initialised,
+            fitted.adapted, fitted.skipped, expanded.dropped, expanded.values,
+        )  # fmt: skip
         self.left_out = left_out(plan, fitted)
         return report, renamed
 
@@ -362,13 +367,6 @@ def only_state_dict(root: Node, path: str) -> Dict:
         f"{path} holds {len(found)} state dicts: {wheres}; only one can be fitted to a target.",
         fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`.",
     )
-
-
-def _report(label: str, plan: Plan, fitted: Fitted) -> FittedTo:
-    reasons = Counter(step.reason for step in plan.steps for _ in step.new)
-    renamed = [(old, new, step.reason) for step in plan.steps for old in step.old for new in step.new if old != new]
-    renamed += [(old, new, "another shape") for old, new, _, _ in plan.mismatched if old != new and new in fitted.adapted]
-    return FittedTo(label, dict(reasons), renamed, fitted.initialised, fitted.adapted, fitted.skipped)
 
 
 def note_optimizer(root: Node, fitted: FittedTo) -> str:

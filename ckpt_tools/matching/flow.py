@@ -220,7 +220,8 @@ class _Flow:
 
     def follow(self, operation: Operation) -> None:
         """What one operation makes of what it is given."""
-        name = _plain_name(operation.name)
+        name = operation.name.strip("_").removeprefix("native_")
+        name = _ALIASES.get(name, name)  # one name for what torch calls an operation on its levels
         given = list(values_in(operation.given))
         states = [self.states.get(id(value), _EMPTY) for value in given]
         if name in CONSTANT:
@@ -388,12 +389,6 @@ _ALIASES = {
     "avg_pool1d": "mean", "avg_pool2d": "mean", "adaptive_avg_pool3d": "mean", "avg_pool3d": "mean",
     "max_pool2d_with_indices": "max_pool2d", "swish": "silu",
 }  # fmt: skip
-
-
-def _plain_name(name: str) -> str:
-    """One name for what torch calls an operation on its levels."""
-    name = name.strip("_").removeprefix("native_")
-    return _ALIASES.get(name, name)
 
 
 # The numbers pass on as they are, in other places at most.

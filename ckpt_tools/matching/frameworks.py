@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ckpt_tools.matching.lexicon import concepts, words
 from ckpt_tools.matching.order import in_order_of_names, turned
-from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Offer, Param, Shape
+from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Param, Shape
 
 Path: TypeAlias = tuple[str, ...]
 LINEAR = "inputs outputs -> outputs inputs"
@@ -279,7 +279,8 @@ def as_in_file(matching: Matching, reading: Reading, target: Sequence[Param]) ->
     fates += [_fate(row, reading, flattened, wanted[row.new]) for row in matching.matched]
     for offer in matching.offers:
         old, shape = offer.old[0], reading.own[offer.old[0]].shape
-        if _is_back(offer, reading):
+        turn = reading.turns.get(old)
+        if offer.step == "transpose" and turn is not None and turn.axes == LINEAR:  # [in, out] there too: twice is as it was
             fates.append(Match(old, offer.new[0], offer.reason, offer.confidence, shape, shape))
         elif not exchanged.isdisjoint(offer.old):
             fates += [Ambiguous(new, offer.old, _TWO_STEPS) for new in offer.new]
@@ -311,12 +312,6 @@ def _fate(row: Match, reading: Reading, flattened: _Flattened, target: Param) ->
     elif reading.framework == "flax":
         why = _why_not(row.old, target)
     return Ambiguous(row.new, (row.old,), why) if why else step
-
-
-def _is_back(offer: Offer, reading: Reading) -> bool:
-    """Whether the target keeps a matrix as [in, out] too: exchanged twice, it is as it was."""
-    turn = reading.turns.get(offer.old[0])
-    return offer.step == "transpose" and turn is not None and turn.axes == LINEAR
 
 
 class _Flattened:

@@ -22,7 +22,7 @@ from ckpt_tools.fit.targets import Target, names_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.content import Content, Deflated, chunks, made_of
+from ckpt_tools.io.content import Deflated, chunks, made_of
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
@@ -134,7 +134,9 @@ class Planner:
                 _check_assignable(name, node, slot)
             else:
                 _check_castable(name, node, slot)
-            _check_readable(node.storage.content)
+            for one in made_of(node.storage.content):  # inflated once, so that damage is found before the model changes
+                for _ in chunks(one) if isinstance(one, Deflated) else ():
+                    pass
             if slot.place in taken:
                 self._check_same(name, node, *taken[slot.place])
                 continue
@@ -221,14 +223,6 @@ def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
     ranks = {"bool": 0, "int": 1, "float": 2, "complex": 3}
     if old is not new and ranks.get(old.family, 9) > ranks.get(new.family, -1):
         raise ConvertError(f"{name!r} is {old.name} in the file and {new.name} in the model; it would lose part of its values.")
-
-
-def _check_readable(content: Content) -> None:
-    """Inflate what is deflated once, so that damage is found before the model changes."""
-    for one in made_of(content):
-        if isinstance(one, Deflated):
-            for _ in chunks(one):
-                pass
 
 
 # --- load hooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,7 +52,9 @@ class Slots:
 def find_slots(model: torch.nn.Module) -> Slots:
     state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
-    holders = _holders(modules)
+    # the module that holds what a state dict has below a path: inside a transparent wrapper, the wrapped one
+    plain = {".".join(part for part in path.split(".") if part not in _TRANSPARENT): module for path, module in modules.items()}
+    holders = {**modules, **plain}
     slots, unusual = Slots(), []
     for name, value in state_dict.items():
         path, _, own = name.rpartition(".")
@@ -84,12 +85,6 @@ def find_slots(model: torch.nn.Module) -> Slots:
 
 # Wrappers that take their own name out of the state dict, by a hook.
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def _holders(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """The module that holds what a state dict has below a path: inside a transparent wrapper, the wrapped one."""
-    plain = {".".join(part for part in path.split(".") if part not in _TRANSPARENT): module for path, module in modules.items()}
-    return {**modules, **plain}
 
 
 def _owners(model: torch.nn.Module) -> dict[int, dict[tuple[int, str], torch.nn.Module]]:

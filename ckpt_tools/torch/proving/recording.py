@@ -192,8 +192,5 @@ def _one(left: torch.Tensor, right: torch.Tensor) -> Gap:
         different = float(torch.where(left != right, apart.clamp(min=1.0), 0.0).max())  # float64 cannot tell all integers apart
         return Gap(different, different, left.numel())
     largest = float(apart.max())
-    return Gap(largest, largest / _size(old) if largest else 0.0, left.numel(), int(nan.sum()))
-
-
-def _size(values: torch.Tensor) -> float:
-    return float(values.abs().nan_to_num(0, 0, 0).max()) or 1e-300
+    scale = float(old.abs().nan_to_num(0, 0, 0).max()) or 1e-300
+    return Gap(largest, largest / scale if largest else 0.0, left.numel(), int(nan.sum()))
