@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.fit.fit import NewStorages
 from ckpt_tools.fit.initialisers import Blank
-from ckpt_tools.fit.targets import choose_state_dict
+from ckpt_tools.fit.targets import open_state_dict
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import shape_text, some
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
 
@@ -75,10 +73,8 @@ class Filling:
 @contextmanager
 def opened(path: str | os.PathLike[str], root: Node) -> Iterator[Filling]:
     """The checkpoint that fills what is missing below `root`, open while its tensors are read."""
-    with open_whole(path) as checkpoint:
-        checkpoint.locate()
-        chosen = to_little_endian(choose_state_dict(checkpoint, of_target=True).node, checkpoint.byteorder)
-        yield Filling(str(path), as_dict(chosen), NewStorages(reachable(root)))
+    with open_state_dict(path) as (checkpoint, node):
+        yield Filling(str(path), node, NewStorages(reachable(root)))
         checkpoint.source.check_unchanged()
 
 

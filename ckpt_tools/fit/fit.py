@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
 from ckpt_tools.fit import plans
 from ckpt_tools.fit.initialisers import Blank, Rules, Scheme, content, draw, resolve
 from ckpt_tools.fit.options import OnMismatch
@@ -216,8 +216,6 @@ def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[
 
 
 class _Fitting:
-    """One fit under way."""
-
     def __init__(self, source: Mapping[str, Node], wanted: Wanted, choices: Choices) -> None:
         self.source, self.wanted, self.choices, self.seed = source, wanted, choices, choices.seed
         self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
@@ -234,14 +232,15 @@ class _Fitting:
         result.unexpected = [name for name in plan.unexpected if may_be_unexpected.matching(name)]
         problems = _Problems(
             _without(missing, result.missing), _without(plan.unexpected, result.unexpected),
-            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(*row) is None],
+            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
             self.extras, in_code=choices.in_code,
         )  # fmt: skip
         if problems:
             problems.extras = self.extras(problems.unexpected, [*plan.missing, *(new for new, _, _ in plan.ambiguous)])
             with suppress(MissingPackageError):
-                problems.adaptable = [] if choices.adapt else [row[1] for row in problems.mismatched if self._by_rule(*row)]
+                rows = () if choices.adapt else problems.mismatched
+                problems.adaptable = [new for old, new, _, after in rows if self.adapted(old, new, after, asked=False)]
             raise problems.error(self.wanted.label)
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
@@ -252,11 +251,10 @@ class _Fitting:
         return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in missing})
 
     def resize(self, old: str, new: str, shape: Shape) -> None:
-        """A tensor of another shape."""
         entry, choice = self.source[old], self.choices.on_mismatch
         blank = self.blank(new, entry, shape)
         before = entry.shape if type(entry) is Entry else ()
-        if (adapted := self.adapted(old, new, (), shape)) is not None:
+        if (adapted := self.adapted(old, new, shape)) is not None:
             self.result.adapted[new] = adapted.what
             self.once(new, entry, lambda: self.storages.entry(adapted.content, blank, entry))
         elif choice == "skip":
@@ -266,13 +264,12 @@ class _Fitting:
         else:
             self.once(new, entry, lambda: self.overlap(new, entry, blank))
 
-    def adapted(self, old: str, new: str, before: Shape, shape: Shape) -> Adapted | None:
-        """What a rule makes of a mismatch, where `adapt` is chosen."""
-        return self._by_rule(old, new, before, shape) if self.choices.adapt else None
-
-    def _by_rule(self, old: str, new: str, _: Shape, shape: Shape) -> Adapted | None:
+    def adapted(self, old: str, new: str, shape: Shape, *, asked: bool = True) -> Adapted | None:
+        """What a rule makes of a mismatch, where `adapt` is chosen, or not `asked` for."""
         entry = self.source.get(old)
-        return adapt(new, entry, shape, first=new == self.first) if type(entry) is Entry else None
+        if type(entry) is not Entry or (asked and not self.choices.adapt):
+            return None
+        return adapt(new, entry, shape, first=new == self.first)
 
     def overlap(self, name: str, entry: Node, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
@@ -293,7 +290,6 @@ class _Fitting:
         return self.storages.entry(made.content, blank, entry)
 
     def initialise(self, name: str, like: Node = None, blank: Blank | None = None) -> None:
-        """A tensor that the checkpoint does not have, or not in this shape."""
         if like is None and self.choices.reinit.of(name) is None:
             return  # allowed to be missing
         blank = blank or self.blank(name, like)
@@ -353,7 +349,6 @@ class NewStorages:
         self.count = 0
 
     def entry(self, made: Content, blank: Blank, like: Node) -> Entry:
-        """An entry on a storage of its own."""
         self.count += 1
         dtype = blank.dtype
         storage = Storage(f"{self.prefix}{self.count}", dtype if dtype.storage else None, made.length, self.device, made)
@@ -382,7 +377,6 @@ class _Problems:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
 
     def say(self, typed: str, in_code: str) -> str:
-        """An advice as it is typed, or as it is given in code."""
         return in_code if self.in_code else typed
 
     def error(self, label: str) -> MatchError:
@@ -455,15 +449,12 @@ def _without(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-# --- what a user chose for tensors without a partner, or of another shape; checked before anything is read
-
-
-_CHOICES = ("error", "reinit", "overlap", "skip")
+# --- what a user chose for tensors without a partner, or of another shape
 
 
 @dataclass(slots=True)
 class Choices:
-    """What is to happen to tensors without a partner, checked."""
+    """What is to happen to tensors without a partner."""
 
     reinit: Rules
     on_mismatch: OnMismatch = "error"
@@ -472,11 +463,3 @@ class Choices:
     allow_missing: Sequence[str] = ()
     allow_unexpected: Sequence[str] = ()
     in_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.on_mismatch not in _CHOICES:
-            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is not one of {', '.join(_CHOICES)}.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
-        if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
-            raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')

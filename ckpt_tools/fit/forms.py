@@ -74,7 +74,6 @@ class Side:
 
     @property
     def axes(self) -> list[str]:
-        """All axes in order."""
         return [axis for dim in self.dims for axis in dim]
 
     def solve(self, shape: Shape, sizes: Sizes, label: str) -> Solved:
@@ -114,7 +113,6 @@ class Solved:
         return tuple(found)
 
     def shape(self, side: Side) -> Shape:
-        """The shape of a tensor that has the dimensions of a side."""
         return tuple(size for dim in side.dims for size in (self.rest if dim == (REST,) else (prod(self.of(*dim)),)))
 
     def cut(self, side: Side, axis: str, sizes: Sequence[int]) -> Layout:
@@ -235,11 +233,9 @@ class Task:
     uneven: bool = False
 
     def error(self, why: str) -> MatchError:
-        """The error of a step that cannot be done."""
         return MatchError(f"{self.label}: {why}")
 
     def size(self, text: str) -> int:
-        """A size that must be known."""
         size = size_of(text, self.sizes)
         if size is None:
             names = {name for name in names_in(text) if name not in self.sizes}
@@ -390,7 +386,6 @@ def _unstack(task: Task, shape: Shape) -> Solution:
 
 
 def _resize(task: Task, shape: Shape, *, larger: bool) -> Solution:
-    """A pad, or a crop."""
     form, at = task.form, task.dim(len(shape))
     if form.size is None:
         raise task.error("`size` is missing: the new size of the axis.")
@@ -398,10 +393,8 @@ def _resize(task: Task, shape: Shape, *, larger: bool) -> Solution:
         raise task.error(f"Its size is {shape[at]}, not {form.was} = {was}.")
     size, old = task.size(form.size), shape[at]
     made = (*shape[:at], size, *shape[at + 1 :])
-    if size < old and larger:
-        raise task.error(f"It cannot be padded from {old} to {size}; a crop makes it smaller.")
-    if size > old and not larger:
-        raise task.error(f"It cannot be cropped from {old} to {size}; a pad makes it larger.")
+    if size != old and (size > old) != larger:
+        raise task.error(f"It cannot be {'padded' if larger else 'cropped'} from {old} to {size}.")
     if larger:
         return Layout(made, axis=at, sizes=(old, size - old), fill=form.fill), (made,)
     return Layout(shape, axis=at, sizes=(size, old - size)), (made,)

@@ -34,8 +34,6 @@ _CONSTANT = ("zeros", "ones", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way to initialise."""
-
     kind: str
     number: float = 0.0
     zero_row: int | None = None
@@ -68,7 +66,6 @@ class Blank:
 
 
 def parse_scheme(text: str) -> Scheme:
-    """A scheme as `--reinit` takes it."""
     kind, colon, number = text.partition(":")
     if kind in _PLAIN and not colon:
         return Scheme(kind)

@@ -49,13 +49,7 @@ class PartnerOptions(Options):
 
     @property
     def stages(self) -> Stages | None:
-        """How partners are found."""
         return self.match
-
-    @property
-    def run(self) -> tuple[Any, str | Sequence[str]]:
-        """The model of IN, and what it takes, where it is to be run."""
-        return None, ()
 
 
 @record
@@ -83,13 +77,7 @@ class RunOptions(PartnerOptions):
 
     @property
     def stages(self) -> Stages | None:
-        """How partners are found; a model of IN is asked by structure."""
         return self.match or ("structure" if self.from_ is not None else None)
-
-    @property
-    def run(self) -> tuple[Any, str | Sequence[str]]:
-        """The model of IN, and what it takes, where it is to be run."""
-        return self.from_, self.input
 
 
 @record
@@ -148,5 +136,4 @@ class FitOptions(LikeOptions, PartnerOptions, PlanOptions, LeftOverOptions):
 
     @property
     def targeted(self) -> bool:
-        """Whether the checkpoint is fitted to something."""
         return self.like is not None or self.plan is not None

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
 from typing import Any, TypeAlias
 
-from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.fit.options import COMPARING, PartnerOptions
-from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of, read_target
+from ckpt_tools.fit.options import COMPARING, PartnerOptions, RunOptions
+from ckpt_tools.fit.targets import Target, framework_of, params_of, read_target, tensors_of
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
@@ -24,10 +23,9 @@ from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.order import places_of
 from ckpt_tools.matching.records import Framework, Param
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.graphs import Graph, Input, parse
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch
 
@@ -48,21 +46,14 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """The graphs of both sides, with the names that they are matched by; None where there are not two."""
-
-    graphs: tuple[Graph, Graph] | None = None
-    seen: Seen | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Sides:
-    """Both sides."""
+    """Both sides; the graphs of both, with the names that they are matched by, where there are two."""
 
     old: Sequence[Param]
     new: Sequence[Param]
-    compared: Compared
     framework: Framework | None
+    graphs: tuple[Graph, Graph] | None = None
+    seen: Seen | None = None
 
     def match(
         self, options: PartnerOptions, stages: Stages, *, rename: Renames = (), allow_reshape: bool, pairs: Sequence[str] = ()
@@ -70,46 +61,32 @@ class Sides:
         """The fate of every name, by `stages`; `pairs` are said beside those of the options."""
         return match(
             self.old, self.new, stages=stages, rename=list(rename), framework=self.framework, allow_reshape=allow_reshape,
-            graphs=self.compared.graphs, pairs=[*options.pair, *pairs],
+            graphs=self.graphs, pairs=[*options.pair, *pairs],
         )  # fmt: skip
 
 
 def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: PartnerOptions) -> Sides:
     """What the options want known of a state dict and of a target."""
-    old, new, compared = params_of(node), target.params, Compared()
-    if options.stages in COMPARING:
-        compared = _compare_graphs(old, *options.run, target)
+    old, new, graphs, seen = params_of(node), target.params, None, None
+    model, inputs = (options.from_, options.input) if isinstance(options, RunOptions) else (None, ())
+    if options.stages in COMPARING and model is not None:
+        graphs, seen = _compare(old, model, [inputs] if isinstance(inputs, str) else inputs, target)
     elif options.stages == "values":
         own: Tensors = tensors_by_name(node)
-        with _tensors_of(target) as theirs:
+        with ExitStack() as stack:
+            theirs = tensors_of(target, stack)
             old, new = _sampled(old, own), _sampled(new, theirs)
             if not any(param.sample for param in new):
                 raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
             both = {param.sample for param in old} & {param.sample for param in new}
             old, new = _digested(old, own, both), _digested(new, theirs, both)
-    return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))
+    return Sides(old, new, None if checkpoint is None else framework_of(checkpoint), graphs, seen)
 
 
 # --- numbers
 
 
 _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
-
-
-@contextmanager
-def _tensors_of(target: Target) -> Iterator[Tensors]:
-    """A target's tensors: of a checkpoint, of a live model, or of what the callable makes."""
-    if target.tensors is None:
-        with open_whole(target.label) as checkpoint:
-            checkpoint.locate()
-            node = choose_state_dict(checkpoint, of_target=True).node
-            yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.byteorder)))
-        return
-    tensors: Tensors = target.tensors
-    if target.on_meta and target.build is not None:
-        made = target.build()
-        tensors = made if isinstance(made, Mapping) else made.state_dict()
-    yield tensors
 
 
 def _sampled(params: Sequence[Param], tensors: Tensors) -> tuple[Param, ...]:
@@ -178,37 +155,33 @@ _MOST_WIDTHS = 3
 _TOKENS = 16
 
 
-def _compare_graphs(params: Sequence[Param], model: Any, inputs: str | Sequence[str], target: Target) -> Compared:
-    """The graphs of the model of IN, if the user named one, and of the target."""
-    if model is None:
-        return Compared()
+def _compare(
+    params: Sequence[Param], model: Any, inputs: Sequence[str], other: Target
+) -> tuple[tuple[Graph, Graph] | None, Seen]:
+    """The graphs of the model of IN and of the target, and what was seen of them."""
     own = read_target(model)
-    for side, option in ((own, "from_"), (target, "like")):
+    for side, option in ((own, "from_"), (other, "like")):
         if side.module is None:
             raise UsageError(f"`{option}` does not make a model.", why=f"{side.label} holds tensors only.",
                              fix="Both `like` and `from_` are package.module:callable, to be compared.")  # fmt: skip
-    return _compare(params, own, target, [parse(spec) for spec in ([inputs] if isinstance(inputs, str) else inputs)])
-
-
-def _compare(params: Sequence[Param], own: Target, other: Target, asked: list[Input]) -> Compared:
+    asked = list(map(parse, inputs))
     matching = match(params, own.params, stages="names")  # the checkpoint's names may have wrappers
     if not matching.matched or matching.mismatched:
         matched, different = len(matching.matched), len(matching.mismatched)
         why = f"{matched} of its {len(params)} tensors are the model's, {different} have other shapes."
         raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
-    names = {row.new: row.old for row in matching.matched}
     problem = ""
     for tried in [asked] if asked else _usual(own, other):
         graphs, problem = _both(own, other, tried)
         if graphs is not None and not asked and (problem := _depends_on_input(own, other, tried, graphs)):
             break
         if graphs is not None:
-            seen = Seen((own.label, other.label), tuple(map(str, tried)))
-            return Compared((graphs[0].renamed(names), graphs[1]), seen)
+            names = {row.new: row.old for row in matching.matched}
+            return (graphs[0].renamed(names), graphs[1]), Seen((own.label, other.label), tuple(map(str, tried)))
     if asked:
         raise ConvertError("A model raised when it ran.", why=problem,
                           fix="Give the inputs that both take: NAME=SHAPE by name, SHAPE:N for integers below N.")  # fmt: skip
-    return Compared(seen=Seen(problem=problem))
+    return None, Seen(problem=problem)
 
 
 def _both(own: Target, other: Target, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:

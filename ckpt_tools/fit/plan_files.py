@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchError, NotACheckpointError
@@ -56,17 +56,7 @@ class Row:
     inner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A sequence of steps with a place for a number, and the numbers under which it comes."""
-
-    steps: list[PlanStep]
-    numbers: list[int]
-
-    @property
-    def saved(self) -> int:
-        """How many steps need not be written."""
-        return len(self.steps) * (len(self.numbers) - 1)
+_Run: TypeAlias = tuple[list[PlanStep], list[int]]  # steps with a place for a number, and the numbers under which they come
 
 
 def fold(steps: Sequence[PlanStep], place: str = PLACE) -> list[Row]:
@@ -79,17 +69,17 @@ def fold(steps: Sequence[PlanStep], place: str = PLACE) -> list[Row]:
     at = 0
     while at < len(steps):
         runs = [_run(steps, at, other, place) for other in _repeats(steps[at], at, places)]
-        best = max(runs, key=lambda run: run.saved, default=_Run([], [0]))
-        if best.saved < _FEWEST_SAVED:
+        found, numbers = max(runs, key=lambda run: len(run[0]) * (len(run[1]) - 1), default=([], [0]))
+        if len(found) * (len(numbers) - 1) < _FEWEST_SAVED:
             rows.append(Row(steps[at]))
             at += 1
             continue
-        text = _listed(best.numbers)
+        text = _listed(numbers)
         if rows and rows[-1].numbers == text:  # a sequence of its own: numbers that are written alike are one sequence
-            text = ",".join(map(str, best.numbers))
-        inner = fold(best.steps, INNER) if place == PLACE else map(Row, best.steps)
+            text = ",".join(map(str, numbers))
+        inner = fold(found, INNER) if place == PLACE else map(Row, found)
         rows += [Row(row.step, text, row.numbers) for row in inner]
-        at += len(best.steps) * len(best.numbers)
+        at += len(found) * len(numbers)
     return rows
 
 
@@ -111,7 +101,8 @@ def _repeats(step: PlanStep, at: int, places: Mapping[tuple[str, str], list[int]
 
 def _run(steps: Sequence[PlanStep], at: int, other: int, place: str) -> _Run:
     """The sequence that begins here, with all numbers under which it comes back."""
-    length, none = other - at, _Run([], [0])
+    length = other - at
+    none: _Run = [], [0]
     texts = zip(_NUMBER.findall(steps[at].new[0]), _NUMBER.findall(steps[other].new[0]), strict=False)
     differing = {pair for pair in texts if pair[0] != pair[1]}
     if len(differing) != 1 or not all(_is_plain(text) for text in next(iter(differing))) or other + length > len(steps):
@@ -132,7 +123,7 @@ def _run(steps: Sequence[PlanStep], at: int, other: int, place: str) -> _Run:
         if any(filled(template, number[0], place) != step for template, step in zip(found, following, strict=True)):
             break
         numbers.append(int(number[0]))
-    return _Run(found, numbers)
+    return found, numbers
 
 
 def _is_plain(digits: str) -> bool:

@@ -15,18 +15,8 @@ from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchError
-from ckpt_tools.fit.forms import (
-    SEVERAL_NEW,
-    SEVERAL_OLD,
-    Form,
-    Layout,
-    Task,
-    cut,
-    joined,
-    rearranged,
-    reshaped,
-    solve,
-)  # fmt: skip
+from ckpt_tools.fit import forms
+from ckpt_tools.fit.forms import SEVERAL_NEW, SEVERAL_OLD, Form, Layout, Task, solve
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching.records import Shape
@@ -220,17 +210,14 @@ def _done(step: PlanStep, entries: Mapping[str, Node]) -> Iterator[tuple[str, No
     if len(plain) < len(olds):
         odd = next(name for name, entry in zip(step.old, olds, strict=True) if type(entry) is not Entry)
         raise MatchError(f"{odd!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
-    layout = step.layout
-    if layout is None and step.step == "transpose":
-        layout = Layout(step.old_shapes[0], (1, 0))
-    elif layout is None:  # along the first dimension, as the shapes alone say
-        one, several = (step.new_shapes, step.old_shapes) if step.step == "concat" else (step.old_shapes, step.new_shapes)
-        layout = Layout(one[0], sizes=tuple(shape[0] for shape in several if shape))
+    one, several = (step.new_shapes, step.old_shapes) if step.step == "concat" else (step.old_shapes, step.new_shapes)
+    order = (1, 0) if step.step == "transpose" else ()  # the others along the first dimension, as the shapes alone say
+    layout = step.layout or Layout(one[0], order, sizes=tuple(shape[0] for shape in several if shape))
     if step.step in ("reshape", "flatten"):
-        yield step.new[0], reshaped(plain[0], step.new_shapes[0])
+        yield step.new[0], forms.reshaped(plain[0], step.new_shapes[0])
     elif step.step in ("transpose", "permute"):
-        yield step.new[0], rearranged(plain[0], layout, step.new_shapes[0])
+        yield step.new[0], forms.rearranged(plain[0], layout, step.new_shapes[0])
     elif step.step in ("split", "unstack", "crop"):
-        yield from zip(step.new, cut(plain[0], layout, step.new_shapes), strict=True)
+        yield from zip(step.new, forms.cut(plain[0], layout, step.new_shapes), strict=True)
     else:
-        yield step.new[0], joined(plain, layout, step.new_shapes[0])
+        yield step.new[0], forms.joined(plain, layout, step.new_shapes[0])

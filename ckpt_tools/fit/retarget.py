@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from ckpt_tools.edit import renaming
-from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
-from ckpt_tools.fit.fit import Choices, Fitted, Initialised, Wanted, fit, left_out
+from ckpt_tools.fit.fit import Choices, Initialised, Wanted, fit, left_out
 from ckpt_tools.fit.forms import MissingSizesError, Task, solve
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_for, check_finite
 from ckpt_tools.fit.options import FitOptions
@@ -21,29 +21,22 @@ from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, StepName, plan_of
 from ckpt_tools.fit.rows import BETWEEN, Binding, Index, NamePattern, PatternPlan, PatternStep
-from ckpt_tools.fit.targets import Target, choose_state_dict, read_target
+from ckpt_tools.fit.targets import Target, read_target, tensors_of
 from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.parametrized import Parametrized
 from ckpt_tools.values.numeric import live_content, row_major
-
-if TYPE_CHECKING:
-    pass
-
 
 # --- a plan of patterns for one checkpoint
 
 
 @dataclass(slots=True)
 class Expanded:
-    """A plan for one checkpoint."""
-
     plan: Plan
     dropped: dict[str, str]
     values: dict[str, str]
@@ -73,8 +66,6 @@ def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values, other
 
 
 class _Expansion:
-    """One expansion under way."""
-
     def __init__(self, plan: PatternPlan, shapes: Mapping[str, Shape], values: Values) -> None:
         self.plan, self.values, self.shapes = plan, values, dict(shapes)
         self.positions = {name: at for at, name in enumerate(shapes)}
@@ -167,7 +158,6 @@ class _Expansion:
     # --- one step after the other
 
     def do(self, number: int) -> None:
-        """Add the steps that one pattern step stands for."""
         step, claims = self.plan.steps[number], self.claims[number]
         if not step.old:
             return
@@ -311,8 +301,13 @@ class Retargeting:
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
-        report = _report(target.label if target is not None else str(options.plan), plan, fitted)
-        report.dropped, report.values = expanded.dropped, expanded.values
+        reasons = Counter(step.reason for step in plan.steps for _ in step.new)
+        moved = [(old, new, step.reason) for step in plan.steps for old in step.old for new in step.new if old != new]
+        moved += [(old, new, "another shape") for old, new, _, _ in plan.mismatched if old != new and new in fitted.adapted]
+        report = FittedTo(
+            target.label if target is not None else str(options.plan), dict(reasons), moved, fitted.initialised,
+            fitted.adapted, fitted.skipped, expanded.dropped, expanded.values,
+        )  # fmt: skip
         self.left_out = left_out(plan, fitted)
         return report, renamed
 
@@ -327,7 +322,6 @@ class Retargeting:
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
     def _read(self, node: Dict, config: Config) -> Expanded:
-        """The plan of the file, for this state dict."""
         options = self.options
         plan, values = read_any_plan(cast("str", options.plan)), cast("Mapping[str, int]", options.plan_value or {})
         if not isinstance(plan, PatternPlan):
@@ -375,13 +369,6 @@ def only_state_dict(root: Node, path: str) -> Dict:
     )
 
 
-def _report(label: str, plan: Plan, fitted: Fitted) -> FittedTo:
-    reasons = Counter(step.reason for step in plan.steps for _ in step.new)
-    renamed = [(old, new, step.reason) for step in plan.steps for old in step.old for new in step.new if old != new]
-    renamed += [(old, new, "another shape") for old, new, _, _ in plan.mismatched if old != new and new in fitted.adapted]
-    return FittedTo(label, dict(reasons), renamed, fitted.initialised, fitted.adapted, fitted.skipped)
-
-
 def note_optimizer(root: Node, fitted: FittedTo) -> str:
     """The sentence for optimizer state that belongs to tensors which are no longer what they were; or the empty text."""
     if not (fitted.initialised or fitted.adapted or fitted.skipped):
@@ -397,41 +384,15 @@ def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> W
     if target is None:
         return Wanted((), dict[str, Blank]().__getitem__, None, {}, label)  # without a target no name's shape is asked for
     params = {param.name: param for param in target.params}
-    own = _OwnValues(target, seed, stack)
-    return Wanted(target.names, lambda name: blank_for(target, params[name]), own.content, target.ties, label)
+    tensors = cache(lambda: tensors_of(target, stack, seed=seed))
 
-
-class _OwnValues:
-    """The values that the target itself has: its constructor's, run with the seed; or those of a checkpoint."""
-
-    def __init__(self, target: Target, seed: int, stack: ExitStack) -> None:
-        self.target, self.seed, self.stack = target, seed, stack
-        self.tensors: Mapping[str, Any] | None = None
-
-    def content(self, name: str) -> Content:
-        """The bytes of one tensor, row-major."""
-        if self.tensors is None:
-            self.tensors = self._read()
-        value = self.tensors[name]
+    def own(name: str) -> Content:
+        value = tensors()[name]
         if type(value) is Entry:
             return row_major(value)
         if is_tensor(value) or value.is_meta or hasattr(value, "full_tensor"):  # a DTensor's values are on many processes
-            raise ConvertError(f"{name!r} has no values in {self.target.label}.", fix='Choose another scheme than "target".')
+            raise ConvertError(f"{name!r} has no values in {target.label}.", fix='Choose another scheme than "target".')
         check_finite(value.detach(), name)
         return live_content(value)
 
-    def _read(self) -> Mapping[str, Any]:
-        if self.target.build is not None:
-            import torch
-
-            with torch.random.fork_rng(devices=[]):  # the seed's numbers are as stable as torch's are
-                torch.manual_seed(self.seed)
-                made = self.target.build()
-            tensors: Mapping[str, Any] = made if isinstance(made, Mapping) else made.state_dict()
-            return tensors
-        if self.target.tensors is not None:
-            return self.target.tensors
-        checkpoint = self.stack.enter_context(open_whole(self.target.label))
-        state_dict = choose_state_dict(checkpoint, of_target=True)
-        root = to_little_endian(state_dict.node, checkpoint.byteorder)
-        return tensors_by_name(as_dict(root))
+    return Wanted(target.names, lambda name: blank_for(target, params[name]), own, target.ties, label)

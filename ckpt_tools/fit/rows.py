@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from ckpt_tools.errors import MatchError
 from ckpt_tools.fit.forms import FIELDS, SEVERAL_NEW, SEVERAL_OLD, Form, names_in, read_arrow, read_side, size_of
 from ckpt_tools.io.parsers import brief
-from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 BETWEEN = "@"  # begins the name of what one step makes for another, and nothing else gets
@@ -125,19 +124,13 @@ def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
         if len(steps) > _MOST_WRITTEN_OUT:
             raise MatchError(f"The plan has more than {_MOST_WRITTEN_OUT} steps, words written out.")
     about, prefix_old, prefix_new = (fields.read(key, read_text, "") for key in ("about", "prefix_old", "prefix_new"))
-    values, numbered = fields.read("values", _read_table, {}), fields.read("numbered", _read_table, {})
+    values, numbered = fields.read("values", read_table, {}), fields.read("numbered", read_table, {})
     known = {name for step in steps for pattern in (*step.old, *step.new) for name in pattern.names}
     if unknown := next((name for name in numbered if name not in known), None):
         raise MatchError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
     counted = {name: read_names(keys, f"numbered.{name[:40]}") for name, keys in numbered.items()}
     rows = tuple(_value(name, row) for name, row in values.items())
     return PatternPlan(label, about, tuple(steps), rows, prefix_old, prefix_new, counted)
-
-
-def _read_table(value: Any, label: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise MatchError(f"{label} must be a table.")
-    return value
 
 
 def _value(name: str, row: Any) -> ValueRow:
@@ -156,13 +149,6 @@ def _value(name: str, row: Any) -> ValueRow:
     if name not in {one for axis in read_side(axes).axes for one in names_in(axis)}:
         raise MatchError(f"{label}: it is not among the axes {axes!r}.")
     return ValueRow(name, None, config, old, new, axes)
-
-
-def check_value(value: Any, label: str) -> int:
-    """A size that a user, a plan or a config gives."""
-    if type(value) is not int or not 0 < value < 1 << 40:
-        raise MatchError(f"{label} must be a whole number from 1 up, not {brief(value)}.")
-    return value
 
 
 def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
@@ -191,9 +177,9 @@ def _steps(row: dict[str, Any], where: str) -> Iterator[PatternStep]:
 def read_form(fields: Fields, step: str) -> Form:
     """The fields that say how a step is done."""
     given = {key for key in FIELDS[step] if key in fields}
-    sizes, to = (fields.read(key, read_sizes) if key in given else None for key in ("sizes", "to"))
-    size, was = (fields.read(key, read_size) if key in given else None for key in ("size", "was"))
-    for text in (*(sizes or ()), *(text for text in to or () if text != "-1"), size or "1", was or "1"):
+    found = {key: fields.read(key, read) for key, read in _FORM.items() if key in given}
+    sizes = [*found.get("sizes", ()), *(text for text in found.get("to", ()) if text != "-1")]
+    for text in (*sizes, found.get("size", "1"), found.get("was", "1")):
         size_of(text, {})
     axes: str | tuple[int, ...] | None = None
     if "axes" in given and step == "permute" and isinstance(fields.row["axes"], list):
@@ -204,15 +190,7 @@ def read_form(fields: Fields, step: str) -> Form:
     axis = fields.row["axis"] if "axis" in given else 0
     if not isinstance(axis, str) or not axis:
         axis = read_dim(axis, f"{fields.label}: axis")
-    dims = fields.read("dims", _read_dims) if "dims" in given else None
-    fill = fields.read("fill", read_number) if "fill" in given else 0.0
-    return Form(axes, axis, sizes, to, dims, size, was, fill)
-
-
-def _read_dims(value: Any, label: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise MatchError(f"{label} must be the first and the last dimension, not {brief(value)}.")
-    return read_dim(value[0], label), read_dim(value[1], label)
+    return Form(axes, axis, **found)
 
 
 def _check_step(step: PatternStep) -> None:
@@ -260,7 +238,6 @@ class NamePattern:
 
     @classmethod
     def read(cls, text: str) -> NamePattern:
-        """Read a pattern."""
         pieces, placeholders, at = [""], [], 0
         for part in _PART.finditer(text):
             pieces[-1] += text[at : part.start()]
@@ -284,7 +261,6 @@ class NamePattern:
 
     @property
     def names(self) -> frozenset[str]:
-        """The placeholders, each once."""
         return frozenset(self.placeholders)
 
     def numbers(self) -> list[str]:
@@ -348,7 +324,6 @@ class Index:
         self._by_key: dict[str, dict[tuple[int, ...], dict[tuple[str, ...], list[tuple[list[str], object]]]]] = {}
 
     def add(self, pattern: NamePattern, what: object) -> None:
-        """Take in a pattern."""
         numbers = pattern.numbers()
         places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
         written = tuple(numbers[place] for place in places)
@@ -390,23 +365,19 @@ class Fields:
     """One table. A field that is not there is an error, or its default; `label` begins the errors."""
 
     def __init__(self, row: Any, label: str, known: Sequence[str]) -> None:
-        if not isinstance(row, dict):
-            raise MatchError(f"{label} must be a table.", why=f"Its fields are {', '.join(known)}.")
-        if unknown := [key for key in row if key not in known]:
+        if unknown := [key for key in read_table(row, label) if key not in known]:
             raise MatchError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(known)}.")
         self.row, self.label = row, label
 
     def __contains__(self, key: str) -> bool:
         return key in self.row
 
-    def read(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> Any:
-        """A field as `read` has it."""
+    def read(self, key: str, read: Reader, default: Any = _NEEDED) -> Any:
         if key not in self.row and default is not _NEEDED:
             return default
         return read(self.row.get(key), f"{self.label}: {key}")
 
-    def several(self, key: str, read: Callable[[Any, str], Any], default: Any = _NEEDED) -> tuple[Any, ...]:
-        """One, or a list of several where a step has several."""
+    def several(self, key: str, read: Reader, default: Any = _NEEDED) -> tuple[Any, ...]:
         value = self.row.get(key)
         if isinstance(value, list) and value and (isinstance(value[0], list) or read is read_name):
             return tuple(read(item, f"{self.label}: {key}") for item in value)
@@ -421,64 +392,52 @@ class Fields:
         yield from ((f"{key} {number}", row) for number, row in enumerate(rows, 1))
 
 
-def read_name(value: Any, label: str) -> str:
-    """Text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise MatchError(f"{label} must be text, not {brief(value)}.")
-    return value
+Reader: TypeAlias = Callable[[Any, str], Any]
 
 
-def read_text(value: Any, label: str) -> str:
-    """Any text."""
-    return value if value == "" else read_name(value, label)
+def _reader(words: str, is_good: Callable[[Any], bool], make: Callable[[Any], Any] = lambda value: value) -> Reader:
+    """What reads a field that must be what the words say, and makes something of it; the second argument begins the error."""
+
+    def read(value: Any, label: str) -> Any:
+        if not is_good(value):
+            raise MatchError(f"{label} must be {words}, not {brief(value)}.")
+        return make(value)
+
+    return read
+
+
+def _list_of(read: Reader, words: str, is_good: Callable[[list[Any]], bool] = lambda _: True) -> Reader:
+    is_list = _reader(words, lambda value: isinstance(value, list) and is_good(value))
+    return lambda value, label: tuple(read(item, label) for item in is_list(value, label))
 
 
 def read_names(value: Any, label: str) -> tuple[str, ...]:
     """A list of names, each once."""
-    if not isinstance(value, list):
-        raise MatchError(f"{label} must be a list of names.")
-    names = tuple(read_name(name, label) for name in value)
+    names: tuple[str, ...] = _list_of(read_name, "a list of names")(value, label)
     if len(set(names)) < len(names):
         raise MatchError(f"{label} has a name twice.")
     return names
 
 
-def read_flag(value: Any, label: str) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise MatchError(f"{label} must be true or false, not {brief(value)}.")
-    return value
-
-
-def read_number(value: Any, label: str) -> float:
-    """A number of a size that is said somewhere."""
-    if type(value) not in (int, float) or not abs(value) < 1e300:
-        raise MatchError(f"{label} must be a number, not {brief(value)}.")
-    return float(value)
-
-
-def read_shape(value: Any, label: str) -> Shape:
-    """A list of sizes."""
-    good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
-    if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
-        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
-    return tuple(value)
-
-
 def read_size(value: Any, label: str) -> str:
     """A whole number, or a size by name, as text."""
-    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else read_name(value, label)
+    return str(value) if type(value) is int and -1 <= value <= MAX_ELEMENTS else str(read_name(value, label))
 
 
-def read_sizes(value: Any, label: str) -> tuple[str, ...]:
-    """A list of such."""
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_DIMENSIONS:
-        raise MatchError(f"{label} must be a list of sizes, not {brief(value)}.")
-    return tuple(read_size(size, label) for size in value)
-
-
-def read_dim(value: Any, label: str) -> int:
-    """The number of a dimension."""
-    if type(value) is not int or not -MAX_DIMENSIONS <= value < MAX_DIMENSIONS:
-        raise MatchError(f"{label} must be the number of a dimension, not {brief(value)}.")
-    return value
+read_name = _reader("text", lambda value: isinstance(value, str) and value != "")
+read_text = _reader("text", lambda value: isinstance(value, str))
+read_flag = _reader("true or false", lambda value: isinstance(value, bool))
+# a number of a size that is said somewhere
+read_number = _reader("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300, float)
+read_dim = _reader("the number of a dimension", lambda value: type(value) is int and -MAX_DIMENSIONS <= value < MAX_DIMENSIONS)
+read_dims = _list_of(read_dim, "the first and the last dimension", lambda value: len(value) == 2)
+read_sizes = _list_of(read_size, "a list of sizes", lambda value: 0 < len(value) <= MAX_DIMENSIONS)
+read_table = _reader("a table", lambda value: isinstance(value, dict))
+read_shape = _reader(
+    "a list of sizes",
+    lambda value: isinstance(value, list) and len(value) <= MAX_DIMENSIONS
+    and all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in value),
+    tuple,
+)  # fmt: skip
+_FORM = {"sizes": read_sizes, "to": read_sizes, "size": read_size, "was": read_size, "dims": read_dims, "fill": read_number}
+check_value = _reader("a whole number from 1 up", lambda value: type(value) is int and 0 < value < 1 << 40)

@@ -12,12 +12,13 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ckpt_tools.edit import renaming, selection
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -28,14 +29,12 @@ from ckpt_tools.parts.open import open_whole
 from ckpt_tools.parts.rank_files import Names
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted, printable
-from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.pytorch import need_torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A target model."""
-
     label: str
     params: tuple[Param, ...]
     module: Any = None
@@ -45,7 +44,6 @@ class Target:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in order."""
         return tuple(param.name for param in self.params)
 
     @property
@@ -130,7 +128,6 @@ def framework_of(checkpoint: Checkpoint) -> Framework | None:
 
 
 def params_of(node: Dict) -> tuple[Param, ...]:
-    """The tensors of a state dict node."""
     return tuple(_param(name, value) for name, value in tensors_by_name(node).items())
 
 
@@ -141,6 +138,31 @@ def _param(name: str, node: Node) -> Param:
     unusual = unusual_tensor(node)
     assert unusual is not None
     return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
+
+
+@contextmanager
+def open_state_dict(path: str | os.PathLike[str]) -> Iterator[tuple[Checkpoint, Dict]]:
+    """The only state dict of a checkpoint, whose bytes can be read."""
+    with open_whole(path) as checkpoint:
+        checkpoint.locate()
+        chosen = choose_state_dict(checkpoint, of_target=True).node
+        yield checkpoint, as_dict(to_little_endian(chosen, checkpoint.byteorder))
+
+
+def tensors_of(target: Target, stack: ExitStack, *, seed: int | None = None) -> Mapping[str, Any]:
+    """A target's tensors: of a checkpoint, of a live model, or of what the callable makes; by a seed, where one is given."""
+    if target.tensors is None:
+        return tensors_by_name(stack.enter_context(open_state_dict(target.label))[1])
+    if target.build is None or (seed is None and not target.on_meta):
+        return target.tensors
+    import torch
+
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):  # the seed's numbers are as stable as torch's are
+        if seed is not None:
+            torch.manual_seed(seed)
+        made = target.build()
+    tensors: Mapping[str, Any] = made if isinstance(made, Mapping) else made.state_dict()
+    return tensors
 
 
 # --- callables
@@ -172,18 +194,14 @@ def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
         with torch.device("meta"):
             made = build()
     except (Exception, SystemExit):  # a constructor that computes with values cannot run on the meta device
-        made = _called(spec, build)
+        try:
+            made = build()
+        except (Exception, SystemExit) as error:
+            raise ConvertError(
+                f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
+                fix="The arguments of `like` go into `like_args` as a JSON object; or name a function that calls it with them.",
+            ) from error  # fmt: skip
     return replace(_from_live(made, spec), build=build)
-
-
-def _called(spec: str, build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except (Exception, SystemExit) as error:
-        raise ConvertError(
-            f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
-            fix="The arguments of `like` go into `like_args` as a JSON object; or name a function that calls it with them.",
-        ) from error  # fmt: skip
 
 
 def _imported(spec: str) -> Callable[..., Any]:

@@ -43,7 +43,6 @@ class Config:
 
     @property
     def label(self) -> str:
-        """Those who say something, for a message."""
         return " and ".join(name for name, _ in self.files) or "config.json"
 
     def find(self, keys: Iterable[str]) -> tuple[int, str] | None:
@@ -101,8 +100,6 @@ def _inside(document: Any, key: str) -> Any:
 
 
 class Values:
-    """The sizes that are known."""
-
     def __init__(self, given: Mapping[str, int], config: Config) -> None:
         self.given, self.config = given, config
         self.sizes: dict[str, int] = {}
@@ -155,7 +152,6 @@ class Values:
         return bool(sizes)
 
     def told(self) -> dict[str, str]:
-        """Every size with who says so."""
         return {name: f"{size} ({self.said[name]})" for name, size in self.sizes.items()}
 
     def missing(self, error: MissingSizesError, plan: PatternPlan) -> MatchError:

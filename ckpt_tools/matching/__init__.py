@@ -175,7 +175,6 @@ def match_affixes(pairing: Pairing) -> None:
 
 
 def _by_rest(names: Iterable[_Pair], splits: _Splits) -> dict[str, list[_Pair]]:
-    """What remains of a name -> (affix, the tensor's own name) for each of its affixes."""
     found: dict[str, list[_Pair]] = defaultdict(list)
     for name, own in names:
         for affix, rest in splits(name):
@@ -368,7 +367,6 @@ def match(
 
 
 def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> Pairing:
-    """The pairing, with what the user said and every stage found."""
     _start(pairing, stages, pairs)
     match_whole_wrapper(pairing)
     match_exact(pairing)

@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from typing import Literal, TypeAlias
+from operator import attrgetter
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from ckpt_tools.matching.lexicon import LETTER, QKV, concepts, end_of, numbers, rank, sharpened, stem
 from ckpt_tools.matching.pairing import flattened
@@ -54,7 +55,6 @@ class Unit:
 
     @property
     def signature(self) -> Signature:
-        """Roles with their shapes."""
         return tuple((role, self.shapes[role], self.integers[role]) for role in sorted(self.roles))
 
     @property
@@ -95,7 +95,6 @@ def units_of(params: Iterable[Param], known: Callable[[str], str]) -> list[Unit]
 
 
 def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
-    """The path of the unit that a tensor belongs to, and its role there."""
     path = tuple(parent.split(".", _MAX_PARTS)) if parent else ()
     if leaf == _COUNTER or leaf in _ROLES:
         return path, _ROLES.get(leaf, _COUNTER)
@@ -199,26 +198,25 @@ _CONCEPT, _CONFLICT = 4, 6
 _MOST_SCORES = 10_000
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ItemPair:
-    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on."""
+T = TypeVar("T", bound=Item)
 
-    old: Item
-    new: Item
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair(Generic[T]):
+    """Two items that are one, and how that was found.
+
+    `counted` are the numbered families that their order rests on, `depth` is how many blocks they are in.
+    """
+
+    old: T
+    new: T
     how: How
     counted: frozenset[Counted] = frozenset()
+    depth: int = 0
     open: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UnitPair:
-    """Two units that are one; `depth` is how many blocks they are in, `counted` includes what those rest on."""
-
-    old: Unit
-    new: Unit
-    how: How
-    depth: int = 0
-    counted: frozenset[Counted] = frozenset()
+UnitPair: TypeAlias = Pair[Unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,16 +246,16 @@ def conflicts(one: Meaning, other: Meaning) -> int:
     return count
 
 
-def _resolve(olds: Sequence[Item], news: Sequence[Item], context: _Context) -> list[ItemPair]:
+def _resolve(olds: Sequence[T], news: Sequence[T], context: _Context) -> list[Pair[T]]:
     """Pairs among items of one kind: those that are certain. The others stay undecided."""
     if not olds or not news:
         return []
     sides = [[meaning(item.path[at:]) for item in items] for items, at in zip((olds, news), context.depths, strict=True)]
     if len(olds) == len(news) == 1:
-        return [] if conflicts(sides[0][0], sides[1][0]) else [ItemPair(olds[0], news[0], "unique")]
+        return [] if conflicts(sides[0][0], sides[1][0]) else [Pair(olds[0], news[0], "unique")]
     # what some of them have and others do not; concepts that exclude others always count
     telling = frozenset.intersection(*(frozenset().union(*side) - frozenset.intersection(*side) for side in sides))
-    groups: list[dict[Meaning, list[Item]]] = [defaultdict(list), defaultdict(list)]
+    groups: list[dict[Meaning, list[T]]] = [defaultdict(list), defaultdict(list)]
     for group, items, side in zip(groups, (olds, news), sides, strict=True):
         for item, said in zip(items, side, strict=True):
             group[frozenset(pair for pair in said if pair in telling or pair[0] in _EXCLUSIVE)].append(item)
@@ -267,15 +265,11 @@ def _resolve(olds: Sequence[Item], news: Sequence[Item], context: _Context) -> l
         (one, other): _CONCEPT * len(one & other & telling) - _CONFLICT * conflicts(one, other)
         for one, other in product(*groups)
     }
-    pairs: list[ItemPair] = []
+    pairs: list[Pair[T]] = []
     while found := _mutual(groups, scores, equal=len(olds) == len(news)):
-        own, others = (sorted(group.pop(said), key=_index) for group, said in zip(groups, found, strict=True))
-        pairs += [ItemPair(own[0], others[0], "names")] if len(own) == 1 else _in_order(own, others, context)
+        own, others = (sorted(group.pop(said), key=attrgetter("index")) for group, said in zip(groups, found, strict=True))
+        pairs += [Pair(own[0], others[0], "names")] if len(own) == 1 else _in_order(own, others, context)
     return pairs
-
-
-def _index(item: Item) -> int:
-    return item.index
 
 
 def _mutual(
@@ -294,32 +288,26 @@ def _mutual(
     return None
 
 
-def _in_order(olds: Sequence[Item], news: Sequence[Item], context: _Context) -> list[ItemPair]:
+def _in_order(olds: Sequence[T], news: Sequence[T], context: _Context) -> list[Pair[T]]:
     """Items paired in the order of registration, if both sides say that this order is one; else none."""
     families: list[frozenset[Family]] = []
     for items, depth, known in zip((olds, news), context.depths, context.families, strict=True):
         shape = items[0].shapes.get("weight", ()) if isinstance(items[0], Unit) else ()
         said = [meaning(item.path) for item in items]
         # three square matrices and more in an attention are q, k, v ... in an order of its author's
-        if (
-            len(shape) == 2
-            and shape[0] == shape[1]
-            and len(items) > 2
-            and any(("sublayer", "attention") in one for one in said)
-        ):
+        are_parts = len(shape) == 2 and shape[0] == shape[1] and len(items) > 2
+        if are_parts and any(("sublayer", "attention") in one for one in said):
             return []
-        if any(meaning(item.path[depth:]) & QKV for item in items):
-            return []
-        if not all(_comes_before(one.path, other.path, depth, known) for one, other in pairwise(items)):
+        counts = all(_comes_before(one.path, other.path, depth, known) for one, other in pairwise(items))
+        if not counts or any(meaning(item.path[depth:]) & QKV for item in items):
             return []
         parting = [(one.path, other.path, _split(one.path, other.path, depth) or 0) for one, other in pairwise(items)]
         families.append(frozenset((one[:at], stem(one[at])) for one, other, at in parting if stem(one[at]) == stem(other[at])))
     counted = frozenset([(families[0], families[1])])
-    return [ItemPair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)]
+    return [Pair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)]
 
 
 def _split(one: Path, other: Path, depth: int) -> int | None:
-    """Where two paths part."""
     return next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
 
 
@@ -347,7 +335,7 @@ class Alignment:
     pairs: list[UnitPair] = field(default_factory=list)
     undecided: list[tuple[list[Unit], list[Unit]]] = field(default_factory=list)
 
-    def leave(self, olds: Iterable[Unit], news: Iterable[Unit], taken: Iterable[ItemPair | UnitPair]) -> None:
+    def leave(self, olds: Iterable[Unit], news: Iterable[Unit], taken: Iterable[UnitPair]) -> None:
         """What pairs do not take of two lists is undecided, where both sides have some left."""
         gone = {id(unit) for pair in taken for unit in (pair.old, pair.new)}
         rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
@@ -362,7 +350,6 @@ class Alignment:
 
 
 def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
-    """Align the units of two sides."""
     _set_kinds(olds, news)
     alignment = Alignment()
     start = _Context((0, 0), (_families_of(olds), _families_of(news)), (_whole_paths(olds), _whole_paths(news)))
@@ -373,8 +360,6 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
         counts = [Counter(unit.kind for unit in units) for units in (left, right)]
         uneven = {kind for kind in counts[0].keys() | counts[1].keys() if counts[0][kind] != counts[1][kind]}
         for pair in _pair_blocks(left, right, context):
-            assert isinstance(pair.old, Block)
-            assert isinstance(pair.new, Block)
             below = _Context(
                 (len(pair.old.path), len(pair.new.path)), context.families, context.whole, context.counted | pair.counted,
                 context.level + 1, context.open | pair.open,
@@ -401,20 +386,20 @@ def _set_kinds(olds: Sequence[Unit], news: Sequence[Unit]) -> None:
             unit.kind = shared.get(each, -1)
 
 
-def _pair_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list[ItemPair]:
+def _pair_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list[Pair[Block]]:
     """Blocks that are partners, the largest first; their units are taken out of the two lists."""
-    found: list[ItemPair] = []
+    found: list[Pair[Block]] = []
     effort = max(_MOST_UNITS, _MOST_ROUNDS * (len(left) + len(right)))
     while effort > 0 and (pairs := _next_blocks(left, right, context)):
         effort -= len(left) + len(right)
-        gone = {id(unit) for pair in pairs for block in (pair.old, pair.new) for unit in block.units}  # type: ignore[union-attr]
+        gone = {id(unit) for pair in pairs for block in (pair.old, pair.new) for unit in block.units}
         left[:] = [unit for unit in left if id(unit) not in gone]
         right[:] = [unit for unit in right if id(unit) not in gone]
         found += pairs
     return found
 
 
-def _next_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list[ItemPair]:
+def _next_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list[Pair[Block]]:
     """The largest blocks that are partners; kinds of units that one side has more of count only at first."""
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
@@ -458,11 +443,7 @@ def _pair_units(left: list[Unit], right: list[Unit], context: _Context, alignmen
                 kinds[unit.kind][side].append(unit)
     for kind, (olds, news) in kinds.items():
         pairs = [pair for pair in _resolve(olds, news, context) if kind not in context.open or pair.how != "unique"]
-        for pair in pairs:
-            assert isinstance(pair.old, Unit)
-            assert isinstance(pair.new, Unit)
-            counted = context.counted | pair.counted
-            alignment.pairs.append(UnitPair(pair.old, pair.new, pair.how, context.level, counted))
+        alignment.pairs += [replace(pair, depth=context.level, counted=context.counted | pair.counted) for pair in pairs]
         alignment.leave(olds, news, pairs)
 
 
@@ -488,7 +469,7 @@ def _follow(alignment: Alignment, olds: Sequence[Unit], news: Sequence[Unit]) ->
         for new in right:
             behind[id(layers[1].get(id(new)))].append(new)
         decided = [
-            UnitPair(old, new, "names", 1, pair.counted)
+            Pair(old, new, "names", pair.counted, 1)
             for old in left
             if (pair := before(old)) is not None
             for new in behind.get(id(pair.new), ())

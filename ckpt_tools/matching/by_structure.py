@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ckpt_tools.matching.align import Alignment, Cuts, Unit, UnitPair, align, meaning, split_fused, units_of, untied
+from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, UnitPair, align, meaning, split_fused, units_of, untied
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Offer, Reason
@@ -75,7 +75,7 @@ def _pair_heads(pairing: Pairing, left: Sequence[Unit], right: Sequence[Unit]) -
     if len(olds) == len(news) == 1:
         rows = [{role: shape[1:] for role, shape in unit.shapes.items()} for unit in (olds[0], news[0])]
         if rows[0] == rows[1] and "weight" in rows[0]:
-            _write_down(pairing, UnitPair(olds[0], news[0], "names"))
+            _write_down(pairing, Pair(olds[0], news[0], "names"))
 
 
 def _write_down(pairing: Pairing, pair: UnitPair) -> None:

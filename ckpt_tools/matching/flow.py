@@ -138,7 +138,6 @@ def _shared(several: Iterable[tuple[Axes, Shape | None]], after: Shape | None) -
 
 
 def _moved(name: str, operation: Operation, given: Sequence[tuple[Axes, Shape | None]], made: Value) -> Axes:
-    """The axes of what an operation makes."""
     axes, shape = given[0]
     one, other = [*operation.given, None, None, None][1:3]
     if not any(each for each, _ in given):
@@ -221,7 +220,8 @@ class _Flow:
 
     def follow(self, operation: Operation) -> None:
         """What one operation makes of what it is given."""
-        name = _plain_name(operation.name)
+        name = operation.name.strip("_").removeprefix("native_")
+        name = _ALIASES.get(name, name)  # one name for what torch calls an operation on its levels
         given = list(values_in(operation.given))
         states = [self.states.get(id(value), _EMPTY) for value in given]
         if name in CONSTANT:
@@ -253,7 +253,6 @@ class _Flow:
             self.states[id(value)] = state
 
     def _joined(self, several: Iterable[Feeds]) -> Feeds:
-        """All of several feeds."""
         found = {id(feeds): feeds for feeds in several if feeds}
         return next(iter(found.values())) if len(found) == 1 else self._counted(frozenset().union(*found.values()))
 
@@ -371,7 +370,6 @@ def _narrowed(state: _State, axis: Rows, part: Rows, dim: int | None) -> _State:
 
 
 def _words(name: str, place: int, states: Sequence[_State]) -> set[str]:
-    """What is said of the numbers of an argument."""
     fed = sum(bool(state.feeds) for state in states)
     if name in PASSING or (name in ("mul", "div", "sub", "rsub") and fed < 2):
         return set()
@@ -391,12 +389,6 @@ _ALIASES = {
     "avg_pool1d": "mean", "avg_pool2d": "mean", "adaptive_avg_pool3d": "mean", "avg_pool3d": "mean",
     "max_pool2d_with_indices": "max_pool2d", "swish": "silu",
 }  # fmt: skip
-
-
-def _plain_name(name: str) -> str:
-    """One name for what torch calls an operation on its levels."""
-    name = name.strip("_").removeprefix("native_")
-    return _ALIASES.get(name, name)
 
 
 # The numbers pass on as they are, in other places at most.

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ckpt_tools.matching.lexicon import concepts, words
 from ckpt_tools.matching.order import in_order_of_names, turned
-from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Offer, Param, Shape
+from ckpt_tools.matching.records import Ambiguous, Framework, Match, Matching, Param, Shape
 
 Path: TypeAlias = tuple[str, ...]
 LINEAR = "inputs outputs -> outputs inputs"
@@ -61,7 +61,6 @@ _MAY_BE = "it may be a transposed convolution, whose kernel Flax has turned arou
 
 
 def _flax_layer(path: Path, shapes: Mapping[str, Shape]) -> Turns | None:
-    """A Dense, a Conv (with groups, too), an Embed or a norm."""
     if set(shapes) == {"embedding"}:
         return {"embedding": Turn("weight", shapes["embedding"])}
     if "kernel" not in shapes:
@@ -248,7 +247,6 @@ def _counted(layers: Sequence[_Layer]) -> dict[Path, Path]:
 
 
 def _as_compared(param: Param, turn: Turn | None, known: str) -> Param:
-    """The tensor as the stages compare it."""
     if known.partition(".")[0] in _STATE:
         return replace(param, kind="state of an optimizer")
     if turn is not None:
@@ -281,7 +279,8 @@ def as_in_file(matching: Matching, reading: Reading, target: Sequence[Param]) ->
     fates += [_fate(row, reading, flattened, wanted[row.new]) for row in matching.matched]
     for offer in matching.offers:
         old, shape = offer.old[0], reading.own[offer.old[0]].shape
-        if _is_back(offer, reading):
+        turn = reading.turns.get(old)
+        if offer.step == "transpose" and turn is not None and turn.axes == LINEAR:  # [in, out] there too: twice is as it was
             fates.append(Match(old, offer.new[0], offer.reason, offer.confidence, shape, shape))
         elif not exchanged.isdisjoint(offer.old):
             fates += [Ambiguous(new, offer.old, _TWO_STEPS) for new in offer.new]
@@ -315,12 +314,6 @@ def _fate(row: Match, reading: Reading, flattened: _Flattened, target: Param) ->
     return Ambiguous(row.new, (row.old,), why) if why else step
 
 
-def _is_back(offer: Offer, reading: Reading) -> bool:
-    """Whether the target keeps a matrix as [in, out] too: exchanged twice, it is as it was."""
-    turn = reading.turns.get(offer.old[0])
-    return offer.step == "transpose" and turn is not None and turn.axes == LINEAR
-
-
 class _Flattened:
     """The weights of a target in the order in which its module registers them; of a file, in the order that names say."""
 
@@ -343,7 +336,6 @@ class _Flattened:
         return ""
 
     def _beside(self, at: int, step: int) -> Shape:
-        """The shape of the next tensor of another layer."""
         own = self.rows[at].name.rpartition(".")[0]
         while 0 <= (at := at + step) < len(self.rows):
             if self.rows[at].name.rpartition(".")[0] != own:

@@ -113,7 +113,6 @@ def _matrix(shape: Shape) -> tuple[int, int]:
 
 
 def _taken(rows: int, columns: int) -> tuple[int, int]:
-    """How many rows and columns are looked at."""
     if rows <= _SIDE or rows * columns <= MOST:
         return rows, min(columns, MOST // max(rows, 1))
     return (MOST // columns, columns) if columns <= _SIDE else (_SIDE, _SIDE)

@@ -64,7 +64,6 @@ class Pairing:
         return made
 
     def sources_left(self) -> list[Param]:
-        """Tensors of the checkpoint without a partner, in order."""
         return [param for name, param in self.source.items() if name not in self.used and name not in self.spent]
 
     def targets_left(self) -> list[Param]:

@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.matching.align import Alignment, Cuts, Unit, UnitPair, conflicts, meaning, split_fused, units_of, untied
+from ckpt_tools.matching.align import Alignment, Cuts, Pair, Unit, conflicts, meaning, split_fused, units_of, untied
 from ckpt_tools.matching.flow import ROLES, Arrival, FlowTooLargeError, Hidden, flow_of
 from ckpt_tools.matching.order import in_order_of_names
 from ckpt_tools.matching.pairing import Pairing
@@ -156,6 +156,10 @@ class Layers:
         return {**others, **{number: unit.loose for number, unit in enumerate(self.units)}}
 
 
+def _both(one: int | None, other: int | None) -> Numbers | None:
+    return None if one is None or other is None else (one, other)
+
+
 def _part_of(unit: Unit) -> int | None:
     return None if unit.fused is None else unit.fused[1]
 
@@ -189,10 +193,9 @@ class Evidence:
     def __init__(self, pairing: Pairing) -> None:
         assert pairing.graphs is not None
         known = pairing.known.__getitem__
-        sides = untied(
-            in_order_of_names(pairing.source.values(), known), in_order_of_names(pairing.target.values(), str)
-        )  # fmt: skip
-        wholes = units_of(sides[0], known), units_of(sides[1], str)
+        olds, news = in_order_of_names(pairing.source.values(), known), in_order_of_names(pairing.target.values(), str)
+        olds, news = untied(olds, news)
+        wholes = units_of(olds, known), units_of(news, str)
         arrivals = [
             flow_of(graph, {name: at for at, unit in enumerate(units) for name in unit.roles.values()})
             for graph, units in zip(pairing.graphs, wholes, strict=True)
@@ -206,16 +209,12 @@ class Evidence:
 
     def numbers(self, old: Unit, new: Unit) -> Numbers | None:
         """Two units as nodes; None where one is in no network."""
-        found = self.sides[0].number(old), self.sides[1].number(new)
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        return _both(self.sides[0].number(old), self.sides[1].number(new))
 
     def named(self, old: str, new: str) -> Numbers | None:
-        """The nodes of two tensors."""
-        found = self.sides[0].place.get((old, None)), self.sides[1].place.get((new, None))
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        return _both(self.sides[0].place.get((old, None)), self.sides[1].place.get((new, None)))
 
     def by_name(self, pairing: Pairing) -> list[Numbers]:
-        """The pairs that are there already."""
         found = (self.named(match.old, new) for new, match in pairing.matches.items())
         return [numbers for numbers in found if numbers is not None]
 
@@ -373,7 +372,7 @@ def settle(pairing: Pairing, evidence: Evidence, alignment: Alignment) -> None:
     alignment.take_back([pair for pair in alignment.pairs if numbered[id(pair)] in wrong])
     kept = [numbers for pair in alignment.pairs if (numbers := numbered[id(pair)]) is not None]
     decided = evidence.decide(alignment.undecided, [*by_name, *kept])
-    alignment.pairs += (found := [UnitPair(old, new, "graph", 1) for old, new in decided])
+    alignment.pairs += (found := [Pair(old, new, "graph", depth=1) for old, new in decided])
     undecided, alignment.undecided = alignment.undecided, []
     for olds, news in undecided:
         alignment.leave(olds, news, found)

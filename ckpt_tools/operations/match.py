@@ -82,4 +82,4 @@ def match(path: File, options: MatchOptions) -> Matched:
         from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
-    return Matched(str(path), target.label, matching, advice, sides.compared.seen)
+    return Matched(str(path), target.label, matching, advice, sides.seen)

@@ -28,7 +28,11 @@ class Builder:
     """Live Python data from a tree, without recursion: containers are made first and filled later."""
 
     def __init__(self, checkpoint: Checkpoint, map_location: MapLocation, *, mapped: bool = False) -> None:
-        _check_map_location(map_location)
+        if not isinstance(map_location, str | torch.device | Mapping | None):  # torch.load also takes a function
+            raise UsageError(
+                f"map_location is a {type(map_location).__name__}.",
+                fix='Give a device ("cpu", "cuda:1"), a mapping from device tag to device, or None for the file\'s own tags.',
+            )
         self.path = checkpoint.path
         self.map_location = map_location
         self.maps: dict[int, mmap.mmap | None] | None = {} if mapped else None
@@ -146,7 +150,6 @@ class Builder:
         return torch.frombuffer(file, dtype=torch.uint8, offset=content.offset, count=content.length).untyped_storage()
 
     def device(self, tag: str) -> torch.device:
-        """Where a storage with this tag goes; made sure of once."""
         if tag not in self.devices:
             if isinstance(self.map_location, Mapping):
                 wanted: str | torch.device = self.map_location.get(tag, tag)
@@ -161,15 +164,6 @@ class Builder:
                     why=str(error).splitlines()[0], fix="Choose another device with map_location.",
                 ) from None  # fmt: skip
         return self.devices[tag]
-
-
-def _check_map_location(map_location: MapLocation) -> None:
-    """torch.load also takes a function; here it is a device or a mapping."""
-    if not isinstance(map_location, str | torch.device | Mapping | None):
-        raise UsageError(
-            f"map_location is a {type(map_location).__name__}.",
-            fix='Give a device ("cpu", "cuda:1"), a mapping from device tag to device, or None for the file\'s own tags.',
-        )
 
 
 def _read(storage: Storage) -> torch.UntypedStorage:

@@ -24,7 +24,8 @@ def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         if not entry.numel:
             continue
         content, dtype = row_major(entry), torch_dtype(entry.dtype)
-        if not _is_plain_memory(tensor) or tensor.dtype != dtype:
+        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not is_plain or tensor.dtype != dtype:
             _copy_elements(by_position(content), dtype, tensor.detach())
         elif isinstance(content, Range) and content.source.fd >= 0:
             memory = memory_of(tensor)
@@ -33,10 +34,6 @@ def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         else:
             read_into(content, memory_of(tensor))
     _read_all(reads)
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _read_all(reads: list[_Read]) -> None:

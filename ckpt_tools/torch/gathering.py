@@ -18,17 +18,12 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor" and hasattr(value, "_local_tensor")
 
 
-def is_sharded_tensor(value: object) -> bool:
-    """Whether a value is a ShardedTensor, which FSDP1 makes."""
-    return isinstance(value, torch.Tensor) and type(value).__name__ == "ShardedTensor"
-
-
 def has_parts(data: Any) -> bool:
     """Whether there are tensors in a mapping of which this process holds a part."""
     found = False
     for value in leaves(data):
         found = found or is_dtensor(value)
-        if is_sharded_tensor(value):
+        if isinstance(value, torch.Tensor) and type(value).__name__ == "ShardedTensor":  # FSDP1 makes them
             raise PartError(
                 "The state dict holds ShardedTensors: this process's parts of the tensors.",
                 fix="Take the whole one: with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): model.state_dict()",

@@ -70,10 +70,7 @@ class Before(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a module holds: a parameter or a buffer, under one of its names.
-
-    `saved`: a state dict holds it. `plain`: its elements can be looked at.
-    """
+    """A parameter or a buffer of a module, under one of its names: whether a state dict holds it and it can be looked at."""
 
     name: str
     tensor: torch.Tensor
@@ -96,10 +93,6 @@ def _held(model: torch.nn.Module) -> list[Held]:
         for own, tensor in tensors.items()
         if tensor is not None
     ]
-
-
-def _before(model: torch.nn.Module) -> dict[str, Before]:
-    return {held.name: Before(held.written, sample(held.tensor, 2) if held.plain else None) for held in _held(model)}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -166,10 +159,9 @@ class Judge:
 
     @staticmethod
     def _unsampled(held: Held, *, written: bool) -> Fate:
-        if _is_lazy(held.tensor):
-            return Fate(held.name, held.kind, "untouched", how="lazy, without a shape")
-        if held.tensor.is_meta:
-            return Fate(held.name, held.kind, "untouched", how="on the meta device")
+        if _is_lazy(held.tensor) or held.tensor.is_meta:
+            how = "lazy, without a shape" if _is_lazy(held.tensor) else "on the meta device"
+            return Fate(held.name, held.kind, "untouched", how=how)
         how = "its memory has been freed" if is_freed(held.tensor) else f"a {type(held.tensor).__name__}"
         return Fate(held.name, held.kind, "unexamined" if written else "untouched", how=how)
 
@@ -183,15 +175,14 @@ def _swapped(fates: Sequence[Fate]) -> set[str]:
             other = next((names[end] for end in ends(unwrap(fate.source)) if end in names), None)
             if other is not None:
                 taken[fate.name] = other
-    return {name for name in taken if _is_in_ring(name, taken)}
-
-
-def _is_in_ring(name: str, taken: Mapping[str, str]) -> bool:
-    seen, at = {name}, taken[name]
-    while at in taken and at not in seen:
-        seen.add(at)
-        at = taken[at]
-    return at == name and len(seen) > 1
+    rings: set[str] = set()
+    for name in taken:
+        ring = [name]
+        while (following := taken.get(ring[-1])) is not None and following not in ring:
+            ring.append(following)
+        if following == name and len(ring) > 1:
+            rings.update(ring)
+    return rings
 
 
 P = ParamSpec("P")
@@ -220,7 +211,8 @@ class Guard(Report):
 
     def __enter__(self) -> Self:
         with collector_paused():
-            self._before = {} if self._model is None else _before(self._model)
+            for held in () if self._model is None else _held(self._model):
+                self._before[held.name] = Before(held.written, sample(held.tensor, 2) if held.plain else None)
         _listen(self._opened)
         return self
 
@@ -241,11 +233,7 @@ class Guard(Report):
         return model
 
     def wrong(self, *, allow: Sequence[str] = ()) -> list[Fate]:
-        """Tensors that are untouched, swapped or changed otherwise, but for what a glob of `allow` matches.
-
-        Raises:
-            UsageError: a glob matches no tensor of the model.
-        """
+        """Tensors that are untouched, swapped or changed otherwise, but for what a glob of `allow` matches: each must match."""
         globs = Globs([allow] if isinstance(allow, str) else allow)
         allowed = {fate.name for fate in self.fates if globs.matching(fate.name)}
         if globs.unused:
@@ -280,16 +268,13 @@ class Guard(Report):
         groups: dict[str, list[Fate]] = {}  # those of one way together, what is wrong last
         for fate in sorted(self.fates, key=lambda fate: _ORDER.index(fate.fate)):
             groups.setdefault(_title(fate), []).append(fate)
-        rows = [("fate", "tensors", "from"), *((title, str(len(fates)), _what(fates)) for title, fates in groups.items())]
+        rows = [("fate", "tensors", "from")]
+        for title, fates in groups.items():
+            files = list(dict.fromkeys(_from_here(fate.path) for fate in fates if fate.fate == "loaded"))
+            rows.append((title, str(len(fates)), listed(files) if files else listed(fates, _SHOWN)))
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{title:{widths[0]}}  {count:>{widths[1]}}  {what}".rstrip() for title, count, what in rows]
         return "\n".join(map(printable, [*lines, *(f"note: {note}" for note in self.notes)]))
-
-
-def _what(fates: list[Fate]) -> str:
-    if fates[0].fate != "loaded":
-        return listed(fates, _SHOWN)
-    return listed(list(dict.fromkeys(_from_here(fate.path) for fate in fates)))
 
 
 def _from_here(path: str) -> str:

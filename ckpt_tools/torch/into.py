@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from ckpt_tools.fit.targets import Target, names_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.content import Content, Deflated, chunks, made_of
+from ckpt_tools.io.content import Deflated, chunks, made_of
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
@@ -33,11 +33,10 @@ from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import is_dtensor, own_box
-from ckpt_tools.torch.live_names import inside_wrappers, renamed_state_dict
-from ckpt_tools.torch.loading import choose, load_state_dict, loadable
+from ckpt_tools.torch.live_names import inside_wrappers
+from ckpt_tools.torch.loading import choose, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
-from ckpt_tools.tree import names
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Dict, Entry, as_dict
@@ -57,14 +56,7 @@ class Copy:
     into: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What is to happen to a model, all of it checked."""
-
-    copies: tuple[Copy, ...]
-    extra_state: tuple[tuple[torch.nn.Module, Any], ...]
-    assign: bool
-    report: LoadReport
+ExtraState: TypeAlias = tuple[torch.nn.Module, Any]
 
 
 class Planner:
@@ -88,7 +80,7 @@ class Planner:
         self.report = LoadReport(str(checkpoint.path))
         self.report.notes += [text for _, text in told_fold(folded)]
 
-    def plan(self) -> LoadPlan:
+    def plan(self) -> tuple[list[Copy], list[ExtraState]]:
         slots = self.slots.tensors
         params = tuple(
             Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()
@@ -111,7 +103,7 @@ class Planner:
         account.close(Dict([*fitted.tensors.items()]), ())
         copies = self._copies(fitted)
         self._fill_report(matching, fitted, copies)
-        return LoadPlan(copies, self._extra_state(), options.assign, self.report)
+        return copies, self._extra_state()
 
     def _tolerate(self, matching: Matching) -> Matching:
         """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
@@ -130,7 +122,7 @@ class Planner:
         slot = self.slots.tensors[name]
         return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
 
-    def _copies(self, fitted: Fitted) -> tuple[Copy, ...]:
+    def _copies(self, fitted: Fitted) -> list[Copy]:
         copies = []
         taken: dict[object, tuple[str, Entry]] = {}
         for name, node in fitted.tensors.items():
@@ -142,7 +134,9 @@ class Planner:
                 _check_assignable(name, node, slot)
             else:
                 _check_castable(name, node, slot)
-            _check_readable(node.storage.content)
+            for one in made_of(node.storage.content):  # inflated once, so that damage is found before the model changes
+                for _ in chunks(one) if isinstance(one, Deflated) else ():
+                    pass
             if slot.place in taken:
                 self._check_same(name, node, *taken[slot.place])
                 continue
@@ -153,7 +147,7 @@ class Planner:
             if self.slots.tensors[name].tensor.is_meta:
                 raise ConvertError(f"{name!r} is on the meta device: it has no value of its own to keep.",
                                    fix='Choose another scheme than "target".')  # fmt: skip
-        return tuple(copies)
+        return copies
 
     def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
         """One tensor of the model under two names takes one value."""
@@ -189,7 +183,7 @@ class Planner:
                 f"{names}: buffers that no checkpoint holds are still on the meta device; the model must make them."
             )
 
-    def _extra_state(self) -> tuple[tuple[torch.nn.Module, Any], ...]:
+    def _extra_state(self) -> list[ExtraState]:
         """What modules keep beside tensors, found by name; the wrappers of neither side count."""
         states = dict(self.extras)
         found = find_partners([Param(key, ()) for key in states], [Param(name, ()) for name in self.slots.extra_state])
@@ -206,7 +200,7 @@ class Planner:
             else:
                 self.report.missing.append(name)
         self.report.unexpected += states
-        return tuple(given)
+        return given
 
 
 def _check_assignable(name: str, entry: Entry, slot: Slot) -> None:
@@ -231,123 +225,31 @@ def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
         raise ConvertError(f"{name!r} is {old.name} in the file and {new.name} in the model; it would lose part of its values.")
 
 
-def _check_readable(content: Content) -> None:
-    """Inflate what is deflated once, so that damage is found before the model changes."""
-    for one in made_of(content):
-        if isinstance(one, Deflated):
-            for _ in chunks(one):
-                pass
-
-
 # --- load hooks
 
 
 # Of torch itself, and needless here: batch counters are matched, and what wraps a model has its names removed.
+_TO_RUN = "model.load_state_dict(load_state_dict(path)) runs them."
 _NEEDLESS = ("torch.nn.modules.", "torch.distributed.", "torch._dynamo.", "torch.jit.", "ckpt_tools.")
 
 
 def load_hooks(model: torch.nn.Module) -> list[str]:
     """What of a model's own code `load_state_dict` would run, as text, each once: `Net._load_from_state_dict`."""
-    inner = inside_wrappers(model)
-    found = dict.fromkeys([_override(inner, "load_state_dict")])
+    inner, found = inside_wrappers(model), dict[str, None]()
     for module in inner.modules():
-        found |= dict.fromkeys([_override(module, "_load_from_state_dict"), *_registered(module)])
-    return [text for text in found if text]
-
-
-def _override(module: torch.nn.Module, method: str) -> str:
-    """`Class.method` where a class has a method of its own in the place of torch's."""
-    return f"{type(module).__name__}.{method}" if _counts(getattr(type(module), method)) else ""
-
-
-def _registered(module: torch.nn.Module) -> Iterator[str]:
-    for kind in ("pre", "post"):
-        for hook in getattr(module, f"_load_state_dict_{kind}_hooks").values():
-            function = getattr(hook, "hook", hook)
-            if _counts(function):
-                name = getattr(function, "__name__", type(function).__name__)
-                yield f"{type(module).__name__}'s {kind}-hook {name}"
-
-
-def _counts(function: Callable[..., Any]) -> bool:
-    home = getattr(function, "__module__", None) or type(function).__module__
-    return not home.startswith(_NEEDLESS)
-
-
-def load_with_hooks(
-    model: torch.nn.Module, path: File, *, select: str | None, assign: bool, allow_missing: Sequence[str],
-    allow_unexpected: Sequence[str],
-) -> LoadReport:  # fmt: skip
-    """Have the model's own `load_state_dict` load a file's tensors, under the model's names."""
-    inner = inside_wrappers(model)
-    before = inner.state_dict()
-    _check_memory(before, assign=assign)
-    state_dict = _in_names_of(inner, load_state_dict(path, select=select, unwrap=False))
-    try:
-        result = inner.load_state_dict(state_dict, strict=False, **({"assign": True} if assign else {}))
-    except RuntimeError as error:
-        raise MatchError(f"{path} does not fit the model.", why=f"Its load_state_dict says: {error}") from error
-    except Exception as error:
-        why = f"A load hook raised {type(error).__name__}: {error}"
-        raise ConvertError(f"The model does not take {path}.", why=why) from error
-    report = LoadReport(str(path))
-    report.missing, report.unexpected = (list(getattr(result, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
-    report.loaded = [name for name in inner.state_dict() if name not in set(report.missing)]
-    report.notes = [f"load hooks that were run: {listed(load_hooks(model)) or 'none, the model has none'}"]
-    _check_left_over(report, allow_missing, allow_unexpected)
-    return report
-
-
-def _check_memory(state_dict: Mapping[str, Any], *, assign: bool) -> None:
-    tensors = [value for value in state_dict.values() if isinstance(value, torch.Tensor)]
-    if any(map(is_dtensor, tensors)):
-        raise UsageError(
-            "`hooks=True` is for whole tensors, and the model has DTensors.", fix="Load before it is cut in parts."
-        )
-    if not assign and any(tensor.is_meta for tensor in tensors):
-        raise UsageError("`hooks=True`: tensors on the meta device have no memory.", fix="Give `assign=True`.")
-
-
-def _in_names_of(model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file's tensors under the names of a model: the wrappers of the one go, the wrappers of the other come."""
-    own = model.state_dict().keys()
-    if len(own & state_dict.keys()) * 2 > len(own):
-        return state_dict  # as they are
-    homes = _module_paths(own)
-
-    def named(name: str) -> str:
-        name = names.unwrap(name)
-        head = name.rpartition(".")[0]
-        while head and head not in homes:
-            head = head.rpartition(".")[0]
-        rest = name[len(head) + 1 :] if head else name
-        return f"{homes[head]}.{rest}" if homes.get(head) else rest
-
-    return renamed_state_dict(state_dict, named)
-
-
-def _module_paths(own: Iterable[str]) -> dict[str, str]:
-    """Paths of modules without wrappers -> with those that the names of a state dict have: a hook may take some out of them."""
-    found: dict[str, str] = {}
-    for name in own:
-        path = name.rpartition(".")[0]
-        while path:  # of several the deepest, inside the wrapper
-            found.setdefault(names.strip_inner(f"{path}.x")[:-2], path)
-            path = path.rpartition(".")[0]
-    return found
-
-
-def _check_left_over(report: LoadReport, allow_missing: Sequence[str], allow_unexpected: Sequence[str]) -> None:
-    left = {
-        "missing": [name for name in report.missing if not Globs(allow_missing).matching(name)],
-        "unexpected": [name for name in report.unexpected if not Globs(allow_unexpected).matching(name)],
-    }
-    if any(left.values()):
-        raise MatchError(
-            f"{report.path} does not fit the model.",
-            why=" ".join(f"{len(rows)} {kind}: {listed(rows, 8)}." for kind, rows in left.items() if rows),
-            fix="allow_missing=GLOBS, allow_unexpected=GLOBS. What fits has been loaded.",
-        )
+        kind = type(module)
+        own: dict[str, Any] = {f"{kind.__name__}._load_from_state_dict": kind._load_from_state_dict}
+        if module is inner:
+            own = {f"{kind.__name__}.load_state_dict": kind.load_state_dict, **own}
+        for when in ("pre", "post"):
+            for hook in getattr(module, f"_load_state_dict_{when}_hooks").values():
+                function = getattr(hook, "hook", hook)
+                own[f"{kind.__name__}'s {when}-hook {getattr(function, '__name__', type(function).__name__)}"] = function
+        for text, function in own.items():
+            home = getattr(function, "__module__", None) or type(function).__module__
+            if not home.startswith(_NEEDLESS):
+                found[text] = None
+    return list(found)
 
 
 @as_keywords(LoadOptions)
@@ -380,11 +282,6 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
-    if options.hooks:
-        return load_with_hooks(
-            model, path, select=options.select, assign=options.assign, allow_missing=options.allow_missing,
-            allow_unexpected=options.allow_unexpected,
-        )  # fmt: skip
     slots = find_slots(model)
     _check_assign(model, slots, options.assign)
     with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
@@ -392,21 +289,21 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
             checkpoint.locate()
         with collector_paused():
             chosen = choose(checkpoint, options.select)
+            planner = Planner(checkpoint, chosen, slots, model, options)
+            report = planner.report
             try:
-                plan = Planner(checkpoint, chosen, slots, model, options).plan()
+                copies, states = planner.plan()
             except MatchError as error:
                 if unrun := load_hooks(model):  # they may be what makes it fit
-                    error.fix += (
-                        f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. hooks=True runs them."
-                    )
+                    error.fix += f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. {_TO_RUN}"
                 raise
         if beside := [dotted(row.where) for row in checkpoint.tensors if row.where[: len(chosen.where)] != chosen.where]:
-            plan.report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
-        _carry_out(plan)
+            report.notes.append(f"beside {dotted(chosen.where)!r}, and not loaded: {some(beside)}")
+        _carry_out(copies, states, assign=options.assign)
         if unrun := load_hooks(model):
-            plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
+            report.notes.append(f"load hooks that were not run: {listed(unrun)}. {_TO_RUN}")
         checkpoint.source.check_unchanged()
-    return plan.report
+    return report
 
 
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
@@ -423,27 +320,28 @@ def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
         )
 
 
-def _carry_out(plan: LoadPlan) -> None:
+def _carry_out(copies: Sequence[Copy], states: Sequence[ExtraState], *, assign: bool) -> None:
     """Give modules their extra state, copy, and put new tensors in place."""
-    tensors = [_new_tensor(copy, plan.assign) if copy.into is None else copy.into for copy in plan.copies]
-    _set_extra_state(plan.extra_state)
+    tensors = [_new_tensor(copy, assign) if copy.into is None else copy.into for copy in copies]
+    _set_extra_state(states)
     with torch.no_grad():
-        pairs = [(copy.entry, tensor) for copy, tensor in zip(plan.copies, tensors, strict=True)]
+        pairs = [(copy.entry, tensor) for copy, tensor in zip(copies, tensors, strict=True)]
         copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
         for entry, tensor in pairs:
             if is_dtensor(tensor):
                 _fill_part(entry, tensor)
             else:
                 torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
-    slots = [copy.slot for copy in plan.copies]
-    made = [(slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor]
+    made = [(copy.slot, _in_kind(copy.slot, new)) for copy, new in zip(copies, tensors, strict=True) if new is not copy.into]
     for slot, tensor in made:
-        _put(slot, tensor)
+        for module, own in slot.owners:
+            held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+            held[own] = tensor
 
 
-def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
+def _set_extra_state(states: Sequence[ExtraState]) -> None:
     """Give modules their extra state; when one of them refuses, all have what they had."""
-    before: list[tuple[torch.nn.Module, Any]] = []
+    before: list[ExtraState] = []
     for module, state in states:
         try:
             own = module.get_extra_state()
@@ -485,9 +383,3 @@ def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
         vars(tensor).update(vars(old))
     return tensor
-
-
-def _put(slot: Slot, tensor: torch.Tensor) -> None:
-    for module, own in slot.owners:
-        held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
-        held[own] = tensor

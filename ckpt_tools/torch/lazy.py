@@ -94,14 +94,10 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
         if tensor is None:
             fix = did_you_mean(str(name), self._tensors) or f"ckpt inspect --all {self._checkpoint.path} lists the names."
             raise NothingMatchedError(f"{self._checkpoint.path} has no tensor {name!r}.", fix=fix)
-        return _plain(tensor, name)
-
-
-def _plain(tensor: Tensor, name: str) -> Entry:
-    if type(tensor.node) is not Entry:
-        fix = "ckpt_tools.torch.load_state_dict gives it where it can, else torch.load."
-        raise ConvertError(f"{name!r} is sparse, quantised, nested or of a class of its own.", fix=fix)
-    return tensor.node
+        if type(tensor.node) is not Entry:
+            fix = "ckpt_tools.torch.load_state_dict gives it where it can, else torch.load."
+            raise ConvertError(f"{name!r} is sparse, quantised, nested or of a class of its own.", fix=fix)
+        return tensor.node
 
 
 @natural

@@ -113,8 +113,6 @@ class Stored:
 
 
 class Library:
-    """Every plain tensor of the files, while they are open."""
-
     def __init__(self) -> None:
         self.tensors: list[Stored] = []
         self.paths: list[str] = []
@@ -167,7 +165,6 @@ class Library:
 
     @cached_property
     def _by_end(self) -> dict[str, list[Stored]]:
-        """By each end of a path that begins at a dot."""
         return _grouped((end, stored) for stored in self.tensors for end in ends(stored.where))
 
     def named(self, name: str) -> list[Stored]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -54,7 +52,9 @@ class Slots:
 def find_slots(model: torch.nn.Module) -> Slots:
     state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
-    holders = _holders(modules)
+    # the module that holds what a state dict has below a path: inside a transparent wrapper, the wrapped one
+    plain = {".".join(part for part in path.split(".") if part not in _TRANSPARENT): module for path, module in modules.items()}
+    holders = {**modules, **plain}
     slots, unusual = Slots(), []
     for name, value in state_dict.items():
         path, _, own = name.rpartition(".")
@@ -62,7 +62,8 @@ def find_slots(model: torch.nn.Module) -> Slots:
         if own == "_extra_state" and module is not None:
             slots.extra_state[name] = module
         elif module is None or not isinstance(value, torch.Tensor) or (id(module), own) not in owners.get(id(value), {}):
-            unusual.append(f"{name!r} ({_what(value)})")
+            what = "made when it is asked for" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            unusual.append(f"{name!r} ({what})")
         elif why := _unusual(value):
             unusual.append(f"{name!r} ({why})")
         else:
@@ -86,28 +87,14 @@ def find_slots(model: torch.nn.Module) -> Slots:
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def _holders(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """The module that holds what a state dict has below a path: inside a transparent wrapper, the wrapped one."""
-    plain = {".".join(part for part in path.split(".") if part not in _TRANSPARENT): module for path, module in modules.items()}
-    return {**modules, **plain}
-
-
 def _owners(model: torch.nn.Module) -> dict[int, dict[tuple[int, str], torch.nn.Module]]:
     """id of a tensor -> (id of a module, own name) -> that module."""
     found: dict[int, dict[tuple[int, str], torch.nn.Module]] = {}
     for module in model.modules():
-        for own, tensor in _own(module):
-            found.setdefault(id(tensor), {})[id(module), own] = module
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), {})[id(module), own] = module
     return found
-
-
-def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for held in (module._parameters, module._buffers):
-        yield from ((own, tensor) for own, tensor in held.items() if tensor is not None)
-
-
-def _what(value: Any) -> str:
-    return "made when it is asked for" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _unusual(tensor: torch.Tensor) -> str:
@@ -115,7 +102,11 @@ def _unusual(tensor: torch.Tensor) -> str:
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "lazy, without a shape; run the model once first"
     if is_dtensor(tensor):
-        return _unusual_part(tensor)
+        try:
+            own_box(tensor)
+        except TensorError as error:
+            return f"a DTensor {error.what}"
+        return _unusual(tensor._local_tensor)  # type: ignore[attr-defined]
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if type(tensor.data) is not torch.Tensor:
@@ -129,11 +120,3 @@ def _unusual(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "made under torch.inference_mode"
     return ""
-
-
-def _unusual_part(tensor: Any) -> str:
-    try:
-        own_box(tensor)
-    except TensorError as error:
-        return f"a DTensor {error.what}"
-    return _unusual(tensor._local_tensor)

@@ -61,7 +61,6 @@ class Steps:
     said: tuple[str, ...] = ()
 
     def _step(self, step: str, **options: Any) -> Self:
-        """One step more."""
         if step in self.said and step not in _SEVERAL:
             raise UsageError(f"`{step}` is said twice.")
         if later := [one for one in self.said if _PLACES[one] > _PLACES[step]]:

@@ -81,8 +81,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Done(NamedTuple):
-    """One run: what its modules did, and its outputs."""
-
     root: ModuleCall
     outputs: Named
 
@@ -119,20 +117,18 @@ def run_alone(model: torch.nn.Module, given: Given, precision: Precision, seed: 
 
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
-    """Module by module: torch's transformer layers pass theirs by when they are evaluated, and compiled code has none."""
+    """Module by module: torch's transformer layers pass theirs by when they are evaluated, and compiled code has none.
+
+    Asking torch's compiler for anything imports it, which takes seconds: it is asked where the model has imported it.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _not_compiled():
+        with contextlib.nullcontext() if set_stance is None else set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _not_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Asking torch's compiler for anything imports it, which takes seconds: it is asked where the model has imported it."""
-    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
-    return contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 # --- float64 throughout: code that asks for float32 on the way, as norms and rotary embeddings do, gets float64
@@ -144,8 +140,6 @@ _OF_BITS = frozenset({"view", "frombuffer", "from_file"})  # they say what the b
 
 
 class Precision(Enum):
-    """What a model computes in."""
-
     FLOAT64 = "float64"
     MIXED = "float64, with float32 where the code says so"
     FLOAT32 = "float32"
@@ -180,7 +174,6 @@ def _wider(value: Any) -> Any:
 
 
 def _deeply(value: Any) -> Any:
-    """With the tensors in it."""
     if isinstance(value, torch.Tensor) and value.dtype in _WIDER:
         return value.to(_WIDER[value.dtype])
     if isinstance(value, Mapping):

@@ -54,7 +54,6 @@ def _below(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The closest module around all of these."""
     shared: list[str] = []
     for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
         if len(set(parts)) > 1:

@@ -23,8 +23,19 @@ from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Fault, Proved, Run, Setting, Unproved
 from ckpt_tools.torch import load_into
-from ckpt_tools.torch.proving import inputs
-from ckpt_tools.torch.proving.inputs import Done, Given, Precision, RaisedError, cast, computing_in, run, run_alone, seeded
+from ckpt_tools.torch.proving.inputs import (
+    Done,
+    Given,
+    Precision,
+    RaisedError,
+    cast,
+    computing_in,
+    digest,
+    make,
+    run,
+    run_alone,
+    seeded,
+)  # fmt: skip
 from ckpt_tools.torch.proving.pairing import in_both, pair_calls, pair_modules, pair_tensors
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings, equal, same_in_another_order
 from ckpt_tools.torch.proving.recording import CallPair, Gap, ModuleCall, Named, Paired, gap, pair, walk
@@ -40,10 +51,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Reach:
-    """Looks for tensors that the outputs do not depend on."""
+    """Looks for tensors of the new model that the outputs do not depend on."""
 
-    def __init__(self, model: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int, paths: set[str]) -> None:
-        self.model, self.sets, self.precision, self.seed, self.paths = model, sets, precision, seed, paths
+    def __init__(self, trial: Trial) -> None:
+        self.model, self.sets, self.precision, self.seed = trial.models[1], trial.sets, trial.precision, trial.seed
+        self.paths = {new for _, new in trial.paired.pairs}
 
     def unproved(self, old: Tensors, partners: Mapping[str, str]) -> list[Unproved]:
         """Tensors with other numbers than the old model's, on which nothing depends; embeddings of which some rows are so."""
@@ -211,8 +223,6 @@ _SIDES = ("OLD", "NEW")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What two models did."""
-
     models: tuple[torch.nn.Module, torch.nn.Module]
     sets: Sequence[Given]
     precision: Precision
@@ -255,10 +265,6 @@ class Trial:
     def worst(self) -> int:
         return max(range(len(self.gaps)), key=lambda index: self.gaps[index].relative)
 
-    def reach(self) -> Reach:
-        """Looks for tensors of the new model on which the outputs do not depend."""
-        return Reach(self.models[1], self.sets, self.precision, self.seed, {new for _, new in self.paired.pairs})
-
     def refuse_nothing(self) -> None:
         """Raise where equal outputs prove nothing: they are NaN, or have nothing to do with the inputs. Raises ConvertError."""
         if nan := sum(gap.nan for gap in self.gaps):
@@ -284,27 +290,28 @@ class Trial:
             _SIDES, self.models, self.done[self.worst], (fault.where, fault.new_where), strict=True
         ):
             again = run(model, given, self.precision, self.seed)
-            if not self._is_same(before, again):
+            if not _is_same(before, again):
                 raise ConvertError(
                     f"{side} gives other numbers when it runs again on the same inputs, from {_where(before, again)} on.",
                     why="What it draws or remembers follows no seed of torch, Python or numpy; it cannot be compared.",
                 )
             other = run(model, given, self.precision, self.seed + 1)
-            if not self._is_same(before, other) and first_apart(before.root, other.root)[0] == where:
+            if not _is_same(before, other) and first_apart(before.root, other.root)[0] == where:
                 raise ConvertError(
                     f"{side} is random in {_where(before, other)}: with another seed it gives other numbers.",
                     why="The models draw different random numbers, so that their outputs tell nothing of their weights.",
                     fix="Dropout as a function needs training=self.training.",
                 )
 
-    @staticmethod
-    def _is_same(one: Done, other: Done) -> bool:
-        shared = one.outputs.keys() == other.outputs.keys()
-        return shared and all(_equal(one.outputs[path], other.outputs[path]) for path in one.outputs)
 
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and bool(((left == right) | (left.isnan() & right.isnan())).all())
+def _is_same(one: Done, other: Done) -> bool:
+    """Whether two runs of a model gave the same numbers; NaN is the same as NaN."""
+    left, right = one.outputs, other.outputs
+    return left.keys() == right.keys() and all(
+        left[path].shape == right[path].shape
+        and bool(((left[path] == right[path]) | (left[path].isnan() & right[path].isnan())).all())
+        for path in left
+    )
 
 
 def _where(one: Done, other: Done) -> str:
@@ -364,9 +371,32 @@ def prove(
         UsageError: an input that cannot be read. CkptError: a file cannot be read or written.
     """
     specs = [inputs] if isinstance(inputs, str) else list(inputs)
-    return Prover(specs, seed, runs, tolerance).prove(
-        (os.fspath(old), os.fspath(new)), _two(model), _two(model_args), select, certificate, overwrite
-    )
+    if not specs:
+        raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
+    if not 1 <= runs <= _MOST_RUNS:
+        raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {_MOST_RUNS}.")
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
+    if certificate is not None:
+        check_document_name(certificate, "a certificate", ".json")
+    sets = make([parse(spec) for spec in specs], seed, runs)
+    sides = zip((os.fspath(old), os.fspath(new)), _two(model), _two(model_args), _places(select), strict=True)
+    wanted = [Wanted(*row) for row in sides]
+    report = Proved(Run(wanted[0].path, wanted[0].label), Run(wanted[1].path, wanted[1].label))
+    report.inputs, report.seed, report.runs, report.input_digest = specs, seed, runs, digest(sets)
+    report.versions = {"python": platform.python_version(), "torch": torch.__version__, "ckpt_tools": ckpt_tools.__version__}
+    models = make_both(wanted[0], wanted[1], seed)
+    _compare(_trial(models, sets, seed, tolerance), report)
+    if certificate is not None:
+        report.old, report.new = (
+            Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
+        )
+        text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
+        with replacing(certificate, overwrite=overwrite) as output:
+            write([Piece(Literal(text.encode()))], output)
+    return report
 
 
 def _places(select: str | None) -> tuple[str | None, str | None]:
@@ -382,82 +412,46 @@ def _two(value: Any) -> tuple[Any, Any]:
     return value, value
 
 
-class Prover:
-    """What is the same for both models: the inputs, and what counts as equal."""
+def _compare(trial: Trial, report: Proved) -> None:
+    old, new = trial.models
+    report.dtype, report.tolerance, report.equal = trial.precision.dtype_name, trial.tolerance, trial.is_equal
+    report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
+    if math.isfinite(trial.relative):
+        report.largest, report.relative = trial.largest, trial.relative
+    partners = pair_tensors(old, new)
+    found = pair_modules(old, new, partners)
+    roots = trial.done[0][0].root, trial.done[0][1].root
+    pairs = in_both(found, *roots)
+    report.modules, report.calls = len(pairs), count(*roots, pairs)
+    report.settings = list(_settings(old, new, found))
+    if report.equal:
+        trial.refuse_nothing()
+        report.unproved = Reach(trial).unproved(tensors_of(old), {other: name for name, other in partners.items()})
+    else:
+        search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
+        report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
+        trial.refuse_random(report.fault)
 
-    def __init__(self, specs: Sequence[str], seed: int, runs: int, tolerance: float | None) -> None:
-        if not specs:
-            raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
-        if not 1 <= runs <= _MOST_RUNS:
-            raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {_MOST_RUNS}.")
-        if tolerance is not None and not tolerance >= 0:
-            raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
-        if not -(1 << 63) <= seed < 1 << 63:
-            raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
-        self.specs, self.seed, self.tolerance = list(specs), seed, tolerance
-        self.sets = inputs.make([parse(spec) for spec in specs], seed, runs)
 
-    def prove(
-        self, paths: tuple[str, str], models: tuple[Any, Any], arguments: tuple[Any, Any], select: str | None,
-        certificate: str | os.PathLike[str] | None, overwrite: bool,
-    ) -> Proved:  # fmt: skip
-        if certificate is not None:
-            check_document_name(certificate, "a certificate", ".json")
-        wanted = [Wanted(*row) for row in zip(paths, models, arguments, _places(select), strict=True)]
-        old, new = make_both(wanted[0], wanted[1], self.seed)
-        report = Proved(Run(paths[0], wanted[0].label), Run(paths[1], wanted[1].label))
-        report.inputs, report.seed, report.runs = self.specs, self.seed, len(self.sets)
-        python, own = platform.python_version(), ckpt_tools.__version__
-        report.versions = {"python": python, "torch": torch.__version__, "ckpt_tools": own}
-        self._compare(old, new, report)
-        if certificate is not None:
-            report.old, report.new = (
-                Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
-            )
-            text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
-            with replacing(certificate, overwrite=overwrite) as output:
-                write([Piece(Literal(text.encode()))], output)
-        return report
-
-    def _compare(self, old: torch.nn.Module, new: torch.nn.Module, report: Proved) -> None:
-        trial = self._trial(old, new)
-        report.input_digest, report.dtype = inputs.digest(self.sets), trial.precision.dtype_name
-        report.tolerance, report.equal = trial.tolerance, trial.is_equal
-        report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
-        if math.isfinite(trial.relative):
-            report.largest, report.relative = trial.largest, trial.relative
-        partners = pair_tensors(old, new)
-        found = pair_modules(old, new, partners)
-        pairs = in_both(found, trial.done[0][0].root, trial.done[0][1].root)
-        report.modules, report.calls = len(pairs), count(trial.done[0][0].root, trial.done[0][1].root, pairs)
-        report.settings = list(_settings(old, new, found))
-        if report.equal:
-            trial.refuse_nothing()
-            report.unproved = trial.reach().unproved(tensors_of(old), {other: name for name, other in partners.items()})
-        else:
-            search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
-            report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
-            trial.refuse_random(report.fault)
-
-    def _trial(self, old: torch.nn.Module, new: torch.nn.Module) -> Trial:
-        """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
-        best: Trial | None = None
-        problem: RaisedError | None = None
-        for precision in Precision:
-            if precision is Precision.FLOAT32 and best is not None:
-                break
-            try:
-                trial = Trial.run(old, new, self.sets, precision, self.seed, self.tolerance)
-            except RaisedError as error:
-                problem = error
-                continue
-            best = trial if best is None or trial.relative < best.relative else best
-            if best.is_equal or best.relative > _ROUNDING:
-                return best
-        if best is not None:
+def _trial(models: tuple[torch.nn.Module, torch.nn.Module], sets: Sequence[Given], seed: int, tolerance: float | None) -> Trial:
+    """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
+    best: Trial | None = None
+    problem: RaisedError | None = None
+    for precision in Precision:
+        if precision is Precision.FLOAT32 and best is not None:
+            break
+        try:
+            trial = Trial.run(*models, sets, precision, seed, tolerance)
+        except RaisedError as error:
+            problem = error
+            continue
+        best = trial if best is None or trial.relative < best.relative else best
+        if best.is_equal or best.relative > _ROUNDING:
             return best
-        assert problem is not None, "it has run in no precision"
-        raise _raised(problem, "OLD" if problem.model is old else "NEW") from problem.__cause__
+    if best is not None:
+        return best
+    assert problem is not None, "it has run in no precision"
+    raise _raised(problem, "OLD" if problem.model is models[0] else "NEW") from problem.__cause__
 
 
 def _raised(problem: RaisedError, side: str) -> ConvertError:
@@ -500,15 +494,15 @@ def make_both(old: Wanted, new: Wanted, seed: int) -> tuple[torch.nn.Module, tor
 
 def _made(wanted: Wanted, seed: int) -> torch.nn.Module:
     with seeded(seed):
-        made = _from(wanted)
+        if isinstance(wanted.spec, torch.nn.Module):
+            return copy.deepcopy(wanted.spec)
+        made = _called(wanted)
     if not isinstance(made, torch.nn.Module):
         raise ConvertError(f"{wanted.label} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
     return made
 
 
-def _from(wanted: Wanted) -> Any:
-    if isinstance(wanted.spec, torch.nn.Module):
-        return copy.deepcopy(wanted.spec)
+def _called(wanted: Wanted) -> Any:
     if not callable(wanted.spec):
         if (build := read_target(wanted.spec, args=wanted.arguments).build) is None:
             raise UsageError(f"{wanted.spec} does not make a model.", fix="Give package.module:callable or ./models.py:Net.")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
-from math import prod
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -22,7 +20,6 @@ _PASSIVE = frozenset({"training", "inplace", "p", "track_running_stats"})  # not
 
 
 def settings(module: torch.nn.Module) -> dict[str, str]:
-    """What a module was set to: its plain public attributes and functions, as text."""
     found = {}
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -43,21 +40,21 @@ def different_settings(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, 
 
 def _different_configs(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, tuple[str, str]]:
     """What two modules that keep their model's configuration, as transformers' do, have there with other values."""
-    configs = [getattr(module, "config", None) for module in (old, new)]
-    left, right = (_plain(getattr(config, "__dict__", {}), "config.") for config in configs)
+    sides = []
+    for module in (old, new):
+        values = dict(getattr(getattr(module, "config", None), "__dict__", {}))
+        inner = {
+            f"{key}.{name}": item for key, value in values.items() if isinstance(value, dict) for name, item in value.items()
+        }
+        plain = {
+            key: value
+            for key, value in (values | inner).items()
+            if value is None or isinstance(value, bool | int | float | str)
+        }
+        sides.append({f"config.{key}": repr(value) for key, value in plain.items()})
+    left, right = sides
     found = {name: (left[name], right[name]) for name in left if name in right and left[name] != right[name]}
     return dict(list(found.items())[:_SHOWN])
-
-
-def _plain(values: Mapping[str, Any], prefix: str, depth: int = 1) -> dict[str, str]:
-    """The plain values in a configuration, and in its dicts, as text."""
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, bool | int | float | str) or value is None:
-            found[f"{prefix}{key}"] = repr(value)
-        elif isinstance(value, dict) and depth:
-            found |= _plain(value, f"{prefix}{key}.", depth - 1)
-    return found
 
 
 class Reasons:
@@ -79,13 +76,9 @@ class Reasons:
         return found or list(self._of_numbers(old, new))
 
     def _of_numbers(self, old: ModuleCall, new: ModuleCall) -> Iterator[str]:
-        """By what comes out alone."""
         for one, other, word in ((old, new, "new"), (new, old, "old")):
             if gives_back(other, self.tolerance) and not gives_back(one, self.tolerance):
                 yield f"the {word} one gives back what it is given"
-        for name, tensor in _own(old.module).items():
-            if (sign := added(old.outputs, new.outputs, tensor, self.tolerance)) is not None:
-                yield f"{name} is {'added once more' if sign > 0 else 'not added'} in the new one"
         yield from values(old.outputs, new.outputs, self.tolerance)
 
     def of_code(self, old: ModuleCall, new: ModuleCall, after: CallPair | None, before: CallPair | None) -> list[str]:
@@ -93,7 +86,6 @@ class Reasons:
         begin = [call.outputs for call in after] if after else [old.inputs, new.inputs]
         end = [call.inputs for call in before] if before else [old.outputs, new.outputs]
         found = list(self._orders(old, new)) or list(activations(begin, end, self.tolerance))
-        found = found or list(shortcut(old.inputs, end, self.tolerance))
         found = found or list(values(end[0], end[1], self.tolerance))
         return found + self.of_modules(ModuleCall("", old.module), ModuleCall("", new.module))
 
@@ -218,34 +210,6 @@ def values(old: Sequence[Numbers], new: Sequence[Numbers], tolerance: float) -> 
 
 def gives_back(call: ModuleCall, tolerance: float) -> bool:
     return bool(call.inputs and call.outputs) and _is_equal(call.inputs[0], call.outputs[0], tolerance)
-
-
-def added(old: Sequence[Numbers], new: Sequence[Numbers], tensor: torch.Tensor, tolerance: float) -> int | None:
-    """1 where this tensor, one number for each channel, is what the new outputs have more; -1: less; None: neither."""
-    if not old or not new or old[0].numel != new[0].numel or tensor.dim() != 1 or not old[0].numel or not tensor.any():
-        return None
-    shape, count = old[0].shape, old[0].numel
-    places = torch.linspace(0, count - 1, len(old[0].taken), dtype=torch.float64).long()
-    if shape and shape[-1] == len(tensor):
-        spread = tensor[places % len(tensor)]
-    elif len(shape) > 1 and shape[1] == len(tensor):
-        spread = tensor[places // prod(shape[2:]) % len(tensor)]
-    else:
-        return None
-    room = tolerance * size(old[0], new[0])
-    more = new[0].taken - old[0].taken
-    return next((sign for sign in (1, -1) if torch.allclose(more, sign * spread.double(), rtol=0, atol=room)), None)
-
-
-def shortcut(given: Sequence[Numbers], end: Sequence[Sequence[Numbers]], tolerance: float) -> Iterator[str]:
-    """Whether two values are apart by what their module is given."""
-    first = [numbers[0] for numbers in (given, *end) if numbers]
-    if len(first) < 3 or len({numbers.numel for numbers in first}) > 1:
-        return
-    less = first[1].taken - first[2].taken
-    for sign, word in ((1, "not added"), (-1, "added once more")):
-        if torch.allclose(sign * less, first[0].taken, rtol=0, atol=tolerance * size(*first)):
-            yield f"the module's input is {word} in the new one (a shortcut)"
 
 
 def activations(begin: Sequence[Sequence[Numbers]], end: Sequence[Sequence[Numbers]], tolerance: float) -> Iterator[str]:

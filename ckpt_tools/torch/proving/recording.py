@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,8 +29,6 @@ class Numbers:
 
 @dataclass(slots=True, eq=False)
 class ModuleCall:
-    """One call of one module."""
-
     path: str
     module: torch.nn.Module
     inputs: list[Numbers] = field(default_factory=list)
@@ -61,8 +59,6 @@ def shown_calls(call: ModuleCall, known: Mapping[str, str] | set[str]) -> Iterat
 
 
 class Recorder:
-    """Hooks on every module of a model."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         self.root: ModuleCall | None = None
         self._open: list[ModuleCall] = []
@@ -131,17 +127,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", item) for key, item in value.items())
     elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    else:
-        yield from ((f".{name}", getattr(value, name)) for name in _fields(value))
-
-
-def _fields(value: Any) -> Sequence[str]:
-    if hasattr(value, "_fields"):
-        return list(value._fields)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [each.name for each in fields(value)]
-    held = getattr(value, "__dict__", {})
-    return [] if isinstance(value, type | torch.nn.Module) else [name for name in held if not name.startswith("_")]
+    elif not isinstance(value, type | torch.nn.Module):
+        said = getattr(value, "_fields", [each.name for each in fields(value)] if is_dataclass(value) else None)
+        held = (name for name in getattr(value, "__dict__", ()) if not name.startswith("_"))
+        yield from ((f".{name}", getattr(value, name)) for name in (held if said is None else said))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,8 +192,5 @@ def _one(left: torch.Tensor, right: torch.Tensor) -> Gap:
         different = float(torch.where(left != right, apart.clamp(min=1.0), 0.0).max())  # float64 cannot tell all integers apart
         return Gap(different, different, left.numel())
     largest = float(apart.max())
-    return Gap(largest, largest / _size(old) if largest else 0.0, left.numel(), int(nan.sum()))
-
-
-def _size(values: torch.Tensor) -> float:
-    return float(values.abs().nan_to_num(0, 0, 0).max()) or 1e-300
+    scale = float(old.abs().nan_to_num(0, 0, 0).max()) or 1e-300
+    return Gap(largest, largest / scale if largest else 0.0, left.numel(), int(nan.sum()))
