@@ -24,9 +24,9 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, check_world, merged
-from ckpt_tools.parts.sharded import partly, renewed
+from ckpt_tools.parts.sharded import renewed
 from ckpt_tools.text import some, these_ranks
-from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry
 
 CONTAINER = "consolidated"
 _COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
@@ -35,29 +35,15 @@ _FREQUENCIES = "rope.freqs"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
-    ranks, missing = _ranks(names, partial=partial)
-    keys = Keys()
-    parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
-    model = _Model([_flat(part) for part in parts], files, Merger(keys))
-    cut_off = model.missing_heads()
-    if cut_off is not None and partial and not missing:
-        missing = ["those behind the last"]
-    elif cut_off is not None and not missing:
-        raise cut_off
-    made = merged(CONTAINER, model.root(whole_only=bool(missing)), files, parts, model.compare)
-    if missing:
-        made.lost = list(model.lost.items())
-        made.warnings.append(partly("files of ranks are", missing))
-    return made
-
-
-def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
-    """The files by rank, every rank once, and those that are missing."""
+def decode(names: Sequence[str], files: Files) -> Decoded:
     found = by_rank((int(name.split(".")[1]), name) for name in names)
-    check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1, partial=partial)
-    missing = [rank for rank in range(max(found) + 1) if rank not in found]
-    return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
+    check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1)
+    keys = Keys()
+    parts = renewed((decode_file(files.open(found[rank])) for rank in sorted(found)), keys)
+    model = _Model([_flat(part) for part in parts], files, Merger(keys))
+    model.check_heads()
+    root = Dict([(name, model.merged(name)) for name in model.roots[0]], ordered=True)
+    return merged(CONTAINER, root, files, parts, model.compare)
 
 
 def _flat(part: Decoded) -> dict[str, Entry]:
@@ -87,7 +73,6 @@ class _Model:
 
     def __init__(self, roots: Sequence[Mapping[str, Entry]], files: Files, merger: Merger) -> None:
         self.roots, self.merger = roots, merger
-        self.lost: dict[str, str] = {}
         self.cut: dict[int, list[Entry]] = {}
         every = dict.fromkeys(name for tensors in roots for name in tensors)
         for rank, tensors in enumerate(roots):
@@ -103,33 +88,23 @@ class _Model:
             )
         self.heads = said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width
 
-    def missing_heads(self) -> PartError | None:
-        """That there are fewer files than the model was cut into, by the matrices that tell it."""
+    def check_heads(self) -> None:
+        """As many files are there as the model was cut into, by the matrices that tell it."""
         for name in (name for name in self.roots[0] if name.endswith(_ATTENTION)):
             held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
             whole = held if self.width is None or self.heads is None else self.heads
             if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
-                return PartError(
+                raise PartError(
                     f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
-                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
+                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
                 )  # fmt: skip
-        return None
-
-    def root(self, *, whole_only: bool) -> Node:
-        """The merged state dict, in the first rank's order; `whole_only`: of what every rank has whole, by its name."""
-        if whole_only:
-            why = "cut among the ranks, of which some are missing"
-            self.lost = {name: why for name in self.roots[0] if not _is_whole(name)}
-            if len(self.lost) == len(self.roots[0]):
-                raise PartError(f"No tensor is whole in these files: {next(iter(self.lost))!r} is {why}.")
-        return Dict([(name, self._merged(name)) for name in self.roots[0] if name not in self.lost], ordered=True)
 
     def compare(self) -> None:
         """Compare what several ranks hold, and that no rank is there twice."""
         self.merger.check_replicas()
         check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
 
-    def _merged(self, name: str) -> Entry:
+    def merged(self, name: str) -> Entry:
         held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
         if len(held) == 1 or _is_whole(name):
             return self.merger.replicated(name, held)

@@ -400,7 +400,7 @@ def _properties(node: Node) -> tuple[DType, bool]:
 # --- safetensors files that each hold a part
 
 
-def decode_safetensors(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode_safetensors(names: Sequence[str], files: Files) -> Decoded:
     parts = []
     found: dict[str, list[tuple[Sizes, Entry]]] = {}
     for file in names:

@@ -9,18 +9,19 @@ Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain, islice, product
+from functools import cached_property
+from itertools import accumulate, chain, islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
-from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState
-from ckpt_tools.parts.merge import Merger, Piece, Row, check_casts, check_not_twice, check_same
+from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState, listed_in
+from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice, check_same
 from ckpt_tools.text import listed, some, these_ranks
-from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair
 from ckpt_tools.values.boxes import Sizes
 from ckpt_tools.values.same_bytes import same_bytes
 
@@ -32,54 +33,51 @@ _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
 # --- where a parameter's elements lie in the rows of the optimizer
 
 
+class _Row:
+    """Entries of one dimension, one behind the other: an element's place tells its entry."""
+
+    def __init__(self, runs: Iterable[tuple[int, Entry]]) -> None:
+        self.runs = [(rank, entry) for rank, entry in runs if entry.numel]
+        self.ends = list(accumulate(entry.numel for _, entry in self.runs))
+
+    def cut(self, start: int, count: int, at: int) -> Iterator[Piece]:
+        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            rank, entry = self.runs[number]
+            inside = start - (self.ends[number] - entry.numel)
+            taken = min(count, entry.numel - inside)
+            yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that lie behind one another in `rows` of `ranks`. `part`: of how many elements each rank's part of all is."""
+    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself."""
 
     shapes: Mapping[str, Sizes]
-    paddings: Sizes
     rows: tuple[int, ...]
     ranks: Sequence[int]
-    part: int | None = None
+    paddings: Sizes | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of all of them, with the paddings."""
+        """Elements of all of them, with the paddings; where each is cut by itself, those of a rank."""
+        if self.paddings is None:
+            return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
         return sum(map(prod, self.shapes.values())) + sum(self.paddings)
-
-    @property
-    def each(self) -> int:
-        """Elements that each rank has where each parameter is cut by itself."""
-        return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
 
     def cut(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies."""
-        if self.part is None:
-            yield from self._cut_one_by_one(held)
-            return
-        missing = [(self.part, None)]
-        row = Row(
-            (rank, numel, entry)
-            for rank in self.ranks
-            for numel, entry in ([(entry.numel, entry) for entry in held[rank]] if rank in held else missing)
-        )
+        runs = [[(rank, entry) for entry in held[rank]] for rank in self.ranks]
+        rows = [_Row(run) for run in (runs if self.paddings is None else [chain.from_iterable(runs)])]
         start = 0
-        for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
-            yield name, shape, list(row.cut(start, prod(shape)))
-            start += prod(shape) + padding
-
-    def _cut_one_by_one(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
-        numbered = [(number, rank) for number, rank in enumerate(self.ranks) if rank in held]
-        rows = [(number, Row((rank, entry.numel, entry) for entry in held[rank])) for number, rank in numbered]
-        start = 0
-        for name, shape in self.shapes.items():
+        for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
             numel = prod(shape)
-            part = -(-numel // len(self.ranks))
-            found = list[Piece]()
-            for number, row in rows:  # the last part is filled up; ranks behind it hold nothing but filling
-                found += row.cut(start, max(0, min(part, numel - number * part)), number * part)
-            yield name, shape, found
-            start += part
+            part = -(-numel // len(rows))  # the last part is filled up; rows behind it hold nothing but filling
+            cuts = (row.cut(start, min(part, numel - at * part), at * part) for at, row in enumerate(rows))
+            yield name, shape, list(chain.from_iterable(cuts))
+            start += part + padding
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -92,14 +90,14 @@ def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world
 
 def _groups_one_by_one(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     first, ranks = next(iter(optimizers.values())), range(world)
-    groups = [Group(shapes, (), (number,), ranks) for number, shapes in enumerate(model.shapes)]
-    if [group.each for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
+    groups = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
+    if [group.numel for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
         shapes = {name: shape for group in model.shapes for name, shape in group.items()}
-        groups = [Group(shapes, (), tuple(range(len(first.flat))), ranks)]
+        groups = [Group(shapes, tuple(range(len(first.flat))), ranks)]
     for group in groups:
         held = {rank: sum(state.flat[row].numel for row in group.rows) for rank, state in optimizers.items()}
-        if wrong := {rank: count for rank, count in held.items() if count != group.each}:
-            raise _not_adding_up(group, wrong, f"{group.each}")
+        if wrong := {rank: count for rank, count in held.items() if count != group.numel}:
+            raise _not_adding_up(group, wrong, f"{group.numel}")
     return groups
 
 
@@ -114,24 +112,19 @@ def _groups_in_rows(model: ModelState, optimizers: Mapping[int, OptimizerState],
     found = list[Group]()
     for number, (shapes, padding) in enumerate(zip(model.shapes, paddings, strict=True)):
         for ranks, names in _holders(model, shapes, first.counts[number], world):
-            held = {rank: optimizers[rank].flat[number].numel for rank in ranks if rank in optimizers}
-            found.append(_in_rows(Group(names, padding, (number,), ranks), held))
+            found.append(Group(names, (number,), ranks, padding))
+            _check_parts(found[-1], {rank: optimizers[rank].flat[number].numel for rank in ranks})
     return found
 
 
-def _in_rows(group: Group, held: Mapping[int, int]) -> Group:
-    """The group with the length of its parts, told by those that are there."""
-    last = group.ranks[-1]  # whose filling is left out by some versions
-    step = _ALIGNMENT * len(group.ranks)
-    longest = -(-group.numel // step) * _ALIGNMENT
-    part = next((count for rank, count in held.items() if rank != last), held.get(last) if len(group.ranks) == 1 else longest)
-    part = longest if part is None else part
+def _check_parts(group: Group, held: Mapping[int, int]) -> None:
+    """The parts are of one length, but for the last one's filling, which some versions leave out."""
+    last, part = group.ranks[-1], held[group.ranks[0]]
     if wrong := {rank: held[rank] for rank in held if (held[rank] != part if rank != last else held[rank] > part)}:
         raise _not_adding_up(group, wrong, f"rank {group.ranks[0]} {part}")
-    total = part * (len(group.ranks) - 1) + held.get(last, part)
-    if not group.numel <= total <= longest * len(group.ranks):
+    longest = -(-group.numel // (_ALIGNMENT * len(held))) * _ALIGNMENT * len(held)
+    if not group.numel <= sum(held.values()) <= longest:
         raise _not_adding_up(group, held, f"{group.numel} in all")
-    return replace(group, part=part)
 
 
 def _not_adding_up(group: Group, held: Mapping[int, int], wanted: str) -> PartError:
@@ -149,13 +142,12 @@ def _holders(
     if count == world:
         yield range(world), shapes
         return
-    matches = {name: EXPERT.fullmatch(name) for name in shapes}
-    experts = {name: (match["layer"], int(match["number"]), match) for name, match in matches.items() if match is not None}
+    experts = [match for name in shapes if (match := EXPERT.fullmatch(name))]
     if len(experts) < len(shapes) or world % count:
         raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and not all are experts of a mixture.")
     numbers: dict[str, set[int]] = {}
-    for layer, number, _ in experts.values():
-        numbers.setdefault(layer, set()).add(number)
+    for match in experts:
+        numbers.setdefault(match["layer"], set()).add(int(match["number"]))
     times = world // count
     if times * sum(map(len, numbers.values())) > _MOST_EXPERTS:
         raise PartError(f"{model.file} says that {world} ranks have {count} parts of experts, which is impossible.")
@@ -163,9 +155,10 @@ def _holders(
     data_first = type(config) is Dict and config.get("use_data_before_expert_parallelism") is True
     for own in range(times):
         renamed = {}
-        for name, (layer, number, match) in experts.items():
+        for match in experts:
             start, end = match.span("number")
-            renamed[f"{name[:start]}{own * len(numbers[layer]) + number}{name[end:]}"] = shapes[name]
+            number = own * len(numbers[match["layer"]]) + int(match["number"])
+            renamed[f"{match.string[:start]}{number}{match.string[end:]}"] = shapes[match.string]
         yield range(own * count, (own + 1) * count) if data_first else range(own, world, times), renamed
 
 
@@ -176,23 +169,14 @@ class Slice:
     """What the files of one slice say: a tensor parallel rank, a stage of a pipeline, or all of the model."""
 
     def __init__(
-        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], keys: Keys, world: int, *,
-        partial: bool,
-    ) -> None:  # fmt: skip
+        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], keys: Keys, world: int
+    ) -> None:
         self.models, self.optimizers, self.keys, self.world = models, optimizers, keys, world
         self.model = next(iter(models.values()))
         self.first = next(iter(optimizers.values()), None)
         self.is_stage_3 = self.first is not None and self.first.is_stage_3
-        self.merger = Merger(keys, partial=partial)
+        self.merger = Merger(keys)
         self.groups = groups_of(self.model, optimizers, world) if optimizers else []
-
-    @property
-    def lost(self) -> dict[str, str]:
-        return self.merger.lost
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.world) if rank not in self.optimizers] if self.optimizers else []
 
     @cached_property
     def weights(self) -> Dict:
@@ -204,83 +188,60 @@ class Slice:
             made.update(self._cut(group, self._flat_of(group), "the weights"))
         for name, shape in self.model.frozen.items():
             made.update(self._frozen(name, shape))
-        module = self.model.module.named
-        known = (*made, *self.lost)
-        tied = {_place(entry): name for name in known if type(entry := module.get(name)) is Entry and entry.numel}
+        module, buffers = self.model.module.named, self.model.buffers
+        tied = {_place(entry): name for name in made if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
-            holder = tied.get(_place(value), "")
-            if name in made or name in self.lost or name in self.model.shared:
+            if name in made or name in self.model.shared:
                 continue
-            if holder in self.lost and name not in self.model.buffers:
-                self.lost[name] = self.lost[holder]
-            elif self.missing and self._is_blank(name, value) and holder not in made:
-                self.lost[name] = "no rank that is here holds a part of it"
-            else:
-                made[name] = self._as_it_is(name, value, made.get(holder))
+            if name not in buffers and _place(value) in tied:
+                made[name] = made[tied[_place(value)]]
+            elif self.is_stage_3 and type(value) is Entry and name not in buffers and value.shape == (0,):
+                why = "The files say neither its shape nor where it lies."
+                raise PartError(f"The model has {name!r}, and no rank holds a part of it.", why=why)
+            else:  # buffers, extra states, under stage 1 frozen weights
+                made[name] = value
         for name in self.model.shared:
             if name not in made:
-                self._tie(name, made)
+                made[name] = made[self._holder_of(name, made)]
         order = dict.fromkeys((*module, *made))
-        root = Dict([(name, made[name]) for name in order if name in made], ordered=True)
+        root = Dict([(name, made[name]) for name in order], ordered=True)
         root.attributes = self.model.module.attributes
         return root
 
     def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
-        """The rows of fp32 weights of a group, by rank, of those that are there."""
-        there = [rank for rank in group.ranks if rank in self.optimizers]
-        return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in there}
+        """The rows of fp32 weights of a group, by rank."""
+        return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in group.ranks}
 
-    def _cut(self, group: Group, held: Mapping[int, list[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
+    def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
         """The parameters of a group, put together from each rank's rows of it."""
         dtypes = {entry.dtype.name: entry.dtype for entries in held.values() for entry in entries}
         if len(dtypes) != 1:
             raise PartError(f"The ranks have {what} of {some(list(group.shapes))} in several dtypes: {listed(list(dtypes))}.")
         (dtype,) = dtypes.values()
         for name, shape, pieces in group.cut(held):
-            make = partial(self.merger.tensor, name, dtype, shape, pieces, measured=(prod(shape),))
-            if type(entry := self.merger.unless_lost(name, make)) is Entry:
-                yield name, entry
+            yield name, self.merger.tensor(name, dtype, shape, pieces, measured=(prod(shape),))
 
     def _frozen(self, name: str, shape: Sizes) -> Iterator[tuple[str, Entry]]:
         """A weight that is not trained: whole under stage 2, a part on each rank under stage 3."""
         fragments = {rank: model.fragments.get(name) for rank, model in self.models.items()}
         if missing := [rank for rank, entry in fragments.items() if entry is None]:
             raise PartError(f"The frozen weight {name!r} is not in the files of {these_ranks(missing)}.")
-        parts = {rank: _flat(entry) for rank, entry in fragments.items() if entry is not None}
-        group = Group({name: shape}, (0,), (0,), range(self.world if self.is_stage_3 else 1))
-        wanted = group.each if self.is_stage_3 else prod(shape)
-        if wrong := {rank: entry.numel for rank, entry in parts.items() if entry.numel != wanted}:
+        parts = {rank: [_flat(entry)] for rank, entry in fragments.items() if entry is not None}
+        group = Group({name: shape}, (0,), range(self.world if self.is_stage_3 else 1))
+        if wrong := {rank: entry.numel for rank, (entry,) in parts.items() if entry.numel != group.numel}:
             held = listed([f"rank {rank} holds {count}" for rank, count in wrong.items()])
-            raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {wanted}.")
-        yield from self._cut(group, {rank: [entry] for rank, entry in parts.items()}, "a frozen weight")
+            raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {group.numel}.")
+        yield from self._cut(group, parts, "a frozen weight")
 
-    def _as_it_is(self, name: str, value: Node, tied: Node) -> Node:
-        """What lies in the model file itself: buffers, extra states, under stage 1 frozen weights, tied ones without a word."""
-        if tied is not None and name not in self.model.buffers:
-            return tied
-        if self._is_blank(name, value):
-            raise PartError(
-                f"The model has {name!r}, and no rank holds a part of it.",
-                why="The files say neither its shape nor where it lies.",
-            )
-        return value
-
-    def _is_blank(self, name: str, value: Node) -> bool:
-        """Whether it is what stage 3 leaves of a weight in the model file."""
-        return self.is_stage_3 and type(value) is Entry and name not in self.model.buffers and value.shape == (0,)
-
-    def _tie(self, name: str, made: dict[str, Node]) -> None:
-        """The weight that a tied name stands for, under this name too."""
+    def _holder_of(self, name: str, made: Mapping[str, Node]) -> str:
+        """The weight that a tied name stands for."""
         holder, seen = self.model.shared[name], {name}
         while holder not in made and holder in self.model.shared and holder not in seen:
             seen.add(holder)
             holder = self.model.shared[holder]
-        if holder in self.lost:
-            self.lost[name] = self.lost[holder]
-        elif holder in made:
-            made[name] = made[holder]
-        else:
+        if holder not in made:
             raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint.")
+        return holder
 
     # --- what is there beside the weights
 
@@ -293,37 +254,33 @@ class Slice:
             )  # fmt: skip
         return self.model.module
 
-    def optimizer(self) -> Dict:
-        """The optimizer's state by the parameters' names, as torch's `get_optimizer_state_dict` has it."""
+    def optimizer(self) -> tuple[dict[str, Dict], list[tuple[list[Pair], list[str]]]]:
+        """The optimizer's state by the parameters' names, and its groups: their values, and the names of their parameters."""
         if self.first is None or not self.first.states:
             raise PartError("The files have no optimizer state.")
-        if self.missing:
-            raise PartError(f"The optimizer's state needs the files of all ranks; missing: {these_ranks(self.missing)}.")
         state = dict(pair for group in self.groups for pair in self._states(group))
         names: dict[int, list[str]] = {}
         for group in self.groups:
             names.setdefault(group.rows[0], []).extend(group.shapes)
-        groups = list[Dict]()
+        groups = []
         for values in self.first.groups:
-            rows = values.get("params")
-            own = [
-                name for row in (rows.items if type(rows) is List else ()) if type(row) is int for name in names.get(row, ())
-            ]
-            groups.append(Dict([*(item for item in values.items if item[0] != "params"), ("params", List(list(own)))]))
-        return optimizer_of(state, groups)
+            numbers = [row for row in listed_in(values.get("params")) if type(row) is int]
+            own = [name for row in numbers for name in names.get(row, ())]
+            groups.append(([item for item in values.items if item[0] != "params"], own))
+        return state, groups
 
     def _states(self, group: Group) -> Iterator[tuple[str, Dict]]:
         """The state of each parameter of a group: rows cut as the weights are, and steps as they are."""
         first = self.optimizers[group.ranks[0]].states.get(group.rows[0], Dict())
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
         for key, value in first.items:
-            if type(value) is not Entry or not value.shape:
+            if type(value) is Entry and value.shape:
+                for name, entry in self._cut(group, self._rows(group, key), f"{key!r}"):
+                    made[name].append((key, entry))
+            else:
                 kept = self.keys.renew(value)
                 for items in made.values():
                     items.append((key, kept))
-                continue
-            for name, entry in self._cut(group, self._rows(group, key), f"{key!r}"):
-                made[name].append((key, entry))
         yield from ((name, Dict(items)) for name, items in made.items())
 
     def _rows(self, group: Group, key: Node) -> dict[int, list[Entry]]:
@@ -342,8 +299,10 @@ class Slice:
             found.setdefault(rank, []).append(entry)
         return found
 
-    def check_evidence(self, module: Mapping[str, Node] | None = None) -> None:
-        """What the bytes say against the names of the optimizer's files."""
+    # --- what the bytes say
+
+    def check_evidence(self, module: Mapping[str, Node] | None) -> None:
+        """Against the names of the optimizer's files."""
         for group in self.groups:
             check_not_twice(self._flat_of(group), self.merger.shown)
         check_casts(self._casts(self.model.module.named if module is None else module))
@@ -368,11 +327,6 @@ class Slice:
             for name, own in every
             if type(own) is Entry and not all(_same(own, other.module.get(name)) for other in others)
         ]
-
-
-def optimizer_of(state: Mapping[str, Dict], groups: Sequence[Dict]) -> Dict:
-    """An optimizer's state dict."""
-    return Dict([("state", Dict(list(state.items()))), ("param_groups", List(list(groups)))])
 
 
 def _same(one: Entry, other: Node) -> bool:

@@ -32,12 +32,12 @@ class Family:
     """A way in which a checkpoint is in several files.
 
     Attributes:
-        module: reads them: `decode(names, files, *, partial) -> Decoded`.
+        module: reads them: `decode(names, files) -> Decoded`.
         find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
         stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
         beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
         part: what part of the whole a file is by itself. The last argument counts the ranks whose files are beside it.
-        partial: whether what is whole can be told where files are missing.
+        partial: whether `decode` takes `partial=True`: what is whole, where files are missing.
         decode: the function's name, where the module has several.
     """
 
@@ -46,7 +46,7 @@ class Family:
     stands_for: Callable[[Source, bytes, Callable[[], list[str]]], Sequence[str]] | None = None
     beside: Callable[[Path, Sequence[str], Sequence[Global]], Beside | None] | None = None
     part: Callable[[Checkpoint, Callable[[], int | None]], Partition | None] | None = None
-    partial: bool = True
+    partial: bool = False
     decode: str = "decode"
 
 
@@ -61,7 +61,8 @@ class Found(NamedTuple):
     def decode(self, files: Files, *, partial: bool = False) -> Decoded:
         """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
         row = ROWS[self.family]
-        decoded = getattr(import_module(row.module), row.decode)(self.names, files, partial=partial)
+        decode = getattr(import_module(row.module), row.decode)
+        decoded = decode(self.names, files, partial=True) if partial else decode(self.names, files)
         assert isinstance(decoded, Decoded)
         return decoded
 
@@ -159,19 +160,22 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
 # --- the table
 
 ROWS = {
-    "dcp": Family("ckpt_tools.parts.dcp", lambda folder, names: _index(folder, names) if by_name.DCP_METADATA in names else ()),
+    "dcp": Family(
+        "ckpt_tools.parts.dcp", partial=True,
+        find=lambda folder, names: _index(folder, names) if by_name.DCP_METADATA in names else (),
+    ),
     "sharded": Family(
-        "ckpt_tools.parts.sharded", _index,
+        "ckpt_tools.parts.sharded", _index, partial=True,
         stands_for=lambda source, head, _: (source.path.name,) if by_name.is_index(source, head) else (),
     ),
     "dcp-safetensors": Family(
-        "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), partial=False, decode="decode_safetensors"
+        "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), decode="decode_safetensors"
     ),
     "deepspeed": Family(
         "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names, beside=_beside_zero, part=parts.of_zero
     ),
     "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
-    "shards": Family("ckpt_tools.parts.sharded", _shards, decode="decode_loose"),
+    "shards": Family("ckpt_tools.parts.sharded", _shards, partial=True, decode="decode_loose"),
     "gguf-splits": Family(
         "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),
         stands_for=_of_split, decode="decode_splits",
@@ -181,9 +185,9 @@ ROWS = {
     ),
     "megatron": Family(
         "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
-        part=parts.of_megatron, partial=False,  # nothing says how long a tensor is that was cut
+        part=parts.of_megatron,
     ),
-    "training": Family("ckpt_tools.parts.training", training.find),
+    "training": Family("ckpt_tools.parts.training", training.find, partial=True),
     "rank-files": Family(
         "ckpt_tools.parts.rank_files", lambda _, names: group.every if (group := by_name.model_group(names)) else (),
         beside=_beside_rank,

@@ -24,10 +24,9 @@ from ckpt_tools.formats.base import Decoded, Keys
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
-from ckpt_tools.parts.merge import Piece
+from ckpt_tools.parts.merge import Piece, merged
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
 from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at, row_of
-from ckpt_tools.parts.sharded import joined
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
 
@@ -39,38 +38,24 @@ Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Decoded:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
     found = _files_of(described, files.names(), world)
     groups = {name: Group(f"{name}_", names_of, world, tuple(names_of.values())) for name, names_of in found.items()}
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.names.values())
-        return rank_files.merge(groups[only], files, partial=partial, places=_places(described.get(only)))
-    parts = {name: rank_files.merge(group, files, partial=partial, places=_places(described.get(name)))
-             for name, group in groups.items()}  # fmt: skip
+        return rank_files.merge(groups[only], files, places=_places(described.get(only)))
+    parts = {name: rank_files.merge(group, files, places=_places(described.get(name))) for name, group in groups.items()}
     keys = Keys()
-    made = joined(rank_files.CONTAINER, _together(parts, keys), files, list(parts.values()), {})
-    made.has_checksums = False
+    root = Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
 
-    def locate(root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are. With `partial` what differs goes."""
+    def compare() -> None:
         for part in parts.values():
-            if part.locate is not None:
-                part.root = part.locate(part.root)
-        made.lost = _lost(parts)
-        return _together(parts, keys) if partial else root
+            assert part.locate is not None, "merged gives it"
+            part.locate(part.root)
 
-    made.lost, made.locate = _lost(parts), locate
-    return made
-
-
-def _together(parts: Mapping[str, Decoded], keys: Keys) -> Dict:
-    return Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
-
-
-def _lost(parts: Mapping[str, Decoded]) -> list[tuple[str, str]]:
-    return [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
+    return merged(rank_files.CONTAINER, root, files, list(parts.values()), compare)
 
 
 def describes(path: Path, group: Group) -> bool:

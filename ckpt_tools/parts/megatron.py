@@ -149,7 +149,7 @@ class _Part:
         return as_dict(self.decoded.root)
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Decoded:
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):

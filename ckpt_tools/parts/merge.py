@@ -10,10 +10,8 @@ from __future__ import annotations
 import array
 import struct
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import isfinite, prod
 from typing import Any, TypeVar
 
@@ -24,7 +22,6 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
@@ -47,16 +44,12 @@ class Piece:
 
 
 class Merger:
-    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
+    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied."""
 
-    With `partial` what is not whole is noted in `lost`, with why, and is not an error.
-    """
-
-    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
-        self.keys, self.called, self.partial = keys, called or {}, partial
+    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None) -> None:
+        self.keys, self.called = keys, called or {}
         self.tied: dict[Any, Entry] = {}
         self.replicas: list[tuple[str, Piece, Piece]] = []
-        self.lost: dict[str, str] = {}
 
     def tensor(
         self, name: str, dtype: DType, shape: Sizes, pieces: Sequence[Piece], *, measured: Sizes | None = None,
@@ -67,7 +60,7 @@ class Merger:
         for piece in (piece for piece in pieces if prod(piece.sizes)):
             if piece.entry.dtype.name != dtype.name:
                 there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
-                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
+                raise PartError(f"{name!r} is {dtype.name}, and {there}.")
             first = boxes.setdefault((piece.offsets, piece.sizes), piece)
             if first is not piece:
                 self.replicas.append((name, first, piece))
@@ -92,32 +85,18 @@ class Merger:
             self.replicas.append((name, own, Piece(own.offsets, entry, other)))
         return first
 
-    def unless_lost(self, name: str, make: Callable[[], Node]) -> Node | Drop:
-        """What is made under a name; DROP where that is not whole and no error."""
-        try:
-            return make()
-        except PartError as error:
-            if not (self.partial and error.rest):
-                raise
-            self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
-            return DROP
-
     def shown(self, *ranks: int) -> str:
         return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
         """Read what several ranks hold, and compare it."""
-        if wrong := self.differing():
-            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
-
-    def differing(self) -> dict[str, set[int]]:
-        """The names of which ranks hold different values, with these ranks; reads them, once."""
         wrong: dict[str, set[int]] = {}
         for name, one, other in self.replicas:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
                 wrong.setdefault(name, set()).update((one.rank, other.rank))
         self.replicas.clear()
-        return wrong
+        if wrong:
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
 
     def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Piece], pieces: Sequence[Piece]) -> None:
         held, wanted = sum(prod(piece.sizes) for piece in boxes), prod(shape)
@@ -127,7 +106,6 @@ class Merger:
             raise PartError(
                 f"{name!r} is not whole: {held} of its {wanted} elements are {where}.",
                 why="A part is missing, or is of another job.",
-                rest=True,
             )
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
@@ -135,7 +113,6 @@ class Merger:
             f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
             why="All of them have it whole, and it must be the same.",
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
-            rest=True,
         )
 
 
@@ -161,21 +138,18 @@ def check_same(what: str, said: Mapping[str, object]) -> None:
 _NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
 
 
-_MOST_RANKS = 1 << 16  # of which some may be missing
-
-
-def check_world(what: str, there: Collection[int], world: int, *, partial: bool) -> None:
-    """Every rank of a world is there, and no other. `partial`: some may be missing."""
+def check_world(what: str, there: Collection[int], world: int) -> None:
+    """Every rank of a world is there, and no other."""
     missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
     beyond = sorted(rank for rank in there if rank >= world)
-    if not beyond and (not missing or (partial and world <= _MOST_RANKS)):
+    if not (missing or beyond):
         return
     wrong = f"{these_ranks(beyond)} would be beyond it"
     if missing:
         wrong = f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
     raise PartError(
         f"{what}; {wrong}.", why=f"{len(there)} of {world} are there.",
-        fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
+        fix="Get the others too: a model needs the parts of all ranks.",
     )  # fmt: skip
 
 
@@ -220,25 +194,6 @@ def _runs(axis: int, held: Held, count: int) -> Iterator[Piece]:
             run = replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])
             yield Piece(tuple(at if dim == axis else 0 for dim in range(len(shape))), run, rank)
             at += size
-
-
-class Row:
-    """Entries of one dimension, one behind the other: an element's place tells its entry. Some may be missing (None)."""
-
-    def __init__(self, runs: Iterable[tuple[int, int, Entry | None]]) -> None:
-        self.runs = [run for run in runs if run[1]]  # rank, number of elements, entry
-        self.ends = list(accumulate(numel for _, numel, _ in self.runs))
-
-    def cut(self, start: int, count: int, at: int = 0) -> Iterator[Piece]:
-        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
-        number = bisect_right(self.ends, start)
-        while count > 0 and number < len(self.ends):
-            rank, numel, entry = self.runs[number]
-            inside = start - (self.ends[number] - numel)
-            taken = min(count, numel - inside)
-            if entry is not None:
-                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
-            start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 # --- several files as one

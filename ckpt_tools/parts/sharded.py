@@ -224,10 +224,10 @@ def _numbered(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [numbers[number] for number in sorted(numbers)], missing
 
 
-def _incomplete(there: Sequence[str], missing: Sequence[str]) -> PartError:
+def _incomplete(there: Sequence[str], missing: Sequence[str], *, rest: bool = True) -> PartError:
     return PartError(
         f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
-        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=True,
+        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=rest,
     )  # fmt: skip
 
 
@@ -285,16 +285,16 @@ def _split_count(decoded: Decoded) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
 
 
-def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode_splits(names: Sequence[str], files: Files) -> Decoded:
     from ckpt_tools.formats.frameworks import gguf
 
     there, missing = _numbered(names)
-    if missing and not partial:
-        raise _incomplete(there, missing)
+    if missing:
+        raise _incomplete(there, missing, rest=False)
     found = {name: read_shard(name, files) for name in there}
     for number, (name, decoded) in enumerate(found.items()):
         said = decoded.metadata.get("split.no", str(number))
-        if decoded.container != "gguf" or (not missing and (said != str(number) or _split_count(decoded) != len(found))):
+        if decoded.container != "gguf" or said != str(number) or _split_count(decoded) != len(found):
             raise PartError(
                 f"{name} is not number {number + 1} of {len(found)}, as its name says.",
                 why=f"It calls itself number {said[:9]}, counted from 0, of {_split_count(decoded)}.",
@@ -305,8 +305,6 @@ def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) 
     made.metadata = texts | ({safetensors.GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
     made.encodings = {name: kind for part in found.values() for name, kind in part.encodings.items()}
     made.warnings = [row for row in made.warnings if "quantised" not in row.found] + gguf.stored_types(made.encodings)
-    if missing:
-        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(found)} files are", missing))
     return made
 
 

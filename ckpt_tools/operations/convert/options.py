@@ -187,7 +187,7 @@ class OutputOptions(Options):
         "OUT is a folder of shards of at most 5GB, 500MiB ... each.", metavar="SIZE",
         in_code="Or a number of bytes.",
     )  # fmt: skip
-    partial: bool = flag("Of ranks' files and shards: write what is whole, leave out and list the rest.")
+    partial: bool = flag("Of shards or a dcp with missing files: write what is whole, leave out and list the rest.")
     overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
 
