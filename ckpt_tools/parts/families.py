@@ -91,7 +91,7 @@ def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
 
 
 def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    found = by_name.consolidated_files(names)
+    found = by_name.matching(names, by_name.CONSOLIDATED)
     if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
         raise _several(folder, [*found[:4], *whole], "transformers and diffusers take the last, Meta's code the others.")
     return found
@@ -103,7 +103,7 @@ def _several(folder: Path, names: Sequence[str], why: str = "Each index is one o
     return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why=why, fix=fix)
 
 
-# --- a file that stands for others
+# --- a file that stands for others, and the files beside one
 
 
 def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
@@ -111,12 +111,8 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
         return ()
     from ckpt_tools.parts import sharded
 
-    if not sharded.is_split(source):
-        return ()
-    return next((group for group in by_name.shard_groups(names()) if source.path.name in group), ())
-
-
-# --- the files beside one
+    groups = by_name.shard_groups(names()) if sharded.is_split(source) else ()
+    return next((group for group in groups if source.path.name in group), ())
 
 
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
@@ -127,15 +123,13 @@ def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Besi
 
 
 def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.consolidated_files(names)
+    found = by_name.matching(names, by_name.CONSOLIDATED)
     return (path.parent, found, len(found)) if path.name in found else None
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.zero_files(names)
-    return (
-        (path.parent, found.names, len(found.kinds["optimizer"])) if by_name.is_zero_file(path.name) and found.names else None
-    )
+    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
+    return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
@@ -152,9 +146,7 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
         return None
     from ckpt_tools.parts import items
 
-    if not items.describes(path, group):
-        return None
-    return path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)
+    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if items.describes(path, group) else None
 
 
 # --- the table
@@ -169,7 +161,7 @@ ROWS = {
         stands_for=lambda source, head, _: (source.path.name,) if by_name.is_index(source, head) else (),
     ),
     "dcp-safetensors": Family(
-        "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), decode="decode_safetensors"
+        "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
         "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names, beside=_beside_zero, part=parts.of_zero

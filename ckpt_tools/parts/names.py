@@ -52,14 +52,12 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
     for name in sorted(names):
         if (match := re.fullmatch(_NAME, name)) and not re.search(_DEEPSPEED, name):
             ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
-    return {key: _group(key[0], rows) for key, rows in ranks.items()}
-
-
-def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
-    world = re.search(_WORLD, head)
-    first = dict(reversed(rows))  # of two files of one rank the first
-    names = {rank: first[rank] for rank, _ in rows}
-    return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
+    found = {}
+    for (head, tail), rows in ranks.items():
+        first, world = dict(reversed(rows)), re.search(_WORLD, head)  # of two files of one rank the first
+        of_rank = {rank: first[rank] for rank, _ in rows}
+        found[head, tail] = Group(head, of_rank, int(world[1]) if world else None, tuple(name for _, name in rows))
+    return found
 
 
 def describes_items(head: bytes) -> bool:
@@ -78,10 +76,8 @@ def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 def item_group_of(name: str, names: Sequence[str]) -> Group | None:
     """The files of the item that a file called `model_0.pt` is a rank's part of."""
-    for item, group in item_groups(names).items():
-        if name in group.values():
-            return Group(f"{item}_", group, None, tuple(group.values()))
-    return None
+    groups = (Group(f"{item}_", group, None, tuple(group.values())) for item, group in item_groups(names).items())
+    return next((group for group in groups if name in group.every), None)
 
 
 def model_group(names: Sequence[str]) -> Group | None:
@@ -92,14 +88,13 @@ def model_group(names: Sequence[str]) -> Group | None:
     return groups[0] if len(groups) == 1 else None
 
 
-def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
-    """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
-    return tuple(sorted(name for name in names if re.fullmatch(CONSOLIDATED, name)))
+def matching(names: Sequence[str], rule: str) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if re.fullmatch(rule, name)))
 
 
 def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
     """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
-    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if re.fullmatch(MP_RANK, name))
+    return tuple(f"{name}/{MEGATRON_FILE}" for name in matching(names, MP_RANK))
 
 
 def iteration_folder(folder: Path) -> Path:
@@ -120,7 +115,7 @@ def iteration_folder(folder: Path) -> Path:
 
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
 # torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
-_DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
+DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
 
 
 def indexes(names: Sequence[str]) -> tuple[str, ...]:
@@ -137,10 +132,6 @@ def is_index(source: Source, head: bytes) -> bool:
 def taken_before(index: str, names: Sequence[str]) -> list[str]:
     """The files of a whole model in a folder that transformers and diffusers take before an index in it."""
     return [name for name in names if name in ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
-
-
-def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
 @dataclass(slots=True, eq=False, repr=False)
