@@ -105,7 +105,7 @@ def these_ranks(ranks: Sequence[object], *, rest: int = 0) -> str:
 
 def shortened(text: str, limit: int) -> str:
     """A text of at most so many characters, cut at its end."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= limit else f"{text[: max(limit - 3, 0)]}..."
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from ckpt_tools.cli import main
 from ckpt_tools.cli.help import WHOLE
 from docs import pyz, try_page
+from docs.explained import findings
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {
@@ -93,6 +94,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
     text = _in_this_dialect(_LINK.sub(link, _SETUP.sub("", markdown)))
     text = _OPTIONS.sub(lambda found: options(found[1]), text)
+    text = text.replace("<!-- findings -->", findings())
     return text.replace("<!-- commands -->", commands()) if "<!-- commands -->" in text else text
 
 

@@ -88,7 +88,7 @@ def _convert(name: str, to: str, objects: Literal["plain"] | None) -> dict[str, 
         )
         report = Converted(name, target, CONTAINERS[kind])
         planned = plan(checkpoint, Edits(options, kind), report, stack)
-        whole = checkpoint.decoded.source if checkpoint.decoded.packed is None else None
+        whole = checkpoint.source if checkpoint.packed is None else None
         parts = [part for piece in planned.pieces for part in _parts(piece, whole)]
         report.seconds = time.perf_counter() - started
         out = io.StringIO()

@@ -91,7 +91,7 @@ def test_the_installed_command(environment: Path, tmp_path: Path) -> None:
         return done.stdout
 
     assert ckpt("--version").startswith("ckpt, version 0.")
-    assert "wrapped in module." in ckpt("inspect", "ddp.pth")
+    assert "wrapped in 'module.'" in ckpt("inspect", "ddp.pth")
     assert "11 of 11 renamed" in ckpt("convert", "ddp.pth", "plain.safetensors", "--strip-module")
     assert "wrote page.html" in ckpt("report", "ddp.pth", "plain.safetensors", "-o", "page.html")
     where = [str(environment / "python"), "-c", "import ckpt_tools; print(ckpt_tools.__file__)"]

@@ -65,14 +65,14 @@ def test_each_says_what_for(bare: dict[str, Done]) -> None:
 
 
 def test_the_page_has_the_list(bare: dict[str, Done]) -> None:
-    """docs/without-torch.md names each command and option that needs PyTorch, and no other."""
+    """docs/commands.md names each command and option that needs PyTorch, and no other."""
     needs, whole = needing(bare), {name for name in needing(bare) if " " not in name}
     for name, choices in by_option().items():
         if needs.issuperset(choices):
             needs = needs - choices | {name}
     beside = {f"diff --sort {key}" for key in ("max-abs", "max-rel", "l2", "cosine", "changed")}
     needs = {name for name in needs - beside if name in whole or name.split()[0] not in whole}
-    table = (ROOT / "docs" / "without-torch.md").read_text("utf-8").partition("\n| ")[2].partition("\n\n")[0]
+    table = (ROOT / "docs" / "commands.md").read_text("utf-8").partition("\n| needs PyTorch")[2].partition("\n\n")[0]
     assert set(re.findall(r"`ckpt ([^`]*)`", table)) == needs
 
 

@@ -28,11 +28,14 @@ from ckpt_tools.values.pytorch import torch_told
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# In the order of --help.
-COMMANDS = (
-    "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
-    "prove", "sign", "verify", "explain", "completion", "help",
-)  # fmt: skip
+# Those of --help, in its order.
+COMMANDS = {
+    "Most used": ("inspect", "convert", "check", "scan", "repair", "diff", "explain"),
+    "More": (
+        "show", "stats", "match", "average", "extract-lora", "report", "prove", "sign", "verify", "completion", "help",
+    ),
+}  # fmt: skip
+_NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
 _ELSEWHERE = {"verify": "sign"}  # commands whose module is another one's
@@ -56,7 +59,7 @@ def _begin(ctx: click.Context, _option: click.Parameter, given: tuple[str, ...])
 _LIMIT = click.Option(
     ["--limit"], multiple=True, metavar="NAME=VALUE", envvar="CKPT_LIMITS", expose_value=False, is_eager=True,
     callback=_begin,
-    help="Raise a limit, for a file that you trust: --limit records=2000000 (docs/limits.md).",
+    help="Raise a limit for a file that you trust: --limit records=2000000 (docs/limits.md).",
 )  # fmt: skip
 
 
@@ -81,10 +84,17 @@ class _Group(click.Group):
     as_json = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(_NAMES)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands by their groups."""
+        for heading, names in COMMANDS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str()) for name, command in commands if command is not None])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in _NAMES:
             return None
         name = cmd_name.replace("-", "_")
         command = getattr(import_module(f"ckpt_tools.cli.{_ELSEWHERE.get(name, name)}"), name)
@@ -108,7 +118,7 @@ class _Group(click.Group):
             return super().make_context(*args, **extra)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in COMMANDS:
+        if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in _NAMES:
             from ckpt_tools.io.output import is_address, is_there
 
             if args[0] == "-" or is_there(args[0]) or is_address(args[0]):
@@ -116,7 +126,7 @@ class _Group(click.Group):
             elif not ctx.resilient_parsing:
                 from ckpt_tools.cli.help import about_command
 
-                ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], COMMANDS)}".rstrip())
+                ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], _NAMES)}".rstrip())
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -285,15 +295,15 @@ def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--verbose", "-v", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
-    help="With --version: what it runs on, and the settings.",
+    help="With --version: also show Python, packages and settings.",
 )  # fmt: skip
-@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option("--version", "-V", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 def main() -> None:
-    """Inspect, convert, fit, check, repair and compare PyTorch checkpoints. Nothing in a file is ever executed.
+    """Inspect, convert, check and repair PyTorch checkpoints. Nothing in a file is ever executed.
 
     \b
     ckpt inspect model.pth
     ckpt convert in.pth out.pth --strip-module
 
-    `ckpt FILE` is `ckpt inspect FILE`, and `ckpt help COMMAND` is `ckpt COMMAND --help`.
+    `ckpt FILE` is short for `ckpt inspect FILE`. `ckpt COMMAND --help` shows the options of a command.
     """

@@ -17,22 +17,22 @@ from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.render.wording import as_options
 
 
-@click.command(short_help="Write the mean of several checkpoints.")
+@click.command(short_help="Average several checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=OUTPUT, metavar="IN IN... OUT")
 @out_option
 @options_of(AverageOptions)
 @report_options
 def average(paths: tuple[str, ...], output: str | None, quiet: bool, json: bool, **options: Any) -> None:
-    """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
+    """Average several checkpoints of one model into OUT. If it fails or is interrupted, OUT stays as it was.
 
     \b
     ckpt average epoch_8.pth epoch_9.pth epoch_10.pth mean.pth
     ckpt average a.pth b.pth soup.safetensors --weights 0.7,0.3 --unwrap
 
-    Sums are float64, rounded once to the dtype in the first IN. Equal integers stay, num_batches_tracked becomes the largest,
-    other integers that differ need --integers. What is not a state dict (optimizer, epoch) comes from the first IN.
+    Means are computed in float64 and rounded once to the dtype in the first IN. num_batches_tracked becomes the largest, other
+    integers that differ need --integers. Everything outside the state dict (optimizer, epoch) comes from the first IN.
 
-    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    Exit code: 0 success, 2 usage, 3 refused, 130 interrupted.
     """
     from ckpt_tools.operations.average import average as average_checkpoints
 
@@ -54,6 +54,6 @@ def print_averaged(report: Averaged, out: Page) -> None:
         ("averaged", counted(report.averaged, "tensor")),
     ]
     if report.kept:
-        rows.append(("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files"))
+        rows.append(("kept", f"{counted(report.kept, 'tensor')} equal in all files, not averaged"))
     rows += rows_of("largest", report.largest) + rows_of("first", report.first) + object_rows(output)
     print_rows(rows + rows_of("note", [as_options(note.text) for note in output.notes]), out)

@@ -37,29 +37,29 @@ _JOBS = 4
 _SEVERITIES = {"problem": ("problem",), "warning": ("problem", "warning"), "note": ("problem", "warning", "info")}
 
 
-@click.command(short_help="Read every byte once: is it whole, and does it load?")
+@click.command(short_help="Check that files are intact.")
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
-@click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
-@click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
+@click.option("--values", is_flag=True, help="Also look at the values: NaN, infinity, all zeros, garbage, untrained heads.")
+@click.option("--digest", is_flag=True, help="Print a SHA-256 of every tensor, the same for .pth and .safetensors.")
 @once("--output", "-o", type=OUT_PATH, metavar="FILE", help="Write the digests to FILE.")
-@once("--against", metavar="FILE", help="Compare with a digest file or another checkpoint.")
+@once("--against", metavar="FILE", help="Compare with a file of digests or another checkpoint.")
 @click.option(
-    "--ignore", multiple=True, metavar="CODE", envvar="CKPT_IGNORE", help="Leave out findings with this code. Repeatable."
+    "--ignore", multiple=True, metavar="CODE", envvar="CKPT_IGNORE", help="Ignore findings with this code. Repeatable."
 )
 @once(
     "--fail-on", type=click.Choice([*_SEVERITIES]),
-    help="The least finding that makes the exit code 1 [warning].",
+    help="Exit with 1 for findings of this severity or worse [warning].",
 )  # fmt: skip
 @once(
     "--device", metavar="DEVICE",
-    help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
+    help="A device of the machine that loads it (cpu, cuda:1): report tensors on other devices as problems.",
 )  # fmt: skip
 @click.option(
     "--latest-good", is_flag=True,
-    help="Print one path: of the newest checkpoint that is whole, finite and loads; by epoch, step, then time.",
+    help="Print only the path of the newest good checkpoint (intact, finite, loads) by epoch, step, then time.",
 )  # fmt: skip
 @jobs_option
-@click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE of --output if it exists.")
 @quiet_option
 @form_options
 def check(
@@ -67,7 +67,7 @@ def check(
     fail_on: str | None, device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, format: str,
     json: bool,
 ) -> None:  # fmt: skip
-    """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
+    """Check that files are intact and load: every byte is read once. A folder means all checkpoints in it.
 
     \b
     ckpt check model.pth
@@ -78,7 +78,7 @@ def check(
     ckpt check --format junit runs/ > checkpoints.xml
     python train.py --resume "$(ckpt check --latest-good runs/)"
 
-    Exit code: 0 healthy, 1 findings (--fail-on and worse), 3 when one cannot be read. With --latest-good 1 when none is good.
+    Exit code: 0 healthy, 1 findings (--fail-on), 2 usage, 3 a file cannot be read. With --latest-good: 1 none is good.
     """
     form = "json" if json else format
     if latest_good:
@@ -89,7 +89,7 @@ def check(
         show_latest_good(paths, wanted, quiet=quiet, json=form == "json")
         return
     if output is not None and not digest:
-        raise click.UsageError("--output holds digests: give --digest too.")
+        raise click.UsageError("--output needs --digest.")
     expanded = expand(paths) if output is None else _only(paths, output)
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
     piped = any(isinstance(path, Handed) for path in paths)  # a pipe is read here
@@ -142,7 +142,7 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
         return Expanded(list(paths), {})
     expanded = expand(paths)
     if len(expanded.checkpoints) != 1:
-        raise click.UsageError(f"--output holds the digests of one checkpoint; the paths have {len(expanded.checkpoints)}.")
+        raise click.UsageError(f"--output is for one checkpoint; here are {len(expanded.checkpoints)}.")
     return expanded
 
 

@@ -53,11 +53,11 @@ def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:
                 yield ".".join(map(str, tensor.where[:length]))
 
 
-@click.command(short_help="Print what makes a shell complete commands, options and names in files.")
+@click.command(short_help="Print the shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that makes a shell complete commands, options, and the names in a file, for its start-up file.
+    """Print the shell completion script: it completes commands, options and names in files.
 
     \b
     eval "$(ckpt completion bash)"        # ~/.bashrc

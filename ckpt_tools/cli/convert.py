@@ -45,28 +45,28 @@ def one_of(value: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
+@click.command(cls=LongHelp, record=ConvertOptions, short_help="Rename, cast, move, change the format.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
 @out_option
-@click.option("--in-place", is_flag=True, help="Replace IN itself; give no OUT.")
+@click.option("--in-place", is_flag=True, help="Replace IN; give no OUT.")
 @once(
     "--to-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Write each of many IN, and each in a folder IN, into DIR, under its own name with the extension of --format; one "
-    "that fails stops no other.",
+    help="Convert several IN, or every checkpoint of a folder, into DIR under their own names, with the extension of "
+    "--format. If one fails, the others are still converted.",
 )  # fmt: skip
 @once(
-    "--part", type=one_of, metavar="K/N", help="With --to-dir: of N jobs that are given the same IN, this is number K.",
+    "--part", type=one_of, metavar="K/N", help="With --to-dir: convert the K-th of N shares of the files, as one of N jobs.",
 )  # fmt: skip
-@click.option("--skip-done", is_flag=True, help="With --to-dir: pass over each IN whose OUT is there already and not older.")
+@click.option("--skip-done", is_flag=True, help="With --to-dir: skip each IN whose OUT exists and is up to date.")
 @report_options
 def convert(
     source: Path, target: str | None, more: tuple[str, ...], output: str | None, in_place: bool, to_dir: Path | None,
     part: tuple[int, int] | None, skip_done: bool, quiet: bool, json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
+    """Convert IN to OUT: rename, cast, move, change the format. If it fails, OUT stays as it was.
 
     \b
     ckpt convert ddp.pth plain.pth --strip-module
@@ -82,14 +82,14 @@ def convert(
     ckpt convert runs/*.pth --to-dir out --format safetensors
     ckpt convert runs/*.pth --to-dir out --part 1/16 --skip-done
 
-    Whatever their order on the line, the steps are: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
+    The options are always applied in this order: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
     fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, fill-from, tie, like
     or plan, map-location, dtype.
 
-    IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
-    folder too, other files come along: config.json, the tokenizer's files; never code.
+    IN may be a folder: shards with an index, torch.distributed.checkpoint, one file per rank. If OUT is a folder too,
+    config.json and the tokenizer's files are copied; code never is.
 
-    Plans that are shipped, and each the other way round (llama-hf-to-meta):
+    Plans that come with ckpt; each also works in reverse (llama-hf-to-meta):
 
     \b
     bert-hf-to-torch         llama-torchtitan-to-hf    vit-timm-to-torchvision
@@ -97,25 +97,25 @@ def convert(
     llama-meta-to-hf         vit-timm-to-hf            vit-torchvision-to-hf5
     llama-megatron-to-hf     vit-timm-to-hf5
 
-    With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
+    torchrun --nproc-per-node N -m ckpt_tools convert ... shares the work among processes (--shard-size or --format dcp).
 
-    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    Exit code: 0 success, 2 usage, 3 refused, 130 interrupted.
     """
     asked = _asked(options, in_place=in_place)
     if to_dir is not None:
         if in_place:
-            raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
+            raise click.UsageError("--to-dir does not go with --in-place.")
         if output is not None:
-            raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
+            raise click.UsageError("-o OUT does not go with --to-dir.")
         sources = inputs((source, target, *more))
         sys.exit(convert_many(sources, to_dir, asked, part or (1, 1), skip_done=skip_done, quiet=quiet, json=json))
     if part is not None or skip_done:
-        raise click.UsageError(f"{'--part' if part is not None else '--skip-done'} is for many IN; --to-dir DIR is missing.")
+        raise click.UsageError(f"{'--part' if part is not None else '--skip-done'} needs --to-dir DIR.")
     if more:
         named = ", ".join((str(source), str(target), *map(str, more[:2]), *(["..."] if more[2:] else [])))
         raise click.UsageError(
-            f"{2 + len(more)} paths were given ({named}), and IN and OUT are two; many IN need --to-dir DIR. "
-            "The value of an option is one word: --shard-size 5GB, --rename 'OLD=NEW'."
+            f"{2 + len(more)} paths were given ({named}), but IN and OUT are two. For several IN add --to-dir DIR. "
+            "If one of them is the value of an option, quote it as one word: --rename 'OLD=NEW'."
         )
     target = one_out(target, output)
     if in_place:
@@ -124,7 +124,7 @@ def convert(
         _print(report, json=json, quiet=quiet)
         return
     if target is None:
-        raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
+        raise click.UsageError("Missing OUT (or use --in-place).")
     folder = "shard_size" in asked or asked.get("format") == "dcp"
     with work_shared(folder=folder) as ranks, show_progress(quiet=quiet) as progress:
         report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
@@ -155,9 +155,9 @@ def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Con
     from ckpt_tools.operations.convert.in_place import edit_in_place
 
     if target is not None:
-        raise click.UsageError("--in-place edits IN itself; give no OUT.")
+        raise click.UsageError("--in-place replaces IN; give no OUT.")
     if other := [name for name in asked if name not in InPlaceOptions.options]:
-        raise click.UsageError(f"--in-place does not go with --{other[0].replace('_', '-')}: it writes the file that IN is.")
+        raise click.UsageError(f"--in-place does not go with --{other[0].replace('_', '-')}: it replaces IN.")
     return edit_in_place(path, **asked)
 
 

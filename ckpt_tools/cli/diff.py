@@ -13,24 +13,24 @@ from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.render.difference import DiffSort, print_difference
 
 
-@click.command(short_help="Show what differs between two checkpoints.")
+@click.command(short_help="Compare two checkpoints.")
 @click.argument("left", metavar="A", type=LOCATION)
 @click.argument("right", metavar="B", type=LOCATION)
-@click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")
-@click.option("--contents/--no-contents", default=True, help="Compare the tensors' bytes, or names, shapes and dtypes only.")
+@click.option("--values", is_flag=True, help="Measure the differences (largest, relative, cosine ...).")
+@click.option("--contents/--no-contents", default=True, help="Compare the bytes of tensors, or only names, shapes and dtypes.")
 @select_option(help="Compare one state dict or subtree; A_PATH=B_PATH for two.")
 @filter_option(help="Compare only tensors whose name or path matches, on either side.")
 @click.option(
     "--sort", type=click.Choice(["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]), default="file",
-    show_default=True, help="Order of the tensors that differ; what is furthest apart first. Most need --values.",
+    show_default=True, help="Order of the tensors that differ, largest difference first. Most need --values.",
 )  # fmt: skip
-@click.option("--all", is_flag=True, help="Show every line; nothing cut.")
+@click.option("--all", is_flag=True, help="Show every line.")
 @report_options
 def diff(
     left: Path, right: Path, values: bool, contents: bool, select: str | None, filter: str | None, sort: str,
     all: bool, quiet: bool, json: bool,
 ) -> None:  # fmt: skip
-    """Show what differs between two checkpoints, whatever their containers.
+    """Compare two checkpoints of any format.
 
     \b
     ckpt diff ddp.pth single.pth
@@ -38,15 +38,15 @@ def diff(
     ckpt diff --select model=. training.pth weights.safetensors
     ckpt diff --values --sort l2 --filter '*.weight' epoch_1.pth epoch_2.pth
 
-    Names that differ by a wrapper or a prefix are compared with each other. --select takes "." for the whole file.
+    Names may differ by a wrapper or a prefix. --select takes "." for the whole file.
 
-    Exit code: 0 the same, 1 different, 2 usage, 3 when one cannot be read.
+    Exit code: 0 the same, 1 different, 2 usage, 3 a file cannot be read.
     """
     from ckpt_tools.errors import UsageError
     from ckpt_tools.operations.compare.differences import diff as compare
 
     if values and not contents:
-        raise UsageError("--values and --no-contents contradict each other.")
+        raise UsageError("--values does not go with --no-contents.")
     if sort not in ("file", "name", "size") and not values:
         raise UsageError(f"--sort {sort} needs --values.")
     with show_progress(quiet=quiet) as progress:

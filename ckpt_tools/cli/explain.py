@@ -11,19 +11,19 @@ from ckpt_tools.operations.explain import Explanation
 from ckpt_tools.text import printable
 
 
-@click.command(short_help="Say what a message means, and the command.")
+@click.command(short_help="Explain an error message.")
 @click.argument("words", nargs=-1, metavar="[CODE|MESSAGE]...")
 def explain(words: tuple[str, ...]) -> None:
-    """Say what the message on your screen means and which command helps: PyTorch's words, or the code of a finding.
+    """Explain an error message of PyTorch or the code of a finding, and show the command that helps.
 
     \b
     ckpt explain 'size mismatch for fc.weight'
     ckpt explain wrapper-prefix
     python train.py 2>&1 | ckpt explain
 
-    Without words and without a pipe it lists what there is. It needs no network.
+    Without a message it lists all topics. It needs no network.
 
-    Exit code: 0 found, 1 no message has these words (the two nearest are guesses), 2 usage.
+    Exit code: 0 found, 1 unknown message (the two most similar are shown), 2 usage.
     """
     from ckpt_tools.operations import explain as known
 
@@ -58,9 +58,9 @@ def show_explained(found: Sequence[Explanation]) -> None:
 def show_guesses(near: Sequence[Explanation]) -> None:
     """That no page has these words, and the nearest, as what they are."""
     if not near:
-        _write(["Nothing is known about these words."])
+        _write(["This message is unknown."])
         return
-    _write(["No message that is known has these words. By likeness of words alone, it may be:", *map(_named, near)])
+    _write(["This message is unknown. The most similar are:", *map(_named, near)])
 
 
 def show_topics(topics: Sequence[tuple[str, str]]) -> None:

@@ -16,7 +16,7 @@ from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.text import printable, shape_text
 
 
-@click.command("extract-lora", short_help="Write what a tuned model changed as a LoRA adapter.")
+@click.command("extract-lora", short_help="Extract a LoRA adapter from a fine-tune.")
 @click.argument("base", type=OUTPUT, metavar="BASE")
 @click.argument("tuned", type=OUTPUT, metavar="TUNED")
 @click.argument("target", type=OUT, metavar="[OUT]", required=False)
@@ -26,21 +26,21 @@ from ckpt_tools.text import printable, shape_text
 def extract_lora(
     base: str, tuned: str, target: str | None, output: str | None, quiet: bool, json: bool, **options: Any
 ) -> None:
-    """Write the change from BASE to TUNED as a LoRA adapter, and say how much of it the adapter leaves.
+    """Write the difference between BASE and TUNED as a LoRA adapter, and show how much of it the adapter misses.
 
     \b
     ckpt extract-lora base.safetensors tuned.safetensors adapter --rank 16
     ckpt extract-lora base tuned adapter --rank 64 --only '*_proj.weight' --dtype bf16
 
-    OUT is a folder that PEFT reads: factors of the rank for the weights of linear layers, embeddings and convolutions that
-    differ, and whole modules of other kinds, such as norms. ckpt convert BASE MERGED --lora OUT is the way back.
+    OUT is a folder that PEFT reads: low-rank matrices for linear layers, embeddings and convolutions that differ, whole
+    modules of other kinds, such as norms. ckpt convert BASE MERGED --lora OUT applies it.
 
-    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    Exit code: 0 success, 2 usage, 3 refused, 130 interrupted.
     """
     from ckpt_tools.operations.extract_lora import extract_lora as extract
 
     if (target := one_out(target, output)) is None:
-        raise click.UsageError("Missing argument 'OUT'.")
+        raise click.UsageError("Missing OUT.")
     with show_progress(quiet=quiet) as progress:
         report = extract([base, tuned], target, progress=progress, **given(options))
     print_report(report, print_extracted, json=json, quiet=quiet)
@@ -58,6 +58,6 @@ def print_extracted(report: Extracted, out: Page) -> None:
     rows += rows_of(
         "module", [printable(f"{row.name}: {shape_text(row.shape)}, rank {row.rank}, error {row.error:.3g}") for row in worst]
     )
-    rows += rows_of("held whole", report.saved)
-    rows += rows_of("left", [f"{name}: differs, and the adapter has no place for it" for name in report.left])
+    rows += rows_of("saved whole", report.saved)
+    rows += rows_of("left", [f"{name}: differs, but is not in the adapter" for name in report.left])
     print_rows([*rows, ("unchanged", counted(report.unchanged, "tensor"))], out)

@@ -44,7 +44,7 @@ class LongHelp(click.Command):
             if WHOLE in ctx.meta:
                 (rest if option is None else parts.setdefault(option.heading, [])).append(row)
             elif "--help-all" in param.opts or (option is not None and option.common):
-                parts.setdefault("Used most", []).append(row)
+                parts.setdefault("Most used", []).append(row)
         for heading, rows in [*parts.items(), *([("Other", rest)] if rest else [])]:
             with formatter.section(heading):
                 formatter.write_dl(rows)
@@ -67,11 +67,11 @@ def _group(ctx: click.Context) -> click.Group:
     return group
 
 
-@click.command(short_help="Show the help of a command, or of a topic.")
+@click.command(short_help="Show help for a command or topic.")
 @click.argument("name", metavar="[COMMAND | TOPIC]", required=False, shell_complete=_complete_commands)
 @click.pass_context
 def help(ctx: click.Context, name: str | None) -> None:
-    """Show the help of a command, as COMMAND --help does, or of a topic: formats, globs, environment, json, exit-codes.
+    """Show help for a command, or for a topic: formats, globs, environment, json, exit-codes.
 
     \b
     ckpt help convert
@@ -129,24 +129,23 @@ def about_option(error: click.NoSuchOption) -> click.NoSuchOption:
     hint = as_options(meant(error.option_name.lstrip("-").replace("-", "_"), known))
     if not hint and error.possibilities:
         hint = f"Did you mean {', '.join(map(repr, error.possibilities))}?"
-    hint = hint or "docs/renamed.md says what is gone."
+    hint = hint or "CHANGELOG.md says what is gone."
     return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}", ctx=error.ctx)
 
 
 TOPICS = {
     "exit-codes": """\
-0    you have what you asked for
-1    the answer is no: findings (check), a file that is dangerous or could not be examined (scan), a
-     difference (diff, prove), tensors without a partner (match), something that could not be saved (repair),
-     another signature, or a file that may run code (verify)
-2    the command line is wrong; nothing was done
+0    success
+1    the answer is no: findings (check), a dangerous or unreadable file (scan), a difference (diff, prove),
+     unmatched tensors (match), lost tensors (repair), a wrong signature or unsafe file (verify)
+2    wrong usage; nothing was done
 3    refused: a file cannot be read or written, or the result would not be what you asked for
 130  interrupted (Ctrl-C); 143 ended by SIGTERM
 
-Whatever the code, a file is written whole or not at all. `ckpt COMMAND --help` says what 1 means there.
+A file is always written whole or not at all. `ckpt COMMAND --help` says what 1 means there.
 """,
     "formats": """\
-Found by content, never by name:
+The format is detected from the content, never from the name:
 
 torch-zip, torch-legacy, torch-tar    torch.save, of any age
 torchscript, torch-export             torch.jit.save, torch.export.save
@@ -156,34 +155,32 @@ sharded, dcp                          folders: an index and shards; torch.distri
 rank-files, consolidated              a file for each rank: FSDP, tensor parallelism, Meta's Llama
 megatron, deepspeed                   folders of parts
 
-Each may be packed: gzip, bzip2, xz, zstd, tar. Written are torch-zip, torch-legacy (--format pth-legacy),
-safetensors, gguf, sharded (--shard-size) and dcp: by OUT's name, or by --format.
+Each may be packed: gzip, bzip2, xz, zstd, tar. ckpt can write torch-zip, torch-legacy (--format pth-legacy),
+safetensors, gguf, sharded (--shard-size) and dcp; the name of OUT or --format decides.
 """,
     "globs": """\
 *       anything, dots too: --drop 'optimizer*', --keep '*.weight'
 ?       one character
 [ab]    one of these; [!ab] none of these
 
-A glob is for a whole name: 'fc' is not 'fc.weight', 'fc.*' takes all of fc. Names are those in IN, as
-ckpt inspect shows them, before --strip-module and --rename; what holds no tensor is named by its dotted path
-(--drop optimizer). Of several globs with a value the last that matches counts (--dtype bf16 --dtype
-'*.norm.*=fp32'). Quote them, or the shell takes them for files. One that matches nothing is refused.
+A glob must match the whole name: 'fc' does not match 'fc.weight', 'fc.*' does. Names are those in IN, as
+ckpt inspect shows them, before --strip-module and --rename. Anything else has a dotted path (--drop optimizer).
+Of several globs with a value the last that matches counts (--dtype bf16 --dtype '*.norm.*=fp32'). Quote globs,
+or the shell expands them. A glob that matches nothing is refused.
 """,
     "environment": """\
-CKPT_COMMAND_OPTION   any option of a command: CKPT_SCAN_JOBS=1, CKPT_CHECK_FORMAT=json; 1 or 0 for one
-                      without a value, several values separated by spaces
+CKPT_COMMAND_OPTION   any option of a command: CKPT_SCAN_JOBS=1, CKPT_CHECK_FORMAT=json; 1 or 0 for a
+                      flag; separate several values by spaces
 CKPT_CHECK_IGNORE     "wrapper-prefix device-tags": findings that ckpt check leaves out; also CKPT_IGNORE
 CKPT_CONVERT_OBJECTS  what ckpt convert does with Python objects: plain, drop, keep; also CKPT_OBJECTS
 CKPT_LIMITS           "records=2000000 nodes=5000000": raised limits, for files that you trust (docs/limits.md)
 
-An option that is given goes before its variable; an empty variable is not set; ckpt --version --verbose
-lists all that begin with CKPT_. No file sets anything.
-NO_COLOR, COLUMNS, PAGER and TMPDIR mean what they mean elsewhere.
+An option on the command line overrides its variable; an empty variable is ignored. ckpt --version --verbose
+lists all that are set. There is no configuration file. NO_COLOR, COLUMNS, PAGER and TMPDIR work as usual.
 """,
     "json": """\
---json prints one document, of inspect, check and scan one a line for each file; errors too,
-with "error", "what" and "exit_code". Text is ASCII with \\u escapes. docs/json.md names every field, and
-docs/*.schema.json are the contracts, which tests hold.
+--json prints one document; inspect, check and scan print one line per file. Errors too, with "error", "what"
+and "exit_code". Text is ASCII with \\u escapes. docs/*.schema.json explain every field.
 
 ckpt inspect --json model.pth | jq '.totals.parameters'
 ckpt check --json runs/ | jq -r 'select(.findings | length > 0) | .path'

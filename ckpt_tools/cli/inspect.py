@@ -17,7 +17,7 @@ from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, 
 from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import is_address
+from ckpt_tools.io.output import is_address, is_there
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.render.plain import Page
@@ -26,25 +26,23 @@ from ckpt_tools.render.text import console, counted, show, size_text
 from ckpt_tools.text import printable
 
 
-@click.command()
+@click.command(short_help="Show what is in a checkpoint.")
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
-@click.option("--all", is_flag=True, help="Show every tensor, value and object; nothing folded or cut.")
-@click.option("--tree/--flat", "tree", default=None, help="Show the tensors as a tree, or one a line.")
-@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
-@filter_option(help="Only tensors whose name or path matches.")
+@click.option("--all", is_flag=True, help="Show every tensor, value and object in full.")
+@click.option("--tree/--flat", "tree", default=None, help="Show tensors as a tree, or one per line.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up tensors below the first N parts of their names.")
+@filter_option(help="Show only tensors whose name or path matches.")
 @click.option(
     "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
 )
-@click.option(
-    "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4, from 200 files on."
-)
-@click.option("--no-pager", is_flag=True, help="Print what is longer than the screen as it is, not through $PAGER.")
-@click.option("--json", is_flag=True, help="One JSON document a line; see docs/json.md.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes [up to 4, from 200 files on].")
+@click.option("--no-pager", is_flag=True, help="Print a long page directly, not through $PAGER.")
+@click.option("--json", is_flag=True, help="Print one JSON document per line; see docs/json.md.")
 def inspect(
     paths: tuple[Path, ...], all: bool, tree: bool | None, depth: int | None, filter: str | None, sort: str,
     jobs: int | None, no_pager: bool, json: bool,
 ) -> None:  # fmt: skip
-    """Show what checkpoints hold. Of a folder with several checkpoints, a line each (with --all, a page each).
+    """Show what is in a checkpoint: names, shapes, dtypes, devices. For a folder, one line per checkpoint.
 
     \b
     ckpt inspect model.pth
@@ -52,8 +50,15 @@ def inspect(
     cat model.pth | ckpt inspect -
     ckpt inspect --json runs/ | jq 'select(.totals) | .totals.parameters'
 
-    Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
+    Exit code: 0 success, 2 usage, 3 a file cannot be read (the others are shown).
     """
+    if (
+        len(paths) == 2
+        and is_there(paths[0])
+        and not (isinstance(paths[1], Handed) or is_address(paths[1]) or is_there(paths[1]))
+    ):
+        shown = shlex.join(map(str, paths))
+        raise click.UsageError(f"No file is called {str(paths[1])!r}. If it is a tensor: ckpt show {shown}")
     expanded = expand(paths)
     if not json:
         sys.stdout.writelines(f"{printable(text)}\n" for text in map(_of_training, paths) if text)
@@ -237,7 +242,7 @@ def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError
     out.print()
     names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
     out.print(name_table("file", names, _columns(rows, out), out, right=("tensors", "size"), whole=("verdict",)))
-    out.print("\nckpt inspect FILE shows one of them, --all every one", soft_wrap=True)
+    out.print("\nckpt inspect FILE shows one of them, --all shows all", soft_wrap=True)
 
 
 def _columns(rows: Sequence[OverviewRow | CkptError], out: Page) -> dict[str, list[str]]:

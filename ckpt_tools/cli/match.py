@@ -17,22 +17,24 @@ from ckpt_tools.render.matched import print_matched
 from ckpt_tools.text import printable
 
 
-@click.command(short_help="Show which tensor of IN is which tensor of TARGET.")
+@click.command(short_help="Pair the tensors of two models.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @options_of(
     MatchOptions,
     like={"required": True},
     match={
         "type": click.Choice(["structure", "values", "position"]),
-        "help": "How the rest is paired: by shape, names and order of the modules; by the numbers in them too; in order.",
+        "help": "How to pair what names do not decide: by shape, names and order of modules; also by values; or just in order.",
     },
     output={"type": LOCATION},
 )
-@click.option("--ask", is_flag=True, help="Ask about what is ambiguous, on a terminal; prints the answers as --pair.")
-@click.option("--all", is_flag=True, help="Show every tensor; nothing folded or cut.")
+@click.option(
+    "--ask", is_flag=True, help="Ask about ambiguous tensors on the terminal, and print the answers as --pair options."
+)
+@click.option("--all", is_flag=True, help="Show every tensor in full.")
 @report_options
 def match(source: Path, ask: bool, all: bool, quiet: bool, json: bool, **options: Any) -> None:
-    """Show which tensor of IN is which tensor of TARGET, and why; what is left over, and what is ambiguous.
+    """Show which tensor of IN is which tensor of TARGET, and why; and those that are unmatched or ambiguous.
 
     \b
     ckpt match ddp.pth --like torchvision.models:resnet18
@@ -40,11 +42,11 @@ def match(source: Path, ask: bool, all: bool, quiet: bool, json: bool, **options
     ckpt match theirs.pth --like ours:Net --from theirs:Net --input 1x3x64x64
     ckpt match theirs.pth --like ours.pth --match structure -o plan.toml && ckpt convert theirs.pth out.pth --plan plan.toml
 
-    --pair comes first, then names: exact, without wrappers, by --rename, by a common prefix or suffix. Nothing is guessed.
-    With --from both models run once, without numbers where they can, and which layer feeds which is evidence too.
-    What is left over is listed with the options that go further and the questions that --pair answers.
+    --pair comes first, then names: equal, without wrappers, after --rename, without a common prefix or suffix. Nothing is
+    guessed. With --from both models run once, and the order of their layers decides more. For unmatched tensors the options
+    that help are listed.
 
-    Exit code: 0 every tensor has its partner, 1 something is left over, 2 usage, 3 refused.
+    Exit code: 0 every tensor is matched, 1 some are not, 2 usage, 3 refused.
     """
     from ckpt_tools.operations.match import match as match_checkpoint
 

@@ -114,7 +114,7 @@ class Location(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            raise click.UsageError("A path is empty: it may come from a variable that is not set.", ctx)
+            raise click.UsageError("A path is empty. Perhaps a variable is not set.", ctx)
         if value == "-" and self.minus:
             raise click.UsageError(self.minus, ctx)
         if not self.minus and ctx is not None and not ctx.resilient_parsing and (value == "-" or _is_pipe(value)):
@@ -145,7 +145,7 @@ def _piped(name: str, ctx: click.Context) -> Handed:
     """A pipe, read into a temporary file without a name, which goes with the command."""
     made = Handed("<stdin>" if name in _STDIN else f"<{name}>")
     if name in _STDIN and ctx.meta.setdefault("ckpt.stdin", made) is not made:
-        raise click.UsageError("Standard input is given twice; it can be read once.")
+        raise click.UsageError("Standard input was given twice; it can be read only once.")
     if name == "-":
         made.file = _standard_input(ctx)
         return made
@@ -178,7 +178,7 @@ def _spooled(stream: IO[bytes], ctx: click.Context) -> IO[bytes]:
         file.flush()
     except OSError as error:
         raise OutputError(
-            "What comes from standard input cannot be kept in a temporary file.", why=f"{error.strerror or error}.",
+            "Standard input cannot be copied to a temporary file.", why=f"{error.strerror or error}.",
             fix="Write it to a file first, or set TMPDIR to a folder with room.",
         ) from None  # fmt: skip
     file.seek(0)
@@ -209,11 +209,10 @@ class Once(click.Option):
 once = partial(click.option, cls=Once)
 select_option = partial(once, "--select", metavar="WHERE", shell_complete=complete_places)
 filter_option = partial(once, "--filter", metavar="GLOB", shell_complete=complete_names)
-out_option = once("--output", "-o", type=OUT, metavar="OUT", help="Write to OUT, named as an option.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors: the exit code tells.")
-json_option = click.option("--json", is_flag=True, help="The report as JSON; see docs/json.md.")
-_JOBS = "Number of processes; by default up to 4"
-jobs_option = click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help=f"{_JOBS}.")
+out_option = once("--output", "-o", type=OUT, metavar="OUT", help="The same as OUT.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+json_option = click.option("--json", is_flag=True, help="Print the report as JSON; see docs/json.md.")
+jobs_option = click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes [up to 4].")
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,9 +224,9 @@ def form_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format and --json, of commands whose report has other forms too."""
     form = click.option(
         "--format", type=click.Choice(["text", "json", "sarif", "github", "junit"]), default="text", show_default=True,
-        help="Form of the report: sarif (SARIF 2.1.0) for code hosts, github for its Actions, junit (XML) for CI servers.",
+        help="Format of the report: sarif (SARIF 2.1.0) for code hosts, github for GitHub Actions, junit (XML) for CI servers.",
     )  # fmt: skip
-    json = click.option("--json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md.")
+    json = click.option("--json", is_flag=True, help="The same as --format json: one document per line; see docs/json.md.")
     return form(json(command))
 
 

@@ -17,30 +17,30 @@ from ckpt_tools.render.text import path_text, size_text
 from ckpt_tools.tree.findings import mending
 
 
-@click.command(short_help="Save what is whole in a damaged checkpoint.")
+@click.command(short_help="Recover the intact tensors of damaged files.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @out_option
-@click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
-@click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
+@click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors too, with zeros where bytes are missing.")
+@click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte by byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--dry-run", "-n", is_flag=True, help="Report what would be saved, write nothing.")
+@click.option("--dry-run", "-n", is_flag=True, help="Report what would be recovered; write nothing.")
 @report_options
 def repair(
     source: Path, target: str | None, output: str | None, keep_damaged: bool, tie_equal: bool,
     overwrite: bool, dry_run: bool, quiet: bool, json: bool,
 ) -> None:  # fmt: skip
-    """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
+    """Recover the intact tensors of a damaged file, and fix what keeps an intact one from loading. IN is not changed.
 
-    Without OUT it writes the index that a folder of shards lacks.
+    Without OUT it writes the missing index of a folder of shards.
 
     \b
     ckpt repair cut.pth saved.pth
     ckpt repair --dry-run cut.pth saved.pth
     ckpt repair folder
 
-    Exit code: 0 all saved, 1 something could not be saved (OUT is written without it) or OUT is as dangerous
-    as IN, 3 nothing to save.
+    Exit code: 0 all recovered, 1 a part is lost (OUT is written without it) or OUT is as dangerous as IN, 2 usage, 3 nothing
+    to recover.
     """
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
     from ckpt_tools.operations.repair.run import write_index
@@ -48,9 +48,9 @@ def repair(
     target = one_out(target, output)
     if target is None:
         if keep_damaged or tie_equal or overwrite:
-            raise click.UsageError("Without OUT, repair writes the index that a folder lacks; its options are for an OUT.")
+            raise click.UsageError("These options need an OUT.")
         if not os.path.isdir(source):
-            raise click.UsageError(f"Name an OUT: {mending('repair', str(source))}")
+            raise click.UsageError(f"Missing OUT: {mending('repair', str(source))}")
         report = write_index(source, dry_run=dry_run)
     else:
         with show_progress(quiet=quiet) as progress:

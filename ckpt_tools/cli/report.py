@@ -12,31 +12,31 @@ from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, quiet_option, selec
 from ckpt_tools.cli.progress import show_progress
 
 
-@click.command(short_help="Write an HTML page about a checkpoint.")
+@click.command(short_help="Write an HTML report.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @click.argument("other", metavar="[OTHER]", required=False, type=LOCATION)
-@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="The page to write; PATH's name with .html, here, by default.")
-@click.option("--values", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
-@select_option(help="What is compared with OTHER, as in ckpt diff.")
+@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="The page to write [name of PATH with .html, in this folder].")
+@click.option("--values", is_flag=True, help="Also show statistics and a histogram of each tensor.")
+@select_option(help="What to compare with OTHER, as in ckpt diff.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 def report(
     path: Path, other: Path | None, output: Path | None, values: bool, select: str | None, overwrite: bool, quiet: bool
 ) -> None:
-    """Write one self-contained HTML page: overview, bytes by module, tensors to search and sort, findings.
+    """Write an HTML report in one file: overview, bytes by module, tensors to search and sort, findings.
 
     \b
     ckpt report model.pth
     ckpt report --values epoch_9.pth epoch_8.pth -o report.html
 
-    With OTHER the page also tells what differs. It loads nothing from the network, and opens in any browser.
+    With OTHER it also shows the differences. The page loads nothing from the network.
 
-    Exit code: 0 written, 2 usage, 3 refused.
+    Exit code: 0 success, 2 usage, 3 refused.
     """
     from ckpt_tools.render.html import report as write_report
 
     if other is not None and output is None and other.suffix in (".html", ".htm"):
-        raise click.UsageError(f"{other} would be compared with {path}; to write the page there: -o {other}")
+        raise click.UsageError(f"To write the page to {other}: -o {other}")
     with show_progress(quiet=quiet) as progress:
         written = write_report(
             path, other, output=output or _page_for(path), values=values, select=select, overwrite=overwrite, progress=progress

@@ -21,14 +21,14 @@ from ckpt_tools.render.text import counted, print_parts
 from ckpt_tools.text import printable
 
 
-@click.command(short_help="Show for every file below PATH whether it is safe to load.")
+@click.command(short_help="Check that files are safe to load.")
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
-@click.option("--all", is_flag=True, help="List files that hold nothing to run, too.")
+@click.option("--all", is_flag=True, help="List all files, also those without code.")
 @quiet_option
 @form_options
 @jobs_option
 def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: bool, jobs: int | None) -> None:
-    """Is it safe to load? Show for every file below PATH what loading it would run, without running it.
+    """Check that files are safe to load: show the code that loading each would run, without running it.
 
     \b
     ckpt scan downloads/
@@ -37,9 +37,9 @@ def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: boo
     ckpt scan --format sarif models/ > scan.sarif
     ckpt scan --format github models/
 
-    Every file is examined by its content, archives in archives too. docs/scan.md says what is dangerous.
+    Every file below PATH is examined by its content, files inside archives too. docs/scan.md says what is dangerous.
 
-    Exit code: 0 none is dangerous, 1 one is, or could not be examined, 3 there is no such file.
+    Exit code: 0 no file is dangerous, 1 a file is dangerous or could not be examined, 2 usage, 3 no such file.
     """
     from ckpt_tools.operations.scan import files_of, scan_files
     from ckpt_tools.render.findings import of_scanned
@@ -85,7 +85,7 @@ def _size(path: str | os.PathLike[str]) -> int:
 
 
 _COLOURS = {"dangerous": "red", "unexamined": "yellow", "needs-code": "cyan", "plain": "green", "nothing": "dim"}
-_WORDS = {"unexamined": "could not be examined", "needs-code": "needs code", "nothing": "nothing to run"}
+_WORDS = {"plain": "safe", "unexamined": "could not be examined", "needs-code": "needs code", "nothing": "nothing to run"}
 
 
 def print_scanned(report: Scanned, out: Page) -> None:

@@ -17,16 +17,16 @@ from ckpt_tools.render.plain import PIPE_WIDTH
 from ckpt_tools.text import printable, shape_text
 
 
-@click.command(short_help="Show the values of one tensor.")
+@click.command(short_help="Show values of one tensor.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @click.argument("name", metavar="NAME[INDEX]", shell_complete=complete_names)
-@select_option(help="Which subtree has it, where several do.")
-@click.option("--all", is_flag=True, help="Every value, up to a million; else the ends of a large tensor.")
-@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="Write a .npy in the place of showing them.")
+@select_option(help="Where to look for NAME.")
+@click.option("--all", is_flag=True, help="Show every value, up to a million.")
+@once("--output", "-o", type=OUT_PATH, metavar="FILE", help="Write the values to a .npy file instead.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @json_option
 def show(path: Path, name: str, select: str | None, all: bool, output: Path | None, overwrite: bool, json: bool) -> None:
-    """Show the values of one tensor, or of a box of it, exactly: in the fewest digits that tell them apart in their dtype.
+    """Show the exact values of one tensor or a slice of it.
 
     \b
     ckpt show model.pth fc.weight
@@ -34,10 +34,10 @@ def show(path: Path, name: str, select: str | None, all: bool, output: Path | No
     ckpt show training.pth 'optimizer.state.0.exp_avg[..., -1]'
     ckpt show model.safetensors fc.weight -o fc.npy
 
-    Only what is shown is read, of folders, of the parts of many ranks and of addresses too. In a .npy bfloat16 and fp8, for
-    which NumPy has no type, become float32 without loss.
+    Only these values are read, also from folders and addresses. In a .npy file bfloat16 and fp8 become float32, without loss:
+    NumPy has no such types.
 
-    Exit code: 0 done, 2 usage, 3 refused.
+    Exit code: 0 success, 2 usage, 3 refused.
     """
     from ckpt_tools.operations.show import show as show_values
 

@@ -14,16 +14,16 @@ from ckpt_tools.render.proved import print_not_signed, print_signed, print_verif
 from ckpt_tools.render.text import show
 
 
-@click.command()
+@click.command(short_help="Sign the tensors of a checkpoint.")
 @click.argument("path", metavar="FILE", type=LOCATION)
 @once("--key", required=True, type=LOCATION, metavar="PRIVATE.pem", help="An Ed25519 private key.")
 @once("--output", "-o", type=OUT_PATH, metavar="SIGNATURE", help="Write the signature here [FILE.sig].")
 @click.option("--overwrite", is_flag=True, help="Replace the signature if it exists.")
 @report_options
 def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: bool, json: bool) -> None:
-    """Sign the digests of all tensors of FILE. The signature is valid in every container that holds the same tensors.
+    """Sign the tensors of FILE. The signature stays valid in any format that has the same tensors.
 
-    It covers tensors alone: what else is in FILE is named before it is written.
+    It covers only tensors: whatever else is in FILE is listed first.
 
     \b
     openssl genpkey -algorithm ed25519 -out key.pem
@@ -31,9 +31,9 @@ def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: boo
     ckpt sign model.pth --key key.pem
     ckpt convert model.pth model.safetensors && ckpt verify model.safetensors --key key.pub --signature model.pth.sig
 
-    Needs cryptography (the extra `sign`): pip install cryptography.
+    Needs cryptography: pip install cryptography.
 
-    Exit code: 0 signed, 2 usage, 3 refused.
+    Exit code: 0 success, 2 usage, 3 refused.
     """
     from ckpt_tools.operations.signing import sign as sign_checkpoint
 
@@ -43,23 +43,23 @@ def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: boo
     print_report(report, print_signed, json=json, quiet=quiet)
 
 
-@click.command(short_help="Are the tensors of FILE those that were signed, and is it safe to load?")
+@click.command(short_help="Check a signature.")
 @click.argument("path", metavar="FILE", type=LOCATION)
 @once("--key", required=True, type=LOCATION, metavar="PUBLIC.pem", help="The Ed25519 public key.")
-@once("--signature", type=LOCATION, metavar="SIGNATURE", help="What ckpt sign wrote [FILE.sig].")
-@click.option("--tensors-only", is_flag=True, help="Compare the tensors alone: what else is in FILE may run code.")
+@once("--signature", type=LOCATION, metavar="SIGNATURE", help="The signature [FILE.sig].")
+@click.option("--tensors-only", is_flag=True, help="Check only the tensors; the file may still contain code.")
 @report_options
 def verify(path: Path, key: Path, signature: Path | None, tensors_only: bool, quiet: bool, json: bool) -> None:
-    """Are the tensors of FILE, in whatever container, those that were signed? Names each that is not.
+    """Check a signature: are the tensors of FILE, in any format, those that were signed? Lists each that is not.
 
-    A signature covers tensors alone, so FILE, or every file of a folder, must also be plain, as `ckpt scan` says it.
+    A signature covers only tensors, so FILE must also be safe, as `ckpt scan` says.
 
     \b
     ckpt verify model.pth --key key.pub
     ckpt verify model.safetensors --key key.pub --signature model.pth.sig
 
-    Exit code: 0 all of them and nothing in FILE can run, 1 some are not or FILE may run code, 2 usage, 3 refused: the
-    signature is not this key's, or a file cannot be read.
+    Exit code: 0 all tensors are as signed and FILE is safe, 1 they are not or it may run code, 2 usage, 3 refused: the
+    signature is not from this key, or a file cannot be read.
     """
     from ckpt_tools.operations.signing import verify as verify_checkpoint
 

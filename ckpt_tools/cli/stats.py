@@ -12,30 +12,29 @@ from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.render.stats import StatsSort, StatsView, print_stats
 
 
-@click.command(short_help="Show what the numbers look like.")
+@click.command(short_help="Show statistics of each tensor.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @select_option(help="Only one state dict or subtree (model, ema, optimizer).")
 @filter_option(help="Only tensors whose name or path matches.")
-@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up tensors below the first N parts of their names.")
 @click.option(
     "--sort", type=click.Choice(["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]), default="file",
     show_default=True,
-    help="Order of the rows; numbers from the largest magnitude down, nan by how many are NaN or infinite.",
+    help="Order of the rows, largest magnitude first; nan: most NaN or infinite values first.",
 )  # fmt: skip
 @click.option("--all", is_flag=True, help="Show every tensor.")
 @json_option
 def stats(path: Path, select: str | None, filter: str | None, depth: int | None, sort: str, all: bool, json: bool) -> None:
-    """Show what the numbers look like: mean, std, min, max, zeros, NaN, inf and a histogram of every tensor.
+    """Show statistics of each tensor: mean, std, min, max, zeros, NaN, inf and a histogram.
 
     \b
     ckpt stats model.pth
     ckpt stats --select model --depth 2 training.pth
     ckpt stats --sort std --filter '*.weight' model.safetensors
 
-    Values are read as float64, std divides by n - 1 as torch.std does. NaN and infinite values are counted, and left out of
-    the rest.
+    Computed in float64; std divides by n - 1, as torch.std does. NaN and infinite values are counted and otherwise left out.
 
-    Exit code: 0 done, 2 usage, 3 refused.
+    Exit code: 0 success, 2 usage, 3 refused.
     """
     from ckpt_tools.operations.compare.stats import stats as measure
 

@@ -42,11 +42,11 @@ def _nothing_at(root: Node, path: str) -> NothingMatchedError:
 
 
 def select_in(checkpoint: Checkpoint, path: str) -> Node:
-    """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Decoded.others`)."""
+    """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Checkpoint.others`)."""
     first, _, rest = path.partition(".")
     if (exact := _json_path(path)) is not None:
         first, rest = str(exact[0]) if exact else "", json.dumps(exact[1:]) if exact[1:] else ""
-    others = checkpoint.decoded.others
+    others = checkpoint.others
     if first in others and next(_at(checkpoint.root, path), None) is None:
         return select(others[first](), rest) if rest else others[first]()
     try:
@@ -58,8 +58,8 @@ def select_in(checkpoint: Checkpoint, path: str) -> Node:
 
 def _where_tensors_are(checkpoint: Checkpoint) -> str:
     """What to select instead, where the tree has no state dict further down."""
-    if checkpoint.decoded.others:
-        return f"Beside the tree are {', '.join(map(repr, checkpoint.decoded.others))}."
+    if checkpoint.others:
+        return f"Beside the tree are {', '.join(map(repr, checkpoint.others))}."
     at_the_root = isinstance(checkpoint.root, Dict) and find_state_dicts(checkpoint.root)
     return "The tensors are at the root: leave it out to take them all." if at_the_root else ""
 

@@ -77,9 +77,9 @@ def opened(path: str | os.PathLike[str], root: Node) -> Iterator[Filling]:
     """The checkpoint that fills what is missing below `root`, open while its tensors are read."""
     with open_whole(path) as checkpoint:
         checkpoint.locate()
-        chosen = to_little_endian(choose_state_dict(checkpoint, of_target=True).node, checkpoint.decoded.byteorder)
+        chosen = to_little_endian(choose_state_dict(checkpoint, of_target=True).node, checkpoint.byteorder)
         yield Filling(str(path), as_dict(chosen), NewStorages(reachable(root)))
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
 
 
 def said_to_stay(names: Sequence[str], path: str) -> str:

@@ -328,7 +328,7 @@ class _Fitting:
         elif type(like) is Entry:
             blank = Blank(name, like.shape, like.dtype)
         else:
-            raise MatchError(f"{name!r} is missing, and a plan does not say what it looks like.", fix="Give `like=TARGET` too.")
+            raise MatchError(f"{name!r} is missing, and a plan does not describe it.", fix="Give `like=TARGET` too.")
         blank = blank if shape is None else replace(blank, shape=shape)
         return replace(blank, dtype=like.dtype) if type(like) is Entry else blank
 
@@ -407,7 +407,7 @@ class _Problems:
             if self.adaptable:
                 yield f"{self.say('`adapt`', 'adapt=True')} fits {listed(self.adaptable, 4)}"
             if not self.in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
-                yield "a plan's step for as many numbers in another shape, whose order nothing else says"
+                yield "a plan's step for the same number of elements in another shape, whose order is otherwise unknown"
         if globs := [extra.glob for extra in self.extras[:_MOST_GLOBS]]:
             text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
             yield self.say(text, f"allow_unexpected={globs!r}")

@@ -164,7 +164,7 @@ def _dims(text: str) -> Iterator[tuple[str, ...]]:
             yield tuple(group)
             group = None
         elif word in "()" or (word == REST and group is not None):
-            raise MatchError(f"{text[:80]!r}: {word!r} stands where it cannot.")
+            raise MatchError(f"{text[:80]!r}: {word!r} is not allowed here.")
         elif group is None:
             yield (word,)
         else:

@@ -136,12 +136,12 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
     if resolved.kind not in _CONSTANT and blank.dtype.family != "float":
         raise ConvertError(
             f"{blank.name!r} is {blank.dtype.name}; {resolved} gives numbers with fractions.",
-            fix=f"Give it a scheme of its own: `reinit='{blank.name}=zeros'`.",
+            fix=f"Give it its own scheme: `reinit='{blank.name}=zeros'`.",
         )
     if resolved.kind in (*_BY_FAN, "orthogonal") and len(blank.shape) < 2:
         raise ConvertError(
             f"{blank.name!r} has {len(blank.shape)} dimensions; {resolved} needs 2.",
-            fix=f"Give it a scheme of its own: `reinit='*.{blank.own}=zeros'`.",
+            fix=f"Give it its own scheme: `reinit='*.{blank.own}=zeros'`.",
         )
     if blank.dtype.family == "quantized" or not blank.dtype.in_torch or blank.dtype.packed > 1:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")

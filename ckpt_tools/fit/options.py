@@ -23,10 +23,12 @@ class LikeOptions(Options):
 
     heading = "Target model"
     like: Any = option(
-        "Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
+        "Make names and shapes match TARGET: a checkpoint, package.module:callable or ./models.py:Net (imported).",
         metavar="TARGET", common=True, in_code="An `nn.Module` or a state dict too.",
     )  # fmt: skip
-    like_args: Arguments | None = option("""Its arguments: '{"num_classes": 200}'.""", metavar="JSON", in_code="Or a mapping.")
+    like_args: Arguments | None = option(
+        """Arguments for TARGET: '{"num_classes": 200}'.""", metavar="JSON", in_code="Or a mapping."
+    )
 
 
 @record
@@ -35,13 +37,13 @@ class PartnerOptions(Options):
 
     heading = "Target model"
     match: Stages | None = option(
-        "How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by shape, "
-        "order and names of layers; also by what numbers they hold, for two copies of one network; or zipped in order.",
+        "How to pair tensors: by name without wrappers (the default); also without a common prefix or suffix; also by shape, "
+        "order and names of layers; also by values, for two copies of one network; or just in order.",
         choices=["exact+wrappers", "names", "structure", "values", "position"],
     )
-    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
+    allow_reshape: bool = flag("Also pair tensors whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
     pair: Renames = several(
-        "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
+        "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or number ({i} on both sides).",
         metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
     )  # fmt: skip
 
@@ -61,11 +63,11 @@ class RunOptions(PartnerOptions):
     """The model that IN was made by, which is run beside the target."""
 
     from_: Any = option(
-        "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "
-        "shapes leave open.", metavar="CALLABLE", in_code="An `nn.Module` too.",
+        "The model class or function of IN, as for TARGET: both run once, and the order of their layers decides what names and "
+        "shapes do not.", metavar="CALLABLE", in_code="An `nn.Module` too.",
     )  # fmt: skip
     input: str | Sequence[str] = several(
-        "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
+        "Input of both models, as in ckpt prove (1x3x224x224, input_ids=1x16:30522) [common ones are tried].",
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
 
@@ -73,7 +75,7 @@ class RunOptions(PartnerOptions):
         """Raise UsageError for options about the model of IN where nothing would ask it."""
         super().check()
         if self.input and self.stages not in COMPARING:
-            raise UsageError("`input` is for models that run; `from_` names that of IN.")
+            raise UsageError("`input` needs `from_`, the model of IN.")
         if self.from_ is not None and self.match not in (None, *COMPARING):
             raise UsageError(
                 f"`from_` decides what `match='structure'` leaves open; `match={self.match!r}` leaves nothing to it."
@@ -96,12 +98,12 @@ class PlanOptions(Options):
 
     heading = "Target model"
     plan: str | os.PathLike[str] | None = option(
-        "Match plan (TOML), which says what becomes of every tensor: one that ckpt match wrote, your own, or a shipped one by "
-        "name (llama-meta-to-hf ...: docs/plans.md). PLAN:reverse goes from its new names to its old ones.",
+        "A plan (TOML) that says what becomes of every tensor: from ckpt match, your own, or one that comes with ckpt "
+        "(llama-meta-to-hf ...: docs/plans.md). PLAN:reverse goes the other way.",
         metavar="PLAN",
     )  # fmt: skip
     plan_value: Sizes | None = several(
-        "A size that the plan calls by name: heads=32. Else config.json beside IN says it.",
+        "A size that the plan needs: heads=32 [from config.json beside IN].",
         default=None, metavar="NAME=N", in_code="Or a mapping.",
     )  # fmt: skip
 
@@ -112,20 +114,19 @@ class LeftOverOptions(Options):
 
     heading = "Target model"
     reinit: Schemes | None = several(
-        "Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
-        "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
-        "default (PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Of several globs "
-        "the last that matches counts.",
+        "Initial values for tensors that IN lacks: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, xavier_uniform, "
+        "xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (from its constructor), default (PyTorch's for "
+        "the layer). Without GLOB for weights only: biases get zeros, norms ones. The last glob that matches counts.",
         default=None, metavar="[GLOB=]SCHEME",
         in_code="`SCHEME`, `GLOB=SCHEME` texts, or a mapping from globs.",
     )  # fmt: skip
     on_mismatch: OnMismatch = option(
-        "A tensor of another shape: refused, initialised anew (as PyTorch does, unless --reinit says how), kept where both "
-        "have rows and columns, or left out.",
+        "What to do with a tensor of another shape: refuse it, initialise it anew (as PyTorch does, or by --reinit), keep the "
+        "rows and columns that both have, or leave it out.",
         choices=["error", "reinit", "overlap", "skip"], default="error",
     )  # fmt: skip
     adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
-    seed: int = option("For initial values: one seed, the same bytes [0].", default=0, metavar="N")
+    seed: int = option("Random seed for initial values [0].", default=0, metavar="N")
 
 
 @record

@@ -108,7 +108,7 @@ def _tensors_of(target: Target) -> Iterator[Tensors]:
         with open_whole(target.label) as checkpoint:
             checkpoint.locate()
             node = choose_state_dict(checkpoint, of_target=True).node
-            yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.decoded.byteorder)))
+            yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.byteorder)))
         return
     tensors: Tensors = target.tensors
     if target.on_meta and target.build is not None:
@@ -209,7 +209,7 @@ def _compare_graphs(
     if model is not None:
         source = read_target(model)
         own = _Side(source.label, target=source)
-    elif checkpoint is not None and (graph := graph_in(checkpoint.decoded)) is not None:
+    elif checkpoint is not None and (graph := graph_in(checkpoint)) is not None:
         known = {param.name for param in params}
         own = _Side(str(checkpoint.path), graph) if known & graph.weights.keys() else None
     if own is None:
@@ -218,7 +218,7 @@ def _compare_graphs(
         other = _Side(target.label, target=target)
     elif target.tensors is None:  # a file, which may be a program
         with open_whole(target.label) as opened:
-            graph = graph_in(opened.decoded)
+            graph = graph_in(opened)
         other = None if graph is None else _Side(target.label, graph)
     if other is None and model is None:
         return Compared()

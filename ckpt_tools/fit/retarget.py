@@ -433,5 +433,5 @@ class _OwnValues:
             return self.target.tensors
         checkpoint = self.stack.enter_context(open_whole(self.target.label))
         state_dict = choose_state_dict(checkpoint, of_target=True)
-        root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
+        root = to_little_endian(state_dict.node, checkpoint.byteorder)
         return tensors_by_name(as_dict(root))

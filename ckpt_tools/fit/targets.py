@@ -83,7 +83,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None) -> Ta
 def choose_state_dict(checkpoint: Checkpoint, select: str | None = None, *, of_target: bool = False) -> StateDict:
     """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict."""
     chosen = _chosen(checkpoint, select, of_target=of_target)
-    renaming.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
+    renaming.restore_named_ties(chosen.node, checkpoint.metadata)
     return chosen
 
 

@@ -1,24 +1,21 @@
-"""What every container's reader returns, and what its layout is asked for."""
+"""What the readers of several containers need: warnings, tensors of a run of bytes, a place in a file that is read from."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import DamagedFileError, TensorError
 from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.checks import validate
-from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Global, Node, Storage, check, contiguous_stride
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Entry, Node, Storage, check, contiguous_stride
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.
 PROGRAMS = {
@@ -109,70 +106,6 @@ def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned
     return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Packed:
-    kind: str
-    member: str
-    source: Source
-    whole: Source
-    path: Path
-    folder: Files | None = None
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class Decoded:
-    container: str
-    root: Node
-    source: Source
-    globals: list[Global] = field(default_factory=list)
-    unusual: list[str] = field(default_factory=list)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    warnings: list[Warned] = field(default_factory=list)
-    storage_bytes: int = 0
-    byteorder: str = "little"
-    has_checksums: bool = False
-    root_folder: str = "archive"
-    records: Sequence[Record] = ()
-    dead_bytes: Callable[[], int] = lambda: 0
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    locate: Callable[[Node], Node] | None = None
-    misplaced: Callable[[], Iterator[str]] | None = None
-    others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
-    beside: Mapping[str, Node] = field(default_factory=dict)
-    packed: Packed | None = None
-    encodings: Mapping[str, str] = field(default_factory=dict)
-    examined: Mapping[Source, Sequence[Global]] = field(default_factory=dict)
-
-    @property
-    def is_examined(self) -> bool:
-        """Whether its reader has seen every pickle of the file, and none names a class: there is nothing else to be rated."""
-        return self.container in _READ_WHOLE and ALLOWED.issuperset(self.globals) and not self._may_hide
-
-    @property
-    def _may_hide(self) -> bool:
-        """Whether the file has what its reader did not read as it is: a record, a text, a call of what a call made."""
-        if any(use.startswith("call of") for use in self.unusual) or any(row.code in _MORE_BYTES for row in self.warnings):
-            return True
-        if any(len(text) >= _MAY_BE_PICKLE for text in self.metadata.values()):
-            return True
-        storages, known = f"{self.root_folder}/data/", {f"{self.root_folder}/{name}" for name in _RECORDS}
-        return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
-
-    def merge(self, part: Decoded, name: str) -> None:
-        """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""
-        self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
-        self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
-        self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
-
-
-def state_dict(container: str, source: Source, items: Sequence[tuple[str, Node]]) -> Decoded:
-    if (twice := repeated(items)) is not None:
-        raise DamagedFileError(f"Two tensors of the file would be called {twice!r}.", why="A name in it may have a dot.")
-    made = Decoded(container, Dict([*items], ordered=True), source)
-    made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
-    return made
-
-
 class Keys:
     """New keys for the storages of several files, each of which counts from 0."""
 
@@ -197,14 +130,6 @@ class Keys:
             return new(node) if type(node) is Storage else node
 
         return exchange.replace(root, swap)
-
-
-# The containers of which nothing but what their reader has read is a pickle.
-_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors", "gguf", "onnx", "flax"))
-_MAY_BE_PICKLE = 16  # characters of metadata that could be one in base64
-# Readers say so of what they did not read, or of what lies behind the end of what they read.
-_MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
-_RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
 
 
 # --- reading a file from one place on, number by number: few reads, each length held against what is there

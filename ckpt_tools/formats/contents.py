@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard, cast
 
 from ckpt_tools.errors import LimitError
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
+from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import CONTAINERS, Dict, Entry, List, Node, Object, Where
 from ckpt_tools.tree.visit import children, is_hollow, walk
@@ -17,12 +18,24 @@ from ckpt_tools.tree.visit import children, is_hollow, walk
 
 @dataclass(slots=True, eq=False, repr=False)
 class Tensor:
-    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
+    """One tensor of a tree and where it is."""
 
     where: Where
     node: Entry | Object
-    unusual: UnusualTensor | None = None
     scheme: str = ""
+
+    @property
+    def unusual(self) -> UnusualTensor | None:
+        """What its call tells of one that is not a plain view on a storage."""
+        return unusual_tensor(self.node)
+
+    @property
+    def dtype(self) -> DType | None:
+        return (self.unusual or cast(Entry, self.node)).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        return (self.unusual or cast(Entry, self.node)).shape
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -63,7 +76,7 @@ def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
 def find_tensors(root: Node) -> Iterator[Tensor]:
     for where, node in walk(root, stop=is_tensor, plain=False, bare=False):
         if is_tensor(node):
-            yield Tensor(where, node, unusual_tensor(node))
+            yield Tensor(where, node)
 
 
 def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
@@ -102,18 +115,14 @@ class Modules:
 def list_tensors(root: Node, modules: Modules) -> Iterator[Tensor]:
     """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path."""
     for where, node in walk(root, stop=modules.stop, plain=False, bare=False):
-        if type(node) is Entry:
-            yield Tensor(where, node)
-            continue
-        state_dict = modules.state_dict(node)
-        if state_dict is not None:
+        if type(node) is not Entry and (state_dict := modules.state_dict(node)) is not None:
             named = tensors_by_name(state_dict)
-            yield from (Tensor((*where, name), value, unusual_tensor(value)) for name, value in named.items())
+            yield from (Tensor((*where, name), value) for name, value in named.items())
             shown = {id(value) for value in named.values()}
             rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
-            yield from (Tensor((*where, *tensor.where), tensor.node, tensor.unusual) for tensor in rest)
+            yield from (Tensor((*where, *tensor.where), tensor.node) for tensor in rest)
         elif is_tensor(node):
-            yield Tensor(where, node, unusual_tensor(node))
+            yield Tensor(where, node)
 
 
 def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Keys, program, unique
+from ckpt_tools.formats.base import PROGRAMS, Keys, program, unique
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
@@ -40,10 +41,10 @@ def sniff(names: set[str], folder: str) -> bool:
     return f"{folder}/archive_format" in names and any(name.startswith(start) and name.endswith(_CONFIG) for name in names)
 
 
-def decode(source: Source, directory: Directory, folder: str) -> Decoded:
+def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
     records = torch_zip.by_name(directory)
     start = folder + _WEIGHTS
-    decoded = Decoded(
+    decoded = Checkpoint(
         "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
         has_checksums=any(record.crc for record in directory.records),
     )  # fmt: skip
@@ -65,7 +66,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
 class _Weights:
     """The weights of an archive; those on one record are tied, across models too."""
 
-    def __init__(self, program: Decoded, records: Mapping[str, Record], start: str) -> None:
+    def __init__(self, program: Checkpoint, records: Mapping[str, Record], start: str) -> None:
         self.program, self.records, self.start = program, records, start
         self.keys = Keys()
         self.storages: dict[str, Storage] = {}
@@ -154,7 +155,7 @@ _INTEGERS = frozenset((1, 2, 3, 4, 5, 12))  # of schema.ScalarType
 _WEIGHT_KINDS = {"parameter": "parameter_name", "buffer": "buffer_name"}
 
 
-def graph_in(decoded: Decoded) -> Graph | None:
+def graph_in(decoded: Checkpoint) -> Graph | None:
     """What the only model of an exported program computes; None where there are several, and of anything else."""
     if decoded.container != "torch-export":
         return None

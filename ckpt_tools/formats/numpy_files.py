@@ -21,7 +21,8 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, trailing, validate_tree
+from ckpt_tools.formats.base import trailing, validate_tree
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
@@ -70,7 +71,7 @@ def sniff(head: bytes) -> bool:
     return head.startswith(_MAGIC)
 
 
-def decode_npy(source: Source) -> Decoded:
+def decode_npy(source: Source) -> Checkpoint:
     """Read the header of a .npy, and its pickle where it has one; no elements."""
     arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
@@ -80,7 +81,7 @@ def decode_npy(source: Source) -> Decoded:
     return decoded
 
 
-def decode_npz(source: Source, directory: Directory) -> Decoded:
+def decode_npz(source: Source, directory: Directory) -> Checkpoint:
     """Read the headers of all arrays in a .npz, and the pickles of those that have one; no elements."""
     arrays = Arrays(source)
     items: list[tuple[Node, Node]] = []
@@ -266,8 +267,8 @@ class Arrays:
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
         return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
 
-    def decoded(self, container: str, root: Node, source: Source) -> Decoded:
-        made = Decoded(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])
+    def decoded(self, container: str, root: Node, source: Source) -> Checkpoint:
+        made = Checkpoint(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])
         made.warnings, made.storage_bytes = validate_tree(root), self.storage_bytes
         return made
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats import torch_tar
-from ckpt_tools.formats.base import Decoded, Packed
+from ckpt_tools.formats.checkpoint import Checkpoint, Packed
 from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
@@ -56,10 +56,10 @@ class Folder(Files):
 class Readers:
     """How to go on inside."""
 
-    file: Callable[[Source], Decoded]
-    folder: Callable[[Files], Decoded]
+    file: Callable[[Source], Checkpoint]
+    folder: Callable[[Files], Checkpoint]
     begins: Callable[[bytes], bool]
-    tensors: Callable[[Decoded], int]
+    tensors: Callable[[Checkpoint], int]
     is_whole: Callable[[Path, list[str], Callable[[str], Source | None]], bool]
 
 
@@ -84,7 +84,7 @@ def _is_tar(source: Source, head: bytes) -> bool:
     return torch_tar.sniff(head) and any(head) and not torch_tar.is_torchs(source)
 
 
-def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decoded:
+def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Checkpoint:
     """Read the checkpoint in a packed file; `wanted` is the member that was asked for, or empty."""
     kind = kind_of(head)
     with limits.of_file(source.size):
@@ -110,7 +110,7 @@ def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Decode
         return decoded
 
 
-def _read(place: Source, readers: Readers) -> Decoded:
+def _read(place: Source, readers: Readers) -> Checkpoint:
     """Read what is inside; errors say which member they are about, and give no command that takes only what is not packed."""
     try:
         return readers.folder(place) if isinstance(place, Folder) else readers.file(place)
@@ -122,7 +122,7 @@ def _read(place: Source, readers: Readers) -> Decoded:
         raise
 
 
-def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Decoded:
+def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Checkpoint:
     members = _members(tar)
     order = sorted(members)
     if wanted:
@@ -137,7 +137,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
         raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=held)
 
     places = {name: members[name] if name in members else Folder(tar, name, members, order) for name in names}
-    read: dict[str, Decoded | None] = {}
+    read: dict[str, Checkpoint | None] = {}
     if len(places) > 1:  # those count that have tensors, or cannot be read; all where that leaves none
         for name, place in places.items():
             decoded = None

@@ -18,7 +18,8 @@ import re
 
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
 from ckpt_tools.formats import torch_legacy
-from ckpt_tools.formats.base import Decoded, trailing, validate_tree
+from ckpt_tools.formats.base import trailing, validate_tree
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
@@ -45,7 +46,7 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None and _DAMAGED_MAGIC not in head[:32]
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     pickles = Pickles(Part(source, 0, source.size))
     machine, root, blobs = load_with_blobs(pickles, _refuse, kind=ArrayMachine)
     left = pickles.left
@@ -58,16 +59,16 @@ def decode(source: Source) -> Decoded:
     root, inner = _with_archives(modernise(arrays.as_tensors(root, blobs), machine.globals), blobs)
     has_arrays = isinstance(machine, ArrayMachine) and machine.has_arrays
     names = dict.fromkeys([*machine.globals, *(name for decoded in inner for name in decoded.globals)])
-    return Decoded(
+    return Checkpoint(
         "pickle", root, source, list(names), [_JOBLIB if has_arrays else _PICKLE, *machine.unusual],
         warnings=[*validate_tree(root), *trailing(left, "the pickle")],
         storage_bytes=blobs.storage_bytes + arrays.storage_bytes + sum(decoded.storage_bytes for decoded in inner),
     )  # fmt: skip
 
 
-def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Decoded]]:
+def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Checkpoint]]:
     """The tree with what torch.save wrote into bytes, as skorch has it, in their place; what cannot be read stays."""
-    found: list[Decoded] = []
+    found: list[Checkpoint] = []
 
     def swap(node: Node) -> Node:
         part = blobs.part_of(node) if type(node) is bytes and node.startswith(_ZIP) else None

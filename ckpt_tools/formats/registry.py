@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 
-Decode = Callable[[Source], Decoded]
+Decode = Callable[[Source], Checkpoint]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -30,7 +30,7 @@ class Container:
 
     sniff: Callable[[bytes], bool]
     decode: Decode
-    with_others: Callable[[Source, Files], Decoded] | None = None
+    with_others: Callable[[Source, Files], Checkpoint] | None = None
     in_zips: bool = False
 
 

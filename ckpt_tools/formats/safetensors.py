@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
-from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.base import Warned, repeated
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
@@ -47,7 +48,7 @@ def sniff(head: bytes) -> bool:
 # --- reading
 
 
-def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
+def decode(source: Source, unread: dict[str, str] | None = None) -> Checkpoint:
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
@@ -74,10 +75,10 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Decoded:
     _check_spans(spans, size)
     root = Dict(restore_aliases(items, metadata), ordered=True)
     root.attributes = restore_state_dict_metadata(metadata)
-    return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
+    return Checkpoint("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
 
 
-def entries_of(decoded: Decoded) -> dict[str, Entry]:
+def entries_of(decoded: Checkpoint) -> dict[str, Entry]:
     return {name: entry for name, entry in as_dict(decoded.root).named.items() if type(entry) is Entry}
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, exhausted, out_of_memory
-from ckpt_tools.formats.base import Decoded, is_tar, is_zip
+from ckpt_tools.formats.base import is_tar, is_zip
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import containers
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -18,12 +19,12 @@ from ckpt_tools.tree.findings import getting_again
 HEAD = 4096
 
 
-def decode_file(source: Source) -> Decoded:
+def decode_file(source: Source) -> Checkpoint:
     with naming(source), limits.of_file(source.size):
         return decode_content(source)
 
 
-def decode_content(source: Source) -> Decoded:
+def decode_content(source: Source) -> Checkpoint:
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
     for container in containers():

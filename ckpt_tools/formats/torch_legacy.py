@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError
-from ckpt_tools.formats.base import Decoded, Warned, trailing, validate_tree
+from ckpt_tools.formats.base import Warned, trailing, validate_tree
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
@@ -299,7 +300,7 @@ def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[st
     )
 
 
-def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
+def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Checkpoint:
     stream = read_stream(Part(source, 0, source.size), available_bytes=available_bytes)
     machine = stream.machine
     warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
@@ -307,7 +308,7 @@ def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Dec
         shown = ", ".join(stream.classes[:5]) + (" ..." if len(stream.classes) > 5 else "")
         found = f"the source code of {len(stream.classes)} classes ({shown})"
         warnings.append(Warned("embedded-source", found, "none; it is not kept"))
-    return Decoded(
+    return Checkpoint(
         "torch-legacy", stream.root, source, list(machine.globals), list(machine.unusual), warnings=warnings,
         storage_bytes=stream.storage_bytes,
     )  # fmt: skip

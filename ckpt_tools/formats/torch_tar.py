@@ -24,7 +24,8 @@ from dataclasses import replace
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import TAR_BLOCK, Decoded, Warned, is_tar, trailing, validate_tree
+from ckpt_tools.formats.base import TAR_BLOCK, Warned, is_tar, trailing, validate_tree
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
@@ -54,7 +55,7 @@ def is_torchs(source: Source) -> bool:
     return False
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     members, unread = _members(source)
     objects = _Objects()
     described = [Pickles(members["storages"], _SMALL_WINDOW)]
@@ -77,7 +78,7 @@ def decode(source: Source) -> Decoded:
         warnings.append(Warned("other-members", f"{len(unread)} members that torch does not read ({shown})", "none"))
     unusual = ["the tar format, which weights_only does not take", *machine.unusual]
     size = sum(storage.nbytes for storage, below, _ in objects.storages.values() if storage is below)
-    return Decoded("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
+    return Checkpoint("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
 
 
 # --- the tar

@@ -20,7 +20,8 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
-from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
+from ckpt_tools.formats.base import CUT_ARCHIVE, Warned, trailing, validate_tree
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
@@ -35,7 +36,7 @@ _RECORD = b"PK\x03\x04"
 def decode(
     source: Source, directory: Directory, folder: str, member: str = "",
     storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
-) -> Decoded:  # fmt: skip
+) -> Checkpoint:  # fmt: skip
     records = by_name(directory, member)
     odd, unreadable = _small_records(source, records, folder)
     warnings = [*behind(source, directory), *odd]
@@ -64,7 +65,7 @@ def decode(
     storages.check_found()
     warnings += [*validate_tree(root), *trailing(len(stream) - machine.position, "the pickle", "trailing-pickle-bytes")]
     data = f"{folder}/data/"
-    return Decoded(
+    return Checkpoint(
         "torch-zip", root, source, list(machine.globals), [*machine.unusual, *unreadable], warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
         byteorder=byteorder, has_checksums=has_checksums, root_folder=folder, records=directory.records,

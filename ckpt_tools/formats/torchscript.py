@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import Decoded, Warned, program
+from ckpt_tools.formats.base import Warned, program
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Maker
@@ -55,7 +56,7 @@ class _Class:
 _Declared = Mapping[str, _Class]
 
 
-def decode(source: Source, directory: Directory, folder: str) -> Decoded:
+def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
     """Read a program's module tree; no tensor bytes, and the code only for the names of its parameters."""
     records = torch_zip.by_name(directory)
     if f"{folder}/model.json" in records:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import Decoded, Keys, Warned, is_zip
+from ckpt_tools.formats.base import Keys, Warned, is_zip
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.zip_directory import (
     END,
@@ -36,7 +37,7 @@ from ckpt_tools.tree.visit import walk
 _COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     """Read the directory of a zip, and what the zip is in turn."""
     try:
         directory = read_directory(source)
@@ -52,7 +53,7 @@ def decode(source: Source) -> Decoded:
     return _decode_rarer(source, directory, folder, names)
 
 
-def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
+def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Checkpoint:
     """Anything but what torch.save wrote; read by modules that are imported only then."""
     from ckpt_tools.formats import exported_program, numpy_files, torchscript
 
@@ -76,7 +77,7 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     )
 
 
-def _one_or_several(source: Source) -> Decoded:
+def _one_or_several(source: Source) -> Checkpoint:
     try:
         return decode(source)
     except DamagedFileError:
@@ -107,9 +108,9 @@ def split(source: Source) -> list[tuple[int, int]]:
     return found[::-1] if len(found) > 1 and end == 0 else []
 
 
-def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Decoded:
+def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Checkpoint:
     first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, spans[0][1]) else ""
-    decoded, keys = Decoded("dcp-part", List(), source, has_checksums=True), Keys()
+    decoded, keys = Checkpoint("dcp-part", List(), source, has_checksums=True), Keys()
     roots, byteorders = [], set()
     names, uses = dict[Global, None](), dict[str, None]()
     for start, size in spans:

@@ -17,7 +17,8 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle, torch_zip
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.single import refuse_polyglot
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
@@ -54,10 +55,10 @@ def _kind(head: bytes) -> Decode | None:
     return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
 
 
-def decode(source: Source, directory: Directory) -> Decoded:
+def decode(source: Source, directory: Directory) -> Checkpoint:
     """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole."""
     unusual = ["an archive around checkpoints"]
-    decoded = Decoded("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
+    decoded = Checkpoint("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
     decoded.warnings += torch_zip.behind(source, directory)
     bundle = _Bundle(source, decoded)
     for record in directory.records:
@@ -69,7 +70,7 @@ def decode(source: Source, directory: Directory) -> Decoded:
 
 
 class _Bundle:
-    def __init__(self, source: Source, decoded: Decoded) -> None:
+    def __init__(self, source: Source, decoded: Checkpoint) -> None:
         self.source, self.decoded = source, decoded
         self.inflated = Inflated(source)
         self.keys = Keys()
@@ -118,7 +119,7 @@ class _Bundle:
         self.budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
         as_dict(self.decoded.root).items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
 
-    def _merge(self, name: str, part: Decoded) -> None:
+    def _merge(self, name: str, part: Checkpoint) -> None:
         bundle = self.decoded
         as_dict(bundle.root).items.append((name, self.keys.renew(part.root)))
         bundle.merge(part, name)
@@ -139,7 +140,7 @@ def _named(record: Record) -> Iterator[None]:
         raise
 
 
-def decode_archive(source: Source, start: int, record: Record) -> Decoded:
+def decode_archive(source: Source, start: int, record: Record) -> Checkpoint:
     with _named(record):
         return decode_inner(source, start, record.size, record.name)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, read_directory
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.text import some
 
 
-def decode_inner(source: Source, start: int, size: int, name: str) -> Decoded:
+def decode_inner(source: Source, start: int, size: int, name: str) -> Checkpoint:
     """A zip inside a file, as a checkpoint of its own; its records are placed where they are in the source."""
     window = Window(source, start, size)
     inner = read_directory(window)

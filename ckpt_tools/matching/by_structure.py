@@ -94,7 +94,7 @@ def _hidden_difference(pair: UnitPair) -> str:
     if pair.old.roles.keys() != pair.new.roles.keys():  # a parameter of its own, and the weight of a module
         shape = next(iter(pair.old.shapes.values()))
         if len(shape) == 2 and shape[0] == shape[1]:
-            return "a square matrix that is a parameter of its own here and a layer there: it may be transposed"
+            return "a square matrix that is a parameter here and a layer there: it may be transposed"
     ends = {unit.path[-1:] for unit in (pair.old, pair.new)}
     if ends in ({("wq",), ("q_proj",)}, {("wk",), ("k_proj",)}):
         return "with rotary positions, libraries that say wq and q_proj keep the rows in different orders"

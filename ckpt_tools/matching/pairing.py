@@ -89,7 +89,7 @@ class Pairing:
             self.used[old] = new
             return
         if (old in self.oriented[0].unknown) != (new in self.oriented[1].unknown):
-            self.doubt(new, [old], "a square matrix beside transposed ones: whether it is transposed cannot be told")
+            self.doubt(new, [old], "a square matrix next to transposed ones: it may be transposed")
             return
         is_transposed = (old in self.oriented[0].transposed) != (new in self.oriented[1].transposed)
         if is_transposed and before == after[::-1]:

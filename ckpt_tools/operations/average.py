@@ -121,9 +121,9 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
             if output is not None:
                 execute(planned, output, options.progress)
         for checkpoint in checkpoints:
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
     if beyond := mean.overflowed():
-        text = f"Values of the mean are beyond the largest number of their dtype: {listed(beyond, 3)}."
+        text = f"Values of the mean are too large for their dtype: {listed(beyond, 3)}."
         report.output.notes.append(Note("overflowed", text))
     return report
 
@@ -170,11 +170,11 @@ class _Mean:
         select = options.select
         self.roots = []
         for checkpoint in checkpoints:
-            ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
-            checkpoint.decoded.metadata = {k: text for k, text in checkpoint.decoded.metadata.items() if k not in ties}
-            checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
-            checkpoint.decoded.byteorder = "little"
-            with naming(checkpoint.decoded.source):
+            ties = restore_named_ties(checkpoint.root, checkpoint.metadata)
+            checkpoint.metadata = {k: text for k, text in checkpoint.metadata.items() if k not in ties}
+            checkpoint.root = to_little_endian(checkpoint.root, checkpoint.byteorder)
+            checkpoint.byteorder = "little"
+            with naming(checkpoint.source):
                 self.roots.append(checkpoint.root if select is None else select_in(checkpoint, select))
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
@@ -318,12 +318,12 @@ def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:
             raise ConvertError(
                 f"{path} has quantised weights ({quantised[0].name!r}: {quantised[0].scheme}).",
                 why="The mean of codes is not that of the numbers which they stand for.",
-                fix=f"Make them plain first: {mending('convert', path, '--dequantize')}",
+                fix=f"Convert them first: {mending('convert', path, '--dequantize')}",
             )
 
 
 def _no_state_dict(path: str, root: Node) -> ConvertError:
-    fix = f"ckpt inspect {path} shows what it holds."
+    fix = f"ckpt inspect {path} shows what is in it."
     if any(is_module(node) for _, node in walk(root, plain=False)):
         fix = "The state dict of a pickled model is taken out with `objects='plain'`."
     return ConvertError(f"{path} holds no state dict.", why="Only the tensors of state dicts are averaged.", fix=fix)

@@ -1,6 +1,6 @@
 """`ckpt explain`: what the message on a screen, or the code of a finding, means, and the command. It needs no network.
 
-messages.toml has the messages, as patterns; explained.json the codes, made from docs/check.md.
+messages.toml has the messages, as patterns; explained.json what the codes mean.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def explain(words: str) -> list[Explanation]:
     if not words.strip():
         raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
     name = words.strip().strip("[]")
-    if name in _findings():
+    if name in codes():
         return [_of_code(name)]
     shown = _LONG.sub(r"\1", _RANK.sub("", _COLOUR.sub("", words[-MOST:])))
     message = plain(shown)
@@ -104,7 +104,7 @@ def explain(words: str) -> list[Explanation]:
 
 def guesses(words: str) -> list[Explanation]:
     """The two nearest by likeness of words alone; fewer where nothing is like them."""
-    near = difflib.get_close_matches(words.strip()[:80], [*_findings(), *(row["name"] for row in _rows())], n=_FEW)
+    near = difflib.get_close_matches(words.strip()[:80], [*codes(), *(row["name"] for row in _rows())], n=_FEW)
     if near:
         return [explanation for name in near for explanation in explain(name)]
     texts = [frozenset(_WORD.findall(f"{row['name']} {row['says']} {row['text']}".lower())) for row in _rows()]
@@ -117,7 +117,7 @@ def guesses(words: str) -> list[Explanation]:
 
 def meanings() -> dict[str, str]:
     """What each code of a finding means, as plain text."""
-    return {code: row["text"].replace("`", "") for code, row in _findings().items()}
+    return {code: row["text"].replace("`", "") for code, row in codes().items()}
 
 
 def topics() -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def fill(text: str, names: Mapping[str, str | None]) -> str:
 
 
 def _of_code(code: str) -> Explanation:
-    row = _findings()[code]
+    row = codes()[code]
     return Explanation(code, f"{code} ({row['severity']})", row["text"], "ckpt check FILE", "docs/check.md")
 
 
@@ -182,6 +182,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 @cache
-def _findings() -> dict[str, dict[str, str]]:
+def codes() -> dict[str, dict[str, str]]:
+    """What the code of each finding means, with its severity."""
     found: dict[str, dict[str, str]] = json.loads(_read("explained.json"))
     return found

@@ -128,7 +128,7 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
         for side in left:
             side.check_rest()
         for checkpoint in checkpoints:
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
         if not options.dry_run:
             _write(adapter, target, paths, options)
     return report
@@ -143,7 +143,7 @@ def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: Extrac
     if not found.factored:
         what = listed(sorted([*found.saved, *(row.name for row in found.left)]))
         raise NothingMatchedError(
-            f"{report.tuned} differs from {report.base} in no weight that could become factors.",
+            f"{report.tuned} and {report.base} differ in no weight that could become an adapter.",
             why=f"What differs: {what}." if what else "All tensors are equal.",
         )
     return found
@@ -152,7 +152,7 @@ def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: Extrac
 def _tensors(checkpoint: Checkpoint, select: str | None) -> dict[str, Node]:
     """The tensors of the one state dict, by their names without wrappers."""
     checkpoint.locate()
-    checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+    checkpoint.root = to_little_endian(checkpoint.root, checkpoint.byteorder)
     found = tensors_by_name(as_dict(choose_state_dict(checkpoint, select).node))
     plain = {unwrap(name): node for name, node in found.items()}
     return dict(plain) if len(plain) == len(found) else dict(found)

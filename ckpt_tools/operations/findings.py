@@ -1,4 +1,4 @@
-"""Problems and facts that are worth knowing, told without reading a tensor; each with the command that mends it."""
+"""Findings about a checkpoint, made without reading a tensor; each with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Facts:
     @property
     def needed(self) -> str:
         """The option without which convert refuses the file, so that every command that is shown has it; or nothing."""
-        return "" if all(map(is_known, self.checkpoint.decoded.globals)) else _PLAIN
+        return "" if all(map(is_known, self.checkpoint.globals)) else _PLAIN
 
     def fix(self, options: str = "") -> str:
         """The conversion with these options, and with what the file needs anyway."""
@@ -89,7 +89,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
         options.pop(_STRIP_MODULE, None)
     if len(options) > 1:
         fix = mending("convert", str(facts.checkpoint.path), " ".join(options))
-        yield Finding("together", "info", [], "one command mends all of this", "", fix)
+        yield Finding("together", "info", [], "one command fixes all of this", "", fix)
 
 
 def _alone(facts: Facts) -> Iterator[_Advised]:
@@ -112,20 +112,18 @@ def _lightning(facts: Facts) -> Iterator[_Advised]:
     inner = [part for part, has_weights in parts.items() if has_weights]
     names = f" --strip-prefix {shlex.quote(f'{inner[0]}.')}" if len(inner) == 1 else ""
     keep = f" --keep {shlex.quote(f'{inner[0]}.*')}" if names and len(parts) > 1 else ""
-    expected = f"the network in it, {inner[0]!r}, by its own names" if names else "the state dict alone"
+    expected = f"only the network {inner[0]!r}, by its own names" if names else "only the state dict"
     fix = facts.fix(f"--select state_dict{keep}{names}")
-    yield Finding("lightning-run", "info", [], "a run of Lightning, with the weights in 'state_dict'", expected, fix), ""
+    yield Finding("lightning-run", "info", [], "a Lightning checkpoint with the weights in 'state_dict'", expected, fix), ""
 
 
 def _wrappers(facts: Facts) -> Iterator[_Advised]:
     for row in facts.state_dicts:
         if row["wrappers"]:
             option = _STRIP_MODULE if row["wrappers"] == [MODULE] else _UNWRAP
-            found = f"names start with {', '.join(row['wrappers'])}"
-            yield (
-                Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", facts.fix(option)),
-                option,
-            )
+            wrappers = ", ".join(map(repr, row["wrappers"]))
+            found, expected = f"names start with {wrappers}", f"names without {wrappers}"
+            yield Finding("wrapper-prefix", "warning", row["where"], found, expected, facts.fix(option)), option
 
 
 def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
@@ -133,8 +131,8 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
     for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):
         part = None if row["wrappers"] else wrapped_part(state_dict.names)
         if part is not None:
-            found = f"every name below {part}. goes on with module., as where DataParallel wrapped that part of the model"
-            expected = "names without it, where your model does not wrap that part"
+            found = f"every name below '{part}.' continues with 'module.': DataParallel wrapped that part of the model"
+            expected = "names without 'module.', if your model does not wrap that part"
             fix = facts.fix(f"--rename {shlex.quote(unwrapping(part))}")
             yield Finding("inner-module", "info", list(state_dict.where), found, expected, fix), ""
 
@@ -151,16 +149,16 @@ def _has_its_base(names: Iterable[str]) -> bool:
 def _adapters(facts: Facts) -> Iterator[_Advised]:
     if facts.adapter is not None:
         if _has_its_base(facts.checkpoint.state_dicts[0].names):
-            found = f"a model of PEFT, with an adapter ({facts.adapter['kind']}) beside the weights that it changes"
+            found = f"a PEFT model: an adapter ({facts.adapter['kind']}) and the weights that it changes"
             fix = "Merge it where it was trained: PEFT's merge_and_unload, then save_pretrained."
-            yield Finding("adapter", "info", [], found, "weights with the adapter's changes in them", fix), ""
+            yield Finding("adapter", "info", [], found, "weights with the adapter merged", fix), ""
             return
-        found = f"an adapter ({facts.adapter['kind']}), not a model by itself"
+        found = f"an adapter ({facts.adapter['kind']}), not a whole model"
         if (problem := facts.adapter["problem"]) is not None:
             yield Finding("adapter", "warning", [], f"{found}; {problem}", "one that can be merged into its base"), ""
             return
         fix = printable(f"ckpt convert BASE MERGED.safetensors --lora {shlex.quote(str(facts.checkpoint.path))}")
-        yield Finding("adapter", "info", [], found, "the base with the adapter's changes in it", fix), ""
+        yield Finding("adapter", "info", [], found, "its base with the adapter merged", fix), ""
 
 
 def _prefixes(facts: Facts) -> Iterator[_Advised]:
@@ -174,8 +172,8 @@ def _prefixes(facts: Facts) -> Iterator[_Advised]:
         if prefix is not None:
             select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
             fix = facts.fix(f"--strip-prefix {shlex.quote(prefix.text)}{select}")
-            expected = "names without it, where your model has no such attribute"
-            where, found = list(state_dict.where), f"every name starts with {prefix.text}"
+            expected = "names without it, if your model has no such attribute"
+            where, found = list(state_dict.where), f"every name starts with {prefix.text!r}"
             yield Finding("common-prefix", "info", where, found, expected, fix), ""
 
 
@@ -185,14 +183,14 @@ def _parametrized(facts: Facts) -> Iterator[_Advised]:
         tensors = tensors_by_name(state_dict.node)
         if rows := parametrized({name: node.shape for name, node in tensors.items() if type(node) is Entry}):
             found, option = told(rows), _FOLD if all(row.kind for row in rows) else ""
-            expected = "one tensor for each weight, where the model is built without it"
+            expected = "plain weights, if your model is built without it"
             fix = facts.fix(option) if option else ""
             yield Finding("parametrized", "info", list(state_dict.where), found, expected, fix), option
 
 
 def _arrays(facts: Facts) -> Iterator[_Advised]:
     """Arrays of NumPy's that objects hold: they become tensors with the objects."""
-    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.decoded.globals):
+    if not any("numpy" in name.module or name.module.startswith("dill") for name in facts.checkpoint.globals):
         return
     from ckpt_tools.edit.objects.values import as_array
 
@@ -205,22 +203,19 @@ def _arrays(facts: Facts) -> Iterator[_Advised]:
     if inside:
         count = f"{len(inside)} array{'s' * (len(inside) != 1)} of numbers, {sum(inside.values()):,} elements,"
         found = f"{count} inside objects"
-        yield (
-            Finding("arrays-in-objects", "info", [], found, "tensors, as the objects' plain form has them", facts.fix(_PLAIN)),
-            "",
-        )
+        yield (Finding("arrays-in-objects", "info", [], found, "plain tensors", facts.fix(_PLAIN)), "")
 
 
 def _devices(facts: Facts) -> Iterator[_Advised]:
     devices = [device for device in facts.totals["devices"] if device not in ("cpu", "meta")]
     if devices:
-        expected = "cpu, to load on a machine without that device"
-        found = f"storages tagged {', '.join(devices)}"
+        expected = "cpu, if your machine lacks that device"
+        found = f"tensors are on {', '.join(devices)}"
         yield Finding("device-tags", "info", [], found, expected, facts.fix(_TO_CPU)), _TO_CPU
 
 
 def _big_endian(facts: Facts) -> Iterator[_Advised]:
-    if facts.checkpoint.decoded.byteorder == "big":
+    if facts.checkpoint.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", facts.fix()), ""
 
 
@@ -234,17 +229,17 @@ def _oversized(facts: Facts) -> Iterator[_Advised]:
     wasted = sum(storage.nbytes - count for storage, count in used.items() if count * 2 < storage.nbytes)
     totals = facts.totals
     if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
-        found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
-        expected = "storages as large as their tensors (`slim` leaves optimizers and objects out as well)"
+        found = f"the tensors use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
+        expected = "no unused bytes (`slim` also drops optimizers and objects)"
         fix = mending("convert", str(facts.checkpoint.path), "--slim")
         yield Finding("oversized-storage", "info", [], found, expected, fix), ""
 
 
 def _dead_bytes(facts: Facts) -> Iterator[_Advised]:
-    dead, size = facts.checkpoint.decoded.dead_bytes(), facts.checkpoint.file_bytes
+    dead, size = facts.checkpoint.dead_bytes(), facts.checkpoint.file_bytes
     kept = dead * 64 <= facts.totals["storage_bytes"]  # so small a gap may stay when the file is written anew
     if not kept and (dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size)):
-        found = f"{dead} of {size} bytes are used by nothing"
+        found = f"{dead} of {size} bytes of the file are unused"
         yield Finding("dead-bytes", "info", [], found, "a file without gaps", facts.fix()), ""
 
 
@@ -252,27 +247,27 @@ def _loading(facts: Facts) -> Iterator[_Advised]:
     """What keeps torch.load, or safetensors, from loading it."""
     loads = facts.loads
     if loads.misnamed:
-        yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", facts.fix()), ""
+        yield Finding("misnamed", "warning", [], loads.misnamed, "a name that matches the format", facts.fix()), ""
     if newer := [name for name in loads.refused if is_newer_dtype(Global(*name.rsplit(".", 1)))]:
-        found = f"written by a newer PyTorch, with {listed(newer)}; others cannot load it"
+        found = f"it needs a newer PyTorch, for {listed(newer)}"
         yield Finding("newer-dtype", "warning", [], found, "dtypes that PyTorch 2.13 has"), ""
     others = [name for name in loads.refused if name not in newer]
     if others or (loads.is_refused and not newer):
         found = f"torch.load(weights_only=True) refuses it: {listed(others or loads.reasons)}"
-        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", facts.fix(_PLAIN)), _PLAIN
+        yield Finding("weights-only-refused", "warning", [], found, "only tensors and plain data", facts.fix(_PLAIN)), _PLAIN
 
 
 def _tied_names(facts: Facts) -> Iterator[_Advised]:
     """Names that a safetensors file has in its metadata alone."""
-    metadata = facts.checkpoint.decoded.metadata
+    metadata = facts.checkpoint.metadata
     if facts.checkpoint.container != "safetensors" or not metadata:
         return
 
     from ckpt_tools.formats.safetensors import aliases_in
 
     if count := len(aliases_in(metadata)):
-        names = "1 tied name stands" if count == 1 else f"{count} tied names stand"
-        yield Finding("tied-names", "info", [], f"{names} in the metadata only; safetensors itself does not return them"), ""
+        names = "1 tied name is" if count == 1 else f"{count} tied names are"
+        yield Finding("tied-names", "info", [], f"{names} only in the metadata; safetensors itself does not return them"), ""
 
 
 def _warnings(facts: Facts) -> Iterator[_Advised]:

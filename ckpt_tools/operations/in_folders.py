@@ -201,7 +201,7 @@ def _is_torch_zip(path: Path) -> bool:
 def alone(checkpoint: Checkpoint) -> Finding | None:
     """What a file says by its name that is one of several, and how all of them are named; None for any other."""
     path, said = checkpoint.path, shard_name(checkpoint.path.name)
-    if checkpoint.container not in _FILES or isinstance(path, Handed) or type(checkpoint.decoded.source) is Files:
+    if checkpoint.container not in _FILES or isinstance(path, Handed) or type(checkpoint.source) is Files:
         return None
     if path.suffix == _DISTRIBUTED:
         found = "one rank's part of a distributed checkpoint, without names"

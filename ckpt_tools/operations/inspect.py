@@ -167,14 +167,14 @@ def describe(checkpoint: Checkpoint) -> Description:
     rows, facts = _gather(checkpoint)
     safety, loads, sharing = facts.safety, facts.loads, find_sharing(checkpoint)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
-    told = chain.from_iterable(_values(Dict([(name, node)])) for name, node in checkpoint.decoded.beside.items())
+    told = chain.from_iterable(_values(Dict([(name, node)])) for name, node in checkpoint.beside.items())
     values = dict(islice(chain(told, _values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, facts.state_dicts, rows, facts.totals,
         sharing.tied, sharing.shared, values, _objects(checkpoint),
-        list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
+        list(map(str, dict.fromkeys((*checkpoint.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
-        dict(checkpoint.decoded.metadata), list(findings(facts)),
+        dict(checkpoint.metadata), list(findings(facts)),
         _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint), _quantised_row(checkpoint),
         facts.adapter,
     )  # fmt: skip
@@ -206,10 +206,10 @@ def _packed_row(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """What is quantised; the shape of a few weights stands in a tensor of their own, of 16 bytes, which is read."""
-    if checkpoint.decoded.encodings:
+    if checkpoint.encodings:
         from ckpt_tools.formats.frameworks import gguf
 
-        return {"schemes": gguf.schemes(checkpoint.decoded), "problems": []}
+        return {"schemes": gguf.schemes(checkpoint), "problems": []}
     if not any(map(names_quantised, checkpoint.state_dicts)):
         return None
     from ckpt_tools.edit.quantised.finding import summary
@@ -241,7 +241,7 @@ def _measure(checkpoint: Checkpoint, names: _Names) -> tuple[_Rows, _Rows, dict[
         "elements": _numbers(rows),
         "parameters": sum(row["parameters"] for row in state_dicts) if state_dicts else _numbers(rows),
         "bytes": sum(row["bytes"] for row in rows),
-        "storage_bytes": checkpoint.decoded.storage_bytes,
+        "storage_bytes": checkpoint.storage_bytes,
         "dtypes": dict(Counter(row["dtype"] or "unknown" for row in rows)),
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }

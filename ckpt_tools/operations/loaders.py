@@ -82,7 +82,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
     if checkpoint.packed is not None:
-        reason = f"it lies in a file of {checkpoint.packed.kind}, which has to be unpacked first"
+        reason = f"it is in a file of {checkpoint.packed.kind}, which has to be unpacked first"
         call = _call(checkpoint)
         return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", checkpoint.refused_globals, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
@@ -93,7 +93,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     elif container in _REFUSED:
         reasons = [_REFUSED[container]]
     else:
-        reasons = [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+        reasons = [f"it uses {reason}" for reason in checkpoint.unusual]
     if not refused:
         reasons += [f"another pickle in the file names {name}" for name in elsewhere]
     if misnamed and not refused:
@@ -104,7 +104,7 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
 
 
 def _call(checkpoint: Checkpoint) -> str:
-    if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.decoded.globals):
+    if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.globals):
         return _JOBLIB
     if checkpoint.container != "sharded":
         return _CALLS.get(checkpoint.container, TORCH_LOAD)

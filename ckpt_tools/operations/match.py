@@ -69,7 +69,7 @@ def match(path: File, options: MatchOptions) -> Matched:
     with open_whole(path) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
-        root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.decoded.byteorder)
+        root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.byteorder)
         folded = {row.name for row in fold_for(as_dict(root), target.names)}
         sides = look_at(as_dict(root), checkpoint, target, options)
 

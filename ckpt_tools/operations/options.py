@@ -29,7 +29,7 @@ class MatchOptions(LikeOptions, RunOptions):
     """All that `match` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
-    select: str | None = as_in(Selection, "select", "Which state dict of IN, where it holds several.")
+    select: str | None = as_in(Selection, "select", "Which state dict of IN, if it has several.")
     output: str | os.PathLike[str] | None = option("Write a plan (TOML) for convert.", metavar="PLAN", alias="-o")
     overwrite: bool = flag("Replace PLAN if it exists.")
 
@@ -37,9 +37,9 @@ class MatchOptions(LikeOptions, RunOptions):
         """Raise UsageError where no target is named, or a plan is to be replaced and none written."""
         super().check()
         if self.like is None:
-            raise UsageError("`like` names the target; it is missing.")
+            raise UsageError("`like` is missing: the target.")
         if self.overwrite and self.output is None:
-            raise UsageError("`overwrite` is about a plan; `output=PLAN` is missing.")
+            raise UsageError("`overwrite` needs `output=PLAN`.")
 
 
 @record
@@ -47,13 +47,13 @@ class LoadOptions(RunOptions, LeftOverOptions):
     """All that `load_into` takes."""
 
     rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")
-    allow_missing: str | Sequence[str] = several("Names of the model that need nothing.", metavar="GLOB")
-    allow_unexpected: str | Sequence[str] = several("Names of the file that need no place.", metavar="GLOB")
-    assign: bool = flag("Put new tensors with the file's dtypes in place of the parameters.")
-    select: str | None = as_in(Selection, "select", "Which state dict of the file, where it holds several.")
+    allow_missing: str | Sequence[str] = several("Names of the model that may be missing in the file.", metavar="GLOB")
+    allow_unexpected: str | Sequence[str] = several("Names of the file that the model may lack.", metavar="GLOB")
+    assign: bool = flag("Replace the parameters by new tensors with the file's dtypes, as `assign=True` of PyTorch does.")
+    select: str | None = as_in(Selection, "select", "Which state dict of the file, if it has several.")
     hooks: bool = flag(
-        "Run the model's own load hooks: its load_state_dict does the loading then, with the file's tensors under the model's "
-        "names. What a hook has changed before something raises stays changed."
+        "Run the model's own load hooks: its load_state_dict then loads the file's tensors under the model's names. If it "
+        "raises, what a hook has changed stays changed."
     )
 
     def check(self) -> None:
@@ -75,14 +75,14 @@ class AverageOptions(ObjectOptions, DryRunOption):
     """All that `average` takes."""
 
     weights: Sequence[float] | None = option(
-        "The weight of each IN, divided by their sum; else all equal.", metavar="W,W,...", in_code="Numbers."
+        "Weight of each IN, divided by their sum [all equal].", metavar="W,W,...", in_code="Numbers."
     )
-    unwrap: bool = as_in(NameOptions, "unwrap", "Compare names without their wrappers, and write them so.")
+    unwrap: bool = as_in(NameOptions, "unwrap", "Remove wrappers from all names first.")
     integers: Integers | None = option(
-        "Which value is taken where integers differ; else they are refused.", choices=["first", "max"]
+        "Which value to take for integers that differ; otherwise they are refused.", choices=["first", "max"]
     )
-    select: str | None = as_in(Selection, "select", "One state dict or subtree, in every IN, becomes the whole output.")
-    format: Format | None = as_in(OutputOptions, "format", "Container of OUT; else by its name.")
+    select: str | None = as_in(Selection, "select", "Use only this state dict or subtree of every IN.")
+    format: Format | None = as_in(OutputOptions, "format", "Format of OUT [by its name].")
     overwrite: bool = as_in(OutputOptions, "overwrite")
     progress: Progress | None = as_in(WriteOptions, "progress")
 
@@ -91,10 +91,12 @@ class AverageOptions(ObjectOptions, DryRunOption):
 class ExtractOptions(DryRunOption):
     """All that `extract_lora` takes."""
 
-    rank: int | None = option("The rank of the factors; a weight with a smaller side has that for its rank.", metavar="R")
-    only: str | Sequence[str] = several("Only tensors whose name matches; what else differs is left.", metavar="GLOB")
-    dtype: Literal["fp32", "bf16", "fp16"] = option("Of the factors [fp32].", choices=["fp32", "bf16", "fp16"], default="fp32")
-    select: str | None = as_in(Selection, "select", "The state dict or subtree, in both, that is compared.")
+    rank: int | None = option("Rank of the adapter's matrices, or the smaller side of a weight if that is less.", metavar="R")
+    only: str | Sequence[str] = several("Only tensors whose name matches.", metavar="GLOB")
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "Dtype of the adapter's matrices [fp32].", choices=["fp32", "bf16", "fp16"], default="fp32"
+    )
+    select: str | None = as_in(Selection, "select", "The state dict or subtree of both to compare.")
     overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
     progress: Progress | None = as_in(WriteOptions, "progress", "Called with (modules done, modules in all).")
 
@@ -102,4 +104,4 @@ class ExtractOptions(DryRunOption):
         """Raise UsageError without a rank."""
         super().check()
         if not self.rank:
-            raise UsageError("`rank` says how large the factors are, 1 or more; it is missing.", fix="For example: `rank=16`.")
+            raise UsageError("`rank` is missing: a whole number from 1 up.", fix="For example: `rank=16`.")

@@ -77,7 +77,7 @@ class Safety:
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
-        return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
+        return "safe: no code in it" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data: the contract of docs/json.md."""
@@ -196,12 +196,11 @@ def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
-    decoded = checkpoint.decoded
     if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
-        return _of_data(examine(checkpoint.packed.whole), decoded.globals)
-    if decoded.is_examined:
+        return _of_data(examine(checkpoint.packed.whole), checkpoint.globals)
+    if checkpoint.is_examined:
         return Safety("plain")
-    return _of_data(examine(decoded.source, decoded.examined), decoded.globals)
+    return _of_data(examine(checkpoint.source, checkpoint.examined), checkpoint.globals)
 
 
 def _of_data(found: Safety, names: Sequence[Global]) -> Safety:

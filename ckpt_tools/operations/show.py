@@ -105,14 +105,14 @@ def show(
     """
     need_torch("The values of a tensor are read with it.")
     with open_whole(path) as checkpoint:
-        restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        restore_named_ties(checkpoint.root, checkpoint.metadata)
         tensors, _ = tensors_in(place_in(checkpoint, select), "beside")
         tensor, index = _chosen(checkpoint, tensors.values(), name, index, select)
         del tensors
         checkpoint.let_go()
         entry = _entry(tensor)
-        if checkpoint.decoded.locate is not None:
-            located = checkpoint.decoded.locate(entry)
+        if checkpoint.locator is not None:
+            located = checkpoint.locator(entry)
             assert type(located) is Entry
             entry = located
         axes = windows.read_index(index, entry.shape)
@@ -125,7 +125,7 @@ def show(
             _write(entry, axes, report, output, overwrite=overwrite, progress=progress)
         else:
             _read(entry, axes, report, whole=whole)
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
     return report
 
 
@@ -166,7 +166,7 @@ def _only(found: Sequence[Tensor], name: str) -> Tensor:
 
 
 _WHY_NOT = {
-    "sparse": "It is sparse: indices and values, and no element of its own for each place.",
+    "sparse": "It is sparse: indices and values.",
     "quantized": "It is quantised: what is stored are codes, which torch itself turns into numbers.",
     "nested": "It is nested: tensors of several shapes in one.",
     "meta": "It was saved on the meta device: it has a shape and no values.",
@@ -178,7 +178,7 @@ def _entry(tensor: Tensor) -> Entry:
     name, node = dotted(tensor.where), tensor.node
     if type(node) is not Entry:
         kind = tensor.unusual.kind if tensor.unusual is not None else ""
-        why = _WHY_NOT.get(kind, "It is a tensor of a class of its own, whose values only that class knows.")
+        why = _WHY_NOT.get(kind, "Only the class of this tensor knows its values.")
         raise ConvertError(
             f"The values of {name!r} cannot be shown.", why=why, fix="ckpt_tools.torch.load gives it as torch has it."
         )

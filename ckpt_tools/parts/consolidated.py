@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -35,7 +36,7 @@ _FREQUENCIES = "rope.freqs"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     found = by_rank((int(name.split(".")[1]), name) for name in names)
     check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1)
     keys = Keys()
@@ -46,7 +47,7 @@ def decode(names: Sequence[str], files: Files) -> Decoded:
     return merged(CONTAINER, root, files, parts, model.compare)
 
 
-def _flat(part: Decoded) -> dict[str, Entry]:
+def _flat(part: Checkpoint) -> dict[str, Entry]:
     root = part.root if type(part.root) is Dict else Dict()
     entries = {name: node for name, node in root.items if type(name) is str and type(node) is Entry}
     if type(part.root) is not Dict or len(entries) != len(root.items):

@@ -27,7 +27,8 @@ from typing import Any, TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors, zip_archives
-from ckpt_tools.formats.base import Decoded, Keys, Warned, is_zip
+from ckpt_tools.formats.base import Keys, Warned, is_zip
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.formats.zip_directory import RecordRange
@@ -79,7 +80,7 @@ class _Place:
 # --- a folder with .metadata
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
     places = _places(fields.get("storage_data"))
@@ -111,7 +112,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Deco
     ]  # fmt: skip
     decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
-    decoded.locate, decoded.misplaced = reader.locate, reader.misplaced
+    decoded.locator, decoded.misplaced = reader.locate, reader.misplaced
     if missing:
         decoded.lost = lost
         decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
@@ -232,7 +233,7 @@ class _Reader:
         self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place], missing: AbstractSet[str] = frozenset()
     ) -> None:
         self.files, self.places, self.missing = files, places, missing
-        self.blobs: list[Decoded] = []
+        self.blobs: list[Checkpoint] = []
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, Callable[[], Content]]] = {}  # by id: what finds the chunks of a content
@@ -284,7 +285,7 @@ class _Reader:
         self.blobs.append(decoded)
         return decoded.root
 
-    def _archive(self, name: str, place: _Place) -> Decoded:
+    def _archive(self, name: str, place: _Place) -> Checkpoint:
         source = self.files.open(place.file)
         try:
             return zip_archives.decode(Window(source, place.offset, place.length))
@@ -379,7 +380,7 @@ def _properties(node: Node) -> tuple[DType, bool]:
 # --- safetensors files that each hold a part
 
 
-def decode_safetensors(names: Sequence[str], files: Files) -> Decoded:
+def decode_safetensors(names: Sequence[str], files: Files) -> Checkpoint:
     parts, found = [], dict[str, list[Piece]]()
     for file in names:
         decoded = safetensors.decode(files.open(file))
@@ -393,7 +394,7 @@ def decode_safetensors(names: Sequence[str], files: Files) -> Decoded:
     return joined("dcp", Dict(items), files, parts, metadata)
 
 
-def _sharding_info(decoded: Decoded) -> dict[str, Sizes]:
+def _sharding_info(decoded: Checkpoint) -> dict[str, Sizes]:
     try:
         info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
         found = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
@@ -432,7 +433,7 @@ _EXTRA = "._extra_state"
 _MOST_LAYERS = 100_000
 
 
-def complete(decoded: Decoded, files: Files) -> Decoded:
+def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
     """A dcp with the `common.pt` beside it, if that tells of a job of Megatron-LM."""
     try:
         common = decode_file(files.open(COMMON)).root

@@ -23,7 +23,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.deepspeed_files import (
@@ -52,7 +53,7 @@ _OF_PARTS = frozenset((
 ))  # fmt: skip
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     found = zero_files(names)
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
@@ -82,7 +83,7 @@ def decode(names: Sequence[str], files: Files) -> Decoded:
             made.warnings.append(Warned("parts-differ", text))
         return root
 
-    made.locate = locate
+    made.locator = locate
     return made
 
 
@@ -91,7 +92,7 @@ class _Model:
 
     def __init__(self, found: ZeroFiles, files: Files) -> None:
         self.found, self.files = found, files
-        self.keys, self.read_files = Keys(), list[Decoded]()
+        self.keys, self.read_files = Keys(), list[Checkpoint]()
         self.experts, layers = found.kinds["expert"], found.kinds["layer"]
         if self.experts and (layers or len(found.slices) > 1):
             raise PartError(

@@ -1,4 +1,4 @@
-"""The ways in which a checkpoint is in several files, a row each. docs/parts.md says how to add one."""
+"""The ways in which a checkpoint is in several files, a row each. CONTRIBUTING.md says how to add one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import NotACheckpointError
-from ckpt_tools.formats.base import PART_CONTAINERS, Decoded
+from ckpt_tools.formats.base import PART_CONTAINERS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address
@@ -32,7 +32,7 @@ class Family:
     """A way in which a checkpoint is in several files.
 
     Attributes:
-        module: reads them: `decode(names, files) -> Decoded`.
+        module: reads them: `decode(names, files) -> Checkpoint`.
         find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
         stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
         beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
@@ -58,12 +58,12 @@ class Found(NamedTuple):
     names: tuple[str, ...]
     ranks: int = 0
 
-    def decode(self, files: Files, *, partial: bool = False) -> Decoded:
+    def decode(self, files: Files, *, partial: bool = False) -> Checkpoint:
         """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
         row = ROWS[self.family]
         decode = getattr(import_module(row.module), row.decode)
         decoded = decode(self.names, files, partial=True) if partial else decode(self.names, files)
-        assert isinstance(decoded, Decoded)
+        assert isinstance(decoded, Checkpoint)
         return decoded
 
 
@@ -249,9 +249,9 @@ def siblings(path: Path, known: Sequence[Global] = ()) -> Found | None:
 
 def others(checkpoint: Checkpoint) -> Found | None:
     """The files of the other ranks beside one rank's file; None where there are none."""
-    if type(checkpoint.decoded.source) is not Source or is_address(str(checkpoint.path)):
+    if type(checkpoint.source) is not Source or is_address(str(checkpoint.path)):
         return None
-    found = siblings(checkpoint.path, checkpoint.decoded.globals)
+    found = siblings(checkpoint.path, checkpoint.globals)
     return found if found is not None and len(found.names) > 1 else None
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
@@ -38,7 +39,7 @@ Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
     described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
     found = _files_of(described, files.names(), world)
@@ -52,8 +53,7 @@ def decode(names: Sequence[str], files: Files) -> Decoded:
 
     def compare() -> None:
         for part in parts.values():
-            assert part.locate is not None, "merged gives it"
-            part.locate(part.root)
+            part.locate()
 
     return merged(rank_files.CONTAINER, root, files, list(parts.values()), compare)
 

@@ -22,7 +22,8 @@ from itertools import islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_same, merged
@@ -137,13 +138,13 @@ Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parall
 class _Part:
     folder: str
     place: Place
-    decoded: Decoded
+    decoded: Checkpoint
     root: Dict
     arguments: Dict
     chunks: list[Chunk]
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):

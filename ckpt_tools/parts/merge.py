@@ -16,7 +16,8 @@ from math import isfinite, prod
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Decoded, Keys
+from ckpt_tools.formats.base import Keys
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import read
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.sharded import joined
@@ -200,9 +201,9 @@ def _runs(axis: int, held: Held, count: int) -> Iterator[Piece]:
 
 
 def merged(
-    container: str, root: Node, files: Files, parts: Sequence[Decoded], compare: Callable[[], None] | None = None
-) -> Decoded:
-    """One Decoded of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
+    container: str, root: Node, files: Files, parts: Sequence[Checkpoint], compare: Callable[[], None] | None = None
+) -> Checkpoint:
+    """One Checkpoint of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
     made = joined(container, root, files, parts, {})
     made.has_checksums = False  # those of the ranks' records are not looked at
 
@@ -211,7 +212,7 @@ def merged(
             compare()
         return root
 
-    made.locate = compared
+    made.locator = compared
     return made
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
-from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, Warned
+from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors
 from ckpt_tools.formats.registry import begins_as_checkpoint, containers
@@ -72,7 +72,7 @@ def _newest(run: str | os.PathLike[str], steps: Sequence[Path]) -> Checkpoint:
             continue
         told = [Warned("newest", f"the newest whole checkpoint in {run} is read: {step.name}", severity="info")]
         told += [Warned("passed-over", f"{path.name} is passed over. {why.rstrip('.')}") for path, why in passed.items()]
-        checkpoint.decoded.warnings = [*checkpoint.decoded.warnings, *told]
+        checkpoint.warnings = [*checkpoint.warnings, *told]
         return checkpoint
     why = " ".join(f"{path.name}: {text}" for path, text in passed.items())
     raise NotACheckpointError(f"{run} has {len(steps)} checkpoints of a training run, and none of them is whole.", why=why)
@@ -99,17 +99,17 @@ def _in_folder(source: Source) -> Source:
     return source if name is None else open_source(f"{source.folder}/{name}")
 
 
-def _opened(source: _Source, decode: Callable[[_Source], Decoded]) -> Checkpoint:
+def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
     """What is decoded of a source, which is closed where that fails."""
     try:
         with collector_paused(), naming(source):
-            return Checkpoint(decode(source))
+            return decode(source)
     except BaseException:
         source.close()
         raise
 
 
-def _decode(source: Source, member: str) -> Decoded:
+def _decode(source: Source, member: str) -> Checkpoint:
     """Decode a folder; what an archive holds; a file, with the others that it stands for."""
     if isinstance(source, Files):
         return decode_folder(source)
@@ -161,7 +161,7 @@ def files_beside(source: Source) -> Files:
     return Files(source.path, source.path.parent)
 
 
-def decode_folder(files: Files) -> Decoded:
+def decode_folder(files: Files) -> Checkpoint:
     """Decode a folder as the family that its files name."""
     return families.layout(files.folder, files.names()).decode(files)
 
@@ -232,11 +232,10 @@ def take_whole(checkpoint: Checkpoint) -> None:
         entry = next(box.entry for box in part.held if box.sizes == part.shape)
         return replace(entry, requires_grad=part.requires_grad)
 
-    decoded = checkpoint.decoded
-    checkpoint.root = decoded.root = exchange.replace(checkpoint.root, swap)
+    checkpoint.root = exchange.replace(checkpoint.root, swap)
     if taken:
         left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
         gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
-        decoded.globals = [name for name in decoded.globals if name not in gone]
+        checkpoint.globals = [name for name in checkpoint.globals if name not in gone]
         text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
-        decoded.warnings = [*decoded.warnings, Warned("distributed-tensors", text)]
+        checkpoint.warnings = [*checkpoint.warnings, Warned("distributed-tensors", text)]

@@ -48,7 +48,7 @@ class Partition:
 
 def names_parts(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint names the classes of distributed tensors: without them it has none."""
-    names = checkpoint.decoded.globals
+    names = checkpoint.globals
     return any(name.module.startswith("torch.distributed.") and name.name in ("DTensor", "ShardedTensor") for name in names)
 
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.base import Decoded, Keys, Warned
+from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
@@ -38,13 +39,13 @@ _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     group = group_of(names[0], names) or item_group_of(names[0], names)
     assert group is not None, "they were found by their ranks"
     return merge(group, files)
 
 
-def merge(group: Group, files: Files, *, places: Places | None = None) -> Decoded:
+def merge(group: Group, files: Files, *, places: Places | None = None) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:

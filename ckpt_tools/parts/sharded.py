@@ -24,7 +24,8 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Decoded, Keys, Warned, repeated
+from ckpt_tools.formats.base import Keys, Warned, repeated
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -41,7 +42,7 @@ ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the stat
 # --- reading
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes."""
     index = files.open(names[0])
     before = taken_before(names[0], files.names()) if files.path == files.folder else []
@@ -74,7 +75,7 @@ def partly(what: str, missing: Sequence[str]) -> Warned:
     return Warned("parts-missing", f"{what} missing: {listed(missing)}; what is whole without them is taken")
 
 
-def renewed(parts: Iterable[Decoded], keys: Keys | None = None) -> list[Decoded]:
+def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Checkpoint]:
     """The parts, each storage under a key that no other part's has."""
     keys, found = keys or Keys(), list(parts)
     for decoded in found:
@@ -82,11 +83,11 @@ def renewed(parts: Iterable[Decoded], keys: Keys | None = None) -> list[Decoded]
     return found
 
 
-def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], metadata: Mapping[str, str]) -> Decoded:
+def joined(container: str, root: Node, files: Files, parts: Sequence[Checkpoint], metadata: Mapping[str, str]) -> Checkpoint:
     orders = {part.byteorder for part in parts}
     if len(orders) > 1:
         raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
-    return Decoded(
+    return Checkpoint(
         container, root, files,
         list(dict.fromkeys(name for part in parts for name in part.globals)),
         list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, _warnings(parts),
@@ -96,7 +97,7 @@ def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], m
     )  # fmt: skip
 
 
-def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
+def _warnings(parts: Sequence[Checkpoint]) -> list[Warned]:
     """Warnings with the file that each is about, twenty at most: a thousand shards may share an oddity."""
     found = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
     return found[:20]
@@ -128,7 +129,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_shard(name: str, files: Files) -> Decoded:
+def read_shard(name: str, files: Files) -> Checkpoint:
     """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
@@ -143,7 +144,7 @@ def read_shard(name: str, files: Files) -> Decoded:
     return decoded
 
 
-def places_of(shards: Mapping[str, Decoded]) -> dict[str, str]:
+def places_of(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
     """Name -> the shard that holds it."""
     places: dict[str, str] = {}
     for file, decoded in shards.items():
@@ -157,7 +158,9 @@ def places_of(shards: Mapping[str, Decoded]) -> dict[str, str]:
     return places
 
 
-def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards: Mapping[str, Decoded], index: Source) -> None:
+def _check_map(
+    weight_map: Mapping[str, str], places: Mapping[str, str], shards: Mapping[str, Checkpoint], index: Source
+) -> None:
     """weight_map says of every tensor where it is, and nothing else. A tied name of a shard need not be in it."""
     for name, file in weight_map.items():
         if name not in places:
@@ -172,7 +175,7 @@ def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards:
             )
 
 
-def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata: Mapping[str, str]) -> list[Pair]:
+def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> list[Pair]:
     """The items in the index's order. transformers sorts its index, so that one which is sorted and not ours tells no order."""
     items = {name: value for decoded in shards for name, value in as_dict(decoded.root).named.items()}
     names = list(weight_map)
@@ -184,7 +187,7 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata:
     return safetensors.restore_aliases([*in_order, *rest], metadata) if aliases else [*in_order, *rest]
 
 
-def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:
+def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> dict[str, str]:
     """The texts of the index and of the shards; where they differ, the index's."""
     own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}
@@ -198,7 +201,7 @@ def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict
 # --- shards whose index is gone: their names say how many there are
 
 
-def read_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> dict[str, Decoded]:
+def read_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> dict[str, Checkpoint]:
     """The structure of every shard, in order; no tensor bytes."""
     if any(name.endswith(SUFFIX) for name in files.names()):
         raise PartError(
@@ -231,7 +234,7 @@ def _incomplete(there: Sequence[str], missing: Sequence[str], *, rest: bool = Tr
     )  # fmt: skip
 
 
-def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """The shards as one checkpoint, in the order of their numbers."""
     shards = read_loose(names, files, partial=partial)
     made = _one_after_another("sharded", shards, files)
@@ -244,7 +247,7 @@ def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -
     return made
 
 
-def _one_after_another(container: str, shards: Mapping[str, Decoded], files: Files) -> Decoded:
+def _one_after_another(container: str, shards: Mapping[str, Checkpoint], files: Files) -> Checkpoint:
     places_of(shards)
     found = renewed(shards.values())
     root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
@@ -257,7 +260,7 @@ def index_name(shard: str) -> str:
     return said.index
 
 
-def missing_index(shards: Mapping[str, Decoded]) -> bytes:
+def missing_index(shards: Mapping[str, Checkpoint]) -> bytes:
     """The index of the shards, as JSON: `ckpt repair FOLDER` puts it beside them."""
     places = places_of(shards)
     numbers = {name: number for number, name in enumerate(places)}
@@ -279,13 +282,13 @@ def is_split(source: Source) -> bool:
         return _split_count(gguf.decode(source)) > 1
 
 
-def _split_count(decoded: Decoded) -> int:
+def _split_count(decoded: Checkpoint) -> int:
     """How many files the model is in, as one of them says."""
     text = decoded.metadata.get("split.count", "1")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
 
 
-def decode_splits(names: Sequence[str], files: Files) -> Decoded:
+def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     from ckpt_tools.formats.frameworks import gguf
 
     there, missing = _numbered(names)

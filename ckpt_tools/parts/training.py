@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import names as by_name
 from ckpt_tools.tree.nodes import Dict
@@ -42,7 +42,7 @@ def find(folder: Path, names: Sequence[str]) -> Sequence[str]:
     return found if len(found) == 1 and not {FSDP_FILE, *by_name.ONE_FILE} & set(names) else ()
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Decoded:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     from ckpt_tools.parts import dcp
 
     inner = Files(files.path, files.folder / names[0])

@@ -1,37 +1,26 @@
-"""The list behind the verdict of a pickle: which names make data, and which do harm. docs/scan.md has the rule.
+"""The lists behind the verdict of a pickle: which names make data, and which do harm. docs/scan.md has the rules.
 
 Nothing here depends on the machine: what is installed, which Python runs, and what could be imported do not count.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from functools import lru_cache
-from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
-from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, named
 from ckpt_tools.tree.nodes import Global
-
-# From harmless to harmful; "unknown" is to be treated as "harmful".
-Rating: TypeAlias = Literal["harmless", "unknown", "harmful"]
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _named(text: str) -> frozenset[Global]:
-    blocks = (block.partition(":") for block in text.split())
-    return frozenset(Global(module, name) for module, _, names in blocks for name in names.split(","))
-
-
 # --- data
 
 # Enumerations of packages that are everywhere: a member is pickled as a call of its class with a value, which finds it.
-_ENUMERATIONS = _named(
+_ENUMERATIONS = named(
     "http:HTTPStatus,HTTPMethod re:RegexFlag uuid:SafeUUID inspect:_ParameterKind "
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING "
     "torch.distributed._shard.sharded_tensor.metadata:MEM_FORMAT_ENCODING "
@@ -43,16 +32,16 @@ _ENUMERATIONS = _named(
     "ComputeEnvironment,SageMakerDistributedType,RNGType,LoggerType"
 )
 # What calls of these give is no copy: it belongs to the program, which a state set on it changes.
-_SHARED_DATA = _named(
+_SHARED_DATA = named(
     "logging:getLogger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p types:GenericAlias "
     "typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias "
     "torch.nn.backends.thnn:_get_thnn_function_backend "  # of modules up to PyTorch 1.1
     # these give what they are given
     "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,restore_type_tag"
 )
-SHARED = _ENUMERATIONS | _SHARED_DATA | _named("builtins:getattr,type operator:getitem _operator:getitem")
+SHARED = _ENUMERATIONS | _SHARED_DATA | named("builtins:getattr,type operator:getitem _operator:getitem")
 # Functions and classes that make data, whatever they are given: they call none of their arguments.
-_DATA = ALLOWED | ALLOWED_NESTED | _ENUMERATIONS | _SHARED_DATA | _named(
+DATA = ALLOWED | ALLOWED_NESTED | _ENUMERATIONS | _SHARED_DATA | named(
     "argparse:Namespace types:SimpleNamespace array:array,_array_reconstructor random:Random itertools:count "
     "builtins:list,dict,tuple,set,frozenset,int,float,str,bytes,bytearray,complex,bool,range,slice,object "
     "collections:defaultdict,deque,ChainMap,UserDict,UserList copyreg:_reconstructor,__newobj__,__newobj_ex__ "
@@ -74,8 +63,7 @@ _DATA = ALLOWED | ALLOWED_NESTED | _ENUMERATIONS | _SHARED_DATA | _named(
     "torch.autograd.variable:Variable torch._C:_TensorBase,TensorBase,Generator torch.jit._pickle:build_tensor_from_id"
 )  # fmt: skip
 # Modules of compiled code whose classes make an instance out of sizes, numbers and arrays, and do nothing else.
-_COMPILED = _words("sklearn.tree._tree sklearn.linear_model._sgd_fast sklearn._loss._loss")
-_NUMPY_DTYPE = re.compile(r"\w+DType")
+COMPILED = _words("sklearn.tree._tree sklearn.linear_model._sgd_fast sklearn._loss._loss")
 
 # These call, or make an instance of, what stands at a place of their arguments.
 HANDED: dict[Global, tuple[str, ...]] = {
@@ -94,17 +82,17 @@ HANDED: dict[Global, tuple[str, ...]] = {
         ("copyreg:_reconstructor", ("new", "call")),
         ("numpy.ma.core:_mareconstruct", ("new", "new")),
     )
-    for name in _named(names)
+    for name in named(names)
 }
 RECONSTRUCTOR, GETATTR = Global("copyreg", "_reconstructor"), Global("builtins", "getattr")
 ENCODE, PARTIAL = Global("_codecs", "encode"), Global("functools", "partial")
 # Nearly all calls of a checkpoint: these make data of whatever they are given.
-QUIET = _DATA - HANDED.keys() - {ENCODE, PARTIAL, LOAD_FROM_BYTES}
+QUIET = DATA - HANDED.keys() - {ENCODE, PARTIAL, LOAD_FROM_BYTES}
 
 # --- harm
 
 # Modules of which everything does harm in the hands of a stranger: it runs programs or code, opens files, connects.
-_HARMFUL_MODULES = _words(
+HARMFUL_MODULES = _words(
     "os posix nt subprocess _posixsubprocess pty commands popen2 sys importlib imp runpy shutil socket _socket ctypes "
     "_ctypes code codeop pdb bdb profile cProfile timeit trace webbrowser platform multiprocessing asyncio signal tempfile "
     "pickle _pickle cPickle dill cloudpickle jsonpickle shelve marshal zipimport pkgutil pydoc pip setuptools pkg_resources "
@@ -120,7 +108,7 @@ _HARMFUL_MODULES = _words(
     "torch.utils.cpp_extension torch.utils.model_zoo torch.cuda.gds torch.cuda._sanitizer torch.mps.event "
     "torch.distributed.elastic torch.distributed._symmetric_memory torch.jit.unsupported_tensor_ops torch.export._unlift "
 )
-_HARMFUL = _named(
+HARMFUL = named(
     "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
     "breakpoint,apply,map,filter,reduce,reload,memoryview,type,super,property,classmethod,staticmethod,iter,next,exit,quit,"
     "help functools:reduce,partialmethod,cached_property,singledispatch collections:namedtuple "
@@ -136,99 +124,31 @@ _HARMFUL = _named(
     "pandas.io.pickle:read_pickle joblib:load joblib.numpy_pickle:load logging:FileHandler itertools:starmap,accumulate,"
     "takewhile,dropwhile,filterfalse,groupby copyreg:add_extension codecs:open,decode,encode,lookup enum:Enum"
 )
-# These run programs and load libraries, wherever they are taken from.
-_HARMFUL_ANYWHERE = _words("Popen CDLL PyDLL OleDLL WinDLL")
-# Names that lead to a module wherever they stand last; other modules share theirs with functions, as `torch.trace`.
-_MODULES_BY_NAME = _HARMFUL_MODULES - _words("code commands platform profile signal timeit trace")
-_INSIDES = re.compile("__.*__", re.DOTALL)
-_MOST_DOTS = 16  # of a name that are looked at
+# Names that lead to a module wherever they stand last, but for those of functions, as `torch.trace`; and what runs programs and
+# loads libraries.
+LEAD_TO_HARM = (HARMFUL_MODULES - _words("code commands platform profile signal timeit trace")) | _words(
+    "Popen CDLL PyDLL OleDLL WinDLL"
+)
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
-_NAMED_FREELY = _named(
+NAMED_FREELY = named(
     "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
     "itertools:groupby,accumulate numpy:vectorize,memmap _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
 )
-_NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
-_RUN_WHEN_IMPORTED = _words("antigravity this idlelib.idle test.autotest")
+NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
+RUN_WHEN_IMPORTED = _words("antigravity this idlelib.idle test.autotest")
 # Functions of these compute, and those of no other module of the standard library are known to do no more.
-_COMPUTING = _words("builtins math cmath statistics copy json itertools random re string")
+COMPUTING = _words("builtins math cmath statistics copy json itertools random re string")
 
 # The modules of Python's standard library, 2.7 to 3.14: what they define is no user's own class. C's begin with "_".
-_STANDARD = frozenset(sys.stdlib_module_names) | IMPORT_MAPPING.keys() | _words(
+STANDARD = frozenset(sys.stdlib_module_names) | IMPORT_MAPPING.keys() | _words(
     "__builtins__ binhex dummy_threading formatter htmllib ihooks imputil macpath md5 mhlib mimetools multifile mutex popen2 "
     "posixfile rexec rfc822 sets sgmllib sha xmllib asynchat asyncore distutils imp smtpd aifc audioop cgi cgitb chunk crypt "
     "imghdr mailcap msilib nis nntplib ossaudiodev pipes sndhdr spwd sunau telnetlib uu xdrlib lib2to3 annotationlib "
     "compression typing_extensions tomllib test"
 )  # fmt: skip
-_PRIVATE = re.compile("_[a-z]")
 # Packages that are installed nearly everywhere torch is: what a pickle calls of them and no list has is dangerous.
-_EVERYWHERE = _words(
+EVERYWHERE = _words(
     "torch numpy scipy sklearn pandas joblib matplotlib PIL yaml requests urllib3 jinja2 sympy networkx fsspec pip setuptools "
     "pkg_resources wheel IPython ipykernel torchvision torchaudio tensorflow keras jax transformers dill cloudpickle "
     "numba click rich tqdm psutil pytest _pytest py filelock tokenizers huggingface_hub accelerate safetensors six attr attrs"
 )
-
-
-def is_data(name: Global) -> bool:
-    if name in _DATA or is_newer_dtype(name):
-        return True
-    if name.module == "builtins":
-        return name.name[:1].isupper() and name.name.isidentifier()
-    return name.module == "numpy.dtypes" and _NUMPY_DTYPE.fullmatch(name.name) is not None
-
-
-@lru_cache(maxsize=1024)
-def is_harmful(name: Global) -> bool:
-    """Whether to call this global is known to run code or programs, to open files or to connect."""
-    if name in _DATA:
-        return False
-    parts = name.module.split(".", 4)  # the module and the packages that it is in, four of them at most
-    is_within = not _HARMFUL_MODULES.isdisjoint(".".join(parts[:count]) for count in range(1, min(len(parts), 4) + 1))
-    return is_within or name in _HARMFUL or _runs_when_imported(name.module) or _leads_to_harm(name)
-
-
-def _leads_to_harm(name: Global) -> bool:
-    """Whether a name leads into a module that another one has imported, or to the insides of a class."""
-    *path, last = name.name.split(".", _MOST_DOTS)
-    if last in _HARMFUL_ANYWHERE or last in _MODULES_BY_NAME or "." in last or not all(map(is_class, path)):
-        return True
-    return any(map(_INSIDES.fullmatch, (*path, last))) or (bool(path) and Global(path[-1], last) in _HARMFUL)
-
-
-def _runs_when_imported(module: str) -> bool:
-    """Whether to import a module, as naming anything in it does, runs a program: opens a window, runs tests of the folder."""
-    return module in _RUN_WHEN_IMPORTED or module.endswith(".__main__")
-
-
-def of_name(name: Global) -> Rating:
-    """Rule 1: a name that is there, called or not. Of most modules that do harm only functions do so by being named."""
-    name = of_python3(name)
-    if _runs_when_imported(name.module):
-        return "harmful"
-    if is_data(name) or name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES:
-        return "harmless"
-    is_told = name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
-    if is_told and is_harmful(name):
-        return "harmful"
-    computes = name.module in _COMPUTING and name.name.isidentifier()
-    is_function = name.name.rpartition(".")[2].lstrip("_")[:1].islower()
-    return "unknown" if is_function and is_standard(name) and not computes else "harmless"
-
-
-def is_standard(name: Global) -> bool:
-    package = name.module.partition(".")[0]
-    return package in _STANDARD or (_PRIVATE.match(package) is not None and package not in _EVERYWHERE)
-
-
-def may_be_called(name: Global) -> bool:
-    """Rule 3: whether a global is a class of no package that is everywhere, or of compiled code that only keeps numbers."""
-    is_everywhere = is_standard(name) or name.module.partition(".")[0] in _EVERYWHERE
-    return is_class(name.name) and (name.module in _COMPILED or not is_everywhere)
-
-
-def is_class(name: str) -> bool:
-    return name.rpartition(".")[2].lstrip("_")[:1].isupper()
-
-
-def of_python3(name: Global) -> Global:
-    """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
-    return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name

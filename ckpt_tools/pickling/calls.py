@@ -9,43 +9,37 @@ Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`,
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
-from ckpt_tools.pickling import callables, verdict
+from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import ArrayMachine
-from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR, Rating
+from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import EXTENSION, Machine, pairs_of
+from ckpt_tools.pickling.machine import EXTENSION, pairs_of
 from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
+from ckpt_tools.pickling.verdict import Rating
+from ckpt_tools.pickling.weights_only import named
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
 from ckpt_tools.tree.visit import parts
 
-Pid = tuple[Node, ...]
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
 
-
-_MAKERS = {
-    name: MAKERS[name]
-    for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
-}
+_MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
 # Opcodes that take nothing from the stack: a pickle begins with one.
-_STARTS = frozenset(
-    bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
-)
+_STARTS = frozenset(b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97")
 _SHORTEST = 8  # bytes of a pickle that makes a call
-_BYTEARRAY = Global("builtins", "bytearray")
+_BYTEARRAY, _STR = Global("builtins", "bytearray"), Global("builtins", "str")
+_STORAGE = Global("torch.storage", "UntypedStorage")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _KEY = 2  # in the persistent id of a storage
-_STORAGE = Global("torch.storage", "UntypedStorage")
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
-_STR = Global("builtins", "str")
 _COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
@@ -89,10 +83,9 @@ class Lister(ArrayMachine):
 
     def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
         super().__init__(data, _MAKERS, self._stand_in, offset, arrays=arrays)
-        self.pids: dict[Node, Pid] = {}  # of storages, by their keys
+        self.kinds: dict[str, Node] = {}  # of storages, by their keys
         self.calls: dict[tuple[str, str], Call] = {}
-        self.loaded: list[bytes] = []  # by torch
-        self.held: list[Node] = []  # to instances, whose classes may load it
+        self.held: list[Node] = []  # by instances, whose classes may load it, and by torch
         self.told, self.makes = 0, False
         self.classes: set[Global] = set()  # of which instances were made
 
@@ -100,41 +93,44 @@ class Lister(ArrayMachine):
 
     def name(self, module: Node, name: Node) -> Node:
         if type(name) is str and type(module) is str:
-            return super().name(module, name)
+            found = super().name(module, name)
+            return _of_python3(found) if type(found) is Global else found
         if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
         self.rate("unknown", _COMPUTED, (module, name))
         return Object("none", _COMPUTED, (module, name))
 
-    def persistent(self, pid: Node) -> Node:
-        """What the program that loads the pickle keeps under an id."""
-        if not _is_known(pid):
-            self.rate("unknown", _PERSISTENT, (pid,))
-        return super().persistent(pid)
-
     def call(self, function: Node, args: Node) -> Node:
-        given = _unpacked(args)
         self._check_callable(function)
+        given = _unpacked(args)
         if type(function) is not Global or function not in QUIET:
-            self.rate(verdict.of_call(function, self._by_class(function, given)), function, given)
+            rating = verdict.of_call(function, given)
             if function == LOAD_FROM_BYTES and len(given) == 1 and type(given[0]) is bytes:
-                self.loaded.append(given[0])
+                self.held.append(given[0])
             elif function == LOAD_FROM_BYTES:
-                self.rate("unknown", function, given)
+                rating = "unknown"
+            elif function == GETATTR and given and type(given[0]) is Global:
+                if given[0] in self.classes:  # certainly a class: one has been made of it
+                    rating = verdict.of_attribute((Object("new", given[0], ()), *given[1:]))
+                self.rate(rating, function, given)
+                if len(given) == 2 and type(given[1]) is str:
+                    return Global(given[0].module, f"{given[0].name}.{given[1]}"[:_LONGEST_NAME])
+            self.rate(rating, function, given)
+        if function == RECONSTRUCTOR and given and type(given[0]) is Global:
+            self.classes.add(given[0])
         try:
             return super().call(function, given)
         except CkptError:  # our own machine refuses it; Python may go on
             return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
-        given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
         self._check_callable(cls)
+        given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
         if type(cls) is Global:
             self.classes.add(cls)
         self.left -= 1
         self.rate(verdict.of_instance(cls), cls, given)
-        if given:
-            self._give(cls, given)
+        self._give(cls, given)
         return Object("new", cls, given)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
@@ -183,14 +179,17 @@ class Lister(ArrayMachine):
     # --- what they are rated
 
     def _stand_in(self, pid: Node) -> Node:
-        """Something in the place of a storage, or the class of a model, which torch gives as it is."""
+        """What the program that loads the pickle keeps under an id: a storage, or the class of a model as it is given."""
         kind = pid[0] if type(pid) is tuple and pid else None
         if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
             return pid[1]
         if type(kind) in (Global, Object):
             return kind
-        if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
-            self.pids[pid[_KEY]] = pid
+        if type(pid) not in PLAIN and kind not in _KINDS:
+            self.rate("unknown", _PERSISTENT, (pid,))
+        key = pid[_KEY] if type(pid) is tuple and len(pid) > _KEY else None
+        if type(key) is str and type(pid) is tuple:
+            self.kinds[key] = pid[1]
         return Object("none", _STORAGE, ())
 
     def _check_callable(self, function: Node) -> None:
@@ -202,55 +201,48 @@ class Lister(ArrayMachine):
         if type(target) in (Object, Global):
             self.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 
-    def _by_class(self, function: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
-        """The arguments; of `getattr(class, name)` with an instance for what is certainly a class: one has been made of it."""
-        if function == RECONSTRUCTOR and args and type(args[0]) is Global:
-            self.classes.add(args[0])
-        if function == GETATTR and args and type(args[0]) is Global and args[0] in self.classes:
-            return (Object("new", args[0], ()), *args[1:])
-        return args
-
     def _give(self, cls: Node, given: Node) -> None:
-        if type(cls) is Global and not callables.is_data(callables.of_python3(cls)):
+        if type(cls) is Global and given and not verdict.is_data(cls):
             self.held.append(given)
 
     def nested(self) -> list[bytes]:
-        found, seen, todo = self.loaded, set[int](), self.held[::-1]
+        """The bytes in what instances and torch were given that may be pickles of their own."""
+        found, seen, todo = dict[int, bytes](), set[int](), self.held[::-1]
         while todo:
             node = todo.pop()
             data = node.data if type(node) is ByteString else node
             if type(data) is bytes:
-                found += [data] if data[:1] in _STARTS and len(data) >= _SHORTEST else []
+                if len(data) >= _SHORTEST and data[0] in _STARTS:
+                    found[id(data)] = data
             elif id(node) not in seen and (type(node) is not Object or node.function == _BYTEARRAY):
                 seen.add(id(node))
                 todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]
-        return list({id(data): data for data in found}.values())
+        return list(found.values())
 
-    def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
+    def rate(self, rating: Rating, function: Node, args: tuple[Node, ...], does: str = "runs") -> None:
         if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
-            text = verdict.call_text(function, args) if does == "runs" else verdict.function_text(function)
-            found = Call(text, verdict.function_text(function), self.position, rating, does)
-            self.calls.setdefault((does, text), found)
+            name = verdict.function_text(function)
+            text = verdict.call_text(function, args) if does == "runs" else name
+            self.calls.setdefault((does, text), Call(text, name, self.position, rating, does))
 
     def listed(self) -> list[Call]:
         """The calls, and globals that nothing harmless names."""
         called = {call.function for call in self.calls.values()}
-        for name in self.globals:
+        for name in map(_of_python3, self.globals):
             owner, _, last = name.name.rpartition(".")
-            if Global(name.module, owner) in self.classes and not last.startswith("__"):
-                continue  # a method of a class of which the pickle makes an instance
-            rating = callables.of_name(name)
-            if rating != "harmless" and verdict.function_text(name) not in called:
-                self.rate(rating, name, (), "names")
+            is_method = Global(name.module, owner) in self.classes and not last.startswith("__")
+            if not is_method and verdict.function_text(name) not in called:
+                self.rate(verdict.of_name(name), name, (), "names")
         return list(self.calls.values())
 
 
-def _is_known(pid: Node) -> bool:
-    """Whether torch knows what a persistent id stands for: the key of a storage, a storage, a class."""
-    if type(pid) is tuple and pid:
-        return pid[0] in _KINDS or type(pid[0]) in (Global, Object)
-    return type(pid) in PLAIN
+_LONGEST_NAME = 10_000
+
+
+def _of_python3(name: Global) -> Global:
+    """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
+    return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name
 
 
 def _is_no_text(node: Node) -> bool:
@@ -268,11 +260,11 @@ def _unpacked(args: Node) -> tuple[Node, ...]:
 
 def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them; `member` of a tar."""
-    between = TarMember(member) if member in ("storages", "tensors") else LegacyStorages()
+    between = _OfTar(member) if member in ("storages", "tensors") else _OfLegacy()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True
     while pickles.left:
-        found, value, pids = list_one(pickles, arrays)
+        found, value, kinds = list_one(pickles, arrays)
         # whether it names something, or can be read, or loaders may come further than this reading did
         matters = found.names or found.error is None or found.two_ways or isinstance(found.error, LimitError)
         if not first and not matters:
@@ -280,7 +272,7 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
         first = False
         if found.error is None:
             try:
-                found.unread = between.pass_over(pickles, value, pids) or ""
+                found.unread = "" if between.pass_over(pickles, value, kinds) else _IS_COMPUTED
             except CkptError as error:
                 pickles.position = part.end  # it was cut off, or no loader comes so far
                 found.unread = "" if isinstance(error, PickleError) else error.what
@@ -289,10 +281,11 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
             return
 
 
-def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
-    start, lister, error = pickles.position, Lister(b""), None
+def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[str, Node]]:
+    """The pickle that begins here, what it holds, and the kinds of storages by their keys."""
+    start, lister, error, value = pickles.position, Lister(b""), None, None
 
-    def make(data: bytes, offset: int) -> Machine:
+    def make(data: bytes, offset: int) -> Lister:
         nonlocal lister
         lister = Lister(data, offset, arrays=arrays)
         return lister
@@ -300,14 +293,15 @@ def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, Mappi
     try:
         _, value = pickles.load(make)
     except CkptError as failure:
-        error, value = failure.with_traceback(None), None
+        error = failure.with_traceback(None)
         error.__context__ = None  # the frames of either hold the machine, and this frame: a circle
     end = pickles.position if error is None else pickles.anchor + lister.position
-    found = Pickle(start, end, error=error)
-    found.calls, found.names = lister.listed(), list(lister.globals)
-    found.nested = lister.nested()
-    found.makes, found.has_arrays, found.two_ways = lister.makes, lister.has_arrays, lister.two_ways
-    return found, value, lister.pids
+    calls, names = lister.listed(), list(lister.globals)
+    found = Pickle(
+        start, end, "", calls, names, lister.nested(), error,
+        two_ways=lister.two_ways, makes=lister.makes, has_arrays=lister.has_arrays,
+    )  # fmt: skip
+    return found, value, lister.kinds
 
 
 # --- the raw bytes that torch reads between pickles: storages and the shapes of tensors. The next pickle stands behind them.
@@ -318,34 +312,33 @@ _OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behin
 _IS_COMPUTED = "a storage or tensor is described by something that is computed"
 
 
-class LegacyStorages:
+class _OfLegacy:
     """Those behind the list of keys in torch-legacy: a magic number starts a stream, or a call that may give it."""
 
     window = WINDOW
 
     def __init__(self) -> None:
-        self.number, self.computed, self.pids = -1, False, dict[Node, Pid]()
+        self.number, self.computed, self.kinds = -1, False, dict[str, Node]()
 
-    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
-        """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be."""
+    def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
+        """Go on to the next pickle, behind one that held `value` and named storages; False where it is computed how far."""
         if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
             self.number, self.computed = 0, type(value) is Object
-            return None
+            return True
         self.number += self.number >= 0
         if self.number == _OBJECT:
-            self.pids = dict(pids)
+            self.kinds = kinds
         if self.number < _KEYS:
-            return None
+            return True
         self.number = -1
         for key in value.items if type(value) is List else [None]:
-            pid = self.pids.get(key) if type(key) is str else None
-            if pid is None:
-                return None if self.computed else _IS_COMPUTED
-            _pass_storage(pickles, pid[1])
-        return None
+            if type(key) is not str or key not in self.kinds:
+                return self.computed
+            _pass_storage(pickles, self.kinds[key])
+        return True
 
 
-class TarMember(LegacyStorages):
+class _OfTar(_OfLegacy):
     """The members `storages` and `tensors` of a torch-tar: a count, and a pickle of three parts for each.
 
     Behind that of a storage, (key, location, class), stand its elements; behind that of a tensor, (key, storage, class), its
@@ -358,20 +351,19 @@ class TarMember(LegacyStorages):
         super().__init__()
         self.of_storages = name == "storages"
 
-    def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
+    def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         self.number += 1
         parts = tuple(value.items) if type(value) is List else value
         are_views = type(value) is List and all(type(part) is tuple for part in value.items)
         if self.number == 0 or (self.of_storages and are_views):
-            return None
+            return True
         if type(parts) is not tuple or len(parts) != 3:
-            return _IS_COMPUTED
+            return False
         if self.of_storages:
             _pass_storage(pickles, parts[2])
         else:
-            ndim = struct.unpack("<i", pickles.take(8)[:4])[0]
-            _skip(pickles, 8 * (2 * ndim + 1))
-        return None
+            _skip(pickles, 8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))
+        return True
 
 
 def _pass_storage(pickles: Pickles, kind: Node) -> None:

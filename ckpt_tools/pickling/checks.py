@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import islice
-from operator import eq
 from typing import cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.tree.nodes import PLAIN, Append, Build, Dict, Entry, Global, List, Node, Object, Pair, SetItems
+from ckpt_tools.tree.nodes import PLAIN, Build, Dict, Entry, Global, List, Node, Object, Pair, SetItems
+from ckpt_tools.tree.visit import parts
 
 _WITH_STATE = (
     "torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2",
@@ -37,52 +36,12 @@ def validate(root: Node) -> list[str]:
             if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen:
                 continue
             seen.add(id(node))
-            parts = _validate_one(node, keys)
-            if not PLAIN.issuperset(map(type, parts)):
-                below.extend(parts)
+            keys.check(node)
+            inner = parts(node)
+            if not PLAIN.issuperset(map(type, inner)):
+                below.extend(inner)
         level = below
     return keys.repeated
-
-
-def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
-    if type(node) is Dict:
-        if not node.items and node.attributes is None:
-            return ()
-        node.items = keys.merge(node.items)
-        values = [value for _, value in node.items]
-        if node.attributes is None:
-            return values
-        for name, _ in node.attributes.items:  # `items` would tell something else than what it holds
-            if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
-                raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
-        return [*values, node.attributes]
-    if type(node) is List:
-        return node.items
-    if type(node) is tuple:
-        return node
-    if type(node) is Entry and node.extras is not None:
-        keys.check_state(node.extras.state, node.extras.python_type, node)
-        return [node.extras.hooks, node.extras.metadata, node.extras.state]
-    return _validate_object(node, keys) if type(node) is Object else []
-
-
-def _validate_object(node: Object, keys: _Keys) -> list[Node]:
-    if node.name in _WITH_STATE and type(node.args) is tuple and len(node.args) == _STATE + 1:
-        keys.check_state(node.args[_STATE], None if node.name == _WITH_STATE[0] else node.args[_CLASS])
-    if node.name == "collections.Counter":
-        _check_counter(node)
-    elif node.name in _SETS and node.call == "reduce":
-        keys.check_elements(node)
-    below = [node.function, node.args, node.kwargs]
-    for step in node.steps:
-        if type(step) is SetItems:
-            step.pairs = keys.merge(step.pairs)
-            below.extend(value for _, value in step.pairs)
-        elif type(step) is Append:
-            below.extend(step.items)
-        else:
-            below.append(step.state)
-    return below
 
 
 class _Keys:
@@ -91,27 +50,44 @@ class _Keys:
     def __init__(self) -> None:
         self.repeated: list[str] = []
         self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
-        self.tuples: dict[int, tuple[Hashable, int, int]] = {}  # by id: stand-in, parts that Python would hash, depth
         self.parts = 0
         self.states: dict[int, Node] = {}  # by id
+
+    def check(self, node: Node) -> None:
+        """Check one node but for its parts; each key of it is set once then."""
+        if type(node) is Dict:
+            node.items = self.merge(node.items)
+            for name, _ in node.attributes.items if node.attributes is not None else ():
+                if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
+                    raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
+        elif type(node) is Entry and node.extras is not None:
+            self.check_state(node.extras.state, node.extras.python_type, node)
+        elif type(node) is Object:
+            self.check_object(node, node.args if type(node.args) is tuple else (node.args,))
+
+    def check_object(self, node: Object, args: tuple[Node, ...]) -> None:
+        if node.name in _WITH_STATE and len(args) == _STATE + 1:
+            self.check_state(args[_STATE], None if node.name == _WITH_STATE[0] else args[_CLASS])
+        elif node.name == "collections.Counter":
+            _check_counter(node, args)
+        elif node.name in _SETS and node.call == "reduce":
+            self.check_elements(args)
+        for step in node.steps:
+            if type(step) is SetItems:
+                step.pairs = self.merge(step.pairs)
 
     def check_state(self, state: Node, cls: Node, entry: Entry | None = None) -> None:
         """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
         is_known = cls is None or cls in ALLOWED
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            names = (
-                [] if id(part) in self.states else [name for name in _keys_of(part) if not _says_the_same(part, name, entry)]
-            )
+            names = [] if id(part) in self.states else [key for key in _keys_of(part) if not _says_the_same(part, key, entry)]
             self.states[id(part)] = part
-            is_odd = type(part) is Object and part.name != "collections.Counter"
-            if (is_known and (is_odd or not all(type(name) is str for name in names))) or not _MAKES_ANOTHER.isdisjoint(
-                name for name in names if type(name) is str
-            ):
+            is_odd = (type(part) is Object and part.name != "collections.Counter") or not all(type(key) is str for key in names)
+            if (is_known and is_odd) or any(type(key) is str and key in _MAKES_ANOTHER for key in names):
                 raise TensorError("The state of a tensor sets more than attributes of its own, or is not known.")
 
-    def check_elements(self, made: Object) -> None:
+    def check_elements(self, args: tuple[Node, ...]) -> None:
         """Refuse a set of anything but different elements in a list or tuple: of a tensor or a dict it would hold the parts."""
-        args = made.args if type(made.args) is tuple else (made.args,)
         given = args[0] if args else ()
         if len(args) > 1 or type(given) not in (List, tuple):
             raise PickleError("A set is made of something that is not a list.")
@@ -125,11 +101,8 @@ class _Keys:
             return pairs  # nothing that it could be equal to
         keys = [key for key, _ in pairs]
         kinds = set(map(type, keys))
-        if kinds == {int}:  # told apart without a hash
-            ordered = sorted(cast("list[int]", keys))
-            if not any(map(eq, ordered, islice(ordered, 1, None))):
-                return pairs
-        identities = keys if kinds == {str} else list(map(self.identity, keys))
+        is_short = kinds == {int} and max(map(int.bit_length, cast("list[int]", keys))) < _SHORT
+        identities = keys if is_short or kinds == {str} else list(map(self.identity, keys))
         if len(set(identities)) == len(pairs):
             return pairs
         last: dict[Hashable, Pair] = {}
@@ -145,9 +118,12 @@ class _Keys:
 
     def identity(self, key: Node, depth: int = 0) -> Hashable:
         """The stand-in of a key; never a long number, of which Python's hash lets a file choose collisions."""
-        limits.check_depth(depth, _TOO_DEEP)
         if type(key) is tuple:
-            return self._tuple(key, depth)
+            limits.check_depth(depth, "The pickle uses tuples nested too deep as a dict key.")
+            self.parts += len(key)
+            limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
+            inner = tuple([self.identity(part, depth + 1) for part in key])
+            return "t", self.numbers.setdefault(inner, len(self.numbers))
         if type(key) in (Dict, List) or (type(key) is Object and key.name in UNHASHABLE):
             raise PickleError("The pickle uses a value as a dict key that Python cannot hash.")
         if type(key) is float:
@@ -164,32 +140,13 @@ class _Keys:
             return self._value(key, depth)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
 
-    def _tuple(self, key: tuple[Node, ...], depth: int) -> Hashable:
-        """A number for the stand-ins of all parts: tuples may hold one another a million times."""
-        if id(key) in self.tuples:
-            stand_in, parts, levels = self.tuples[id(key)]
-            limits.check_depth(depth + levels, _TOO_DEEP)
-            self._spend(parts)
-            return stand_in
-        before = self.parts
-        identities = tuple([self.identity(part, depth + 1) for part in key])
-        self._spend(len(key))
-        stand_in = ("t", self.numbers.setdefault(identities, len(self.numbers)))
-        levels = max([self.tuples[id(part)][2] for part in key if type(part) is tuple], default=0)
-        self.tuples[id(key)] = stand_in, self.parts - before, levels + 1
-        return stand_in
-
-    def _spend(self, parts: int) -> None:
-        self.parts += parts
-        limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
-
     def _value(self, key: Object, depth: int) -> Hashable:
         """The stand-in of what a call makes, where Python compares that by value."""
         args = key.args if type(key.args) is tuple else ()
         only = args[0] if len(args) == 1 else None
         if key.call == "reduce" and not key.steps:
             sizes = only if type(only) is tuple else tuple(only.items) if type(only) is List else args
-            if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes)):
+            if key.name == "torch.Size" and all(type(size) in (int, bool) for size in sizes):
                 return self.identity(sizes, depth + 1)
             if key.name in ("torch.device", "torch.serialization._get_layout") and type(only) is str:
                 return key.name, only
@@ -199,8 +156,6 @@ class _Keys:
         raise PickleError(f"The pickle uses a {key.name} as a dict key, which may be equal to another one.")
 
 
-_INTS = frozenset((int, bool))
-_TOO_DEEP = "The pickle uses tuples nested too deep as a dict key."
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
 
 
@@ -215,13 +170,12 @@ def _says_the_same(state: Node, name: Node, entry: Entry | None) -> bool:
     return name == "data" and same == (entry.storage.key, entry.dtype, entry.shape, entry.stride, entry.offset)
 
 
-def _check_counter(node: Object) -> None:
+def _check_counter(node: Object, given: tuple[Node, ...]) -> None:
     """Refuse a Counter that is made of anything but a dict of plain values: what it holds, and no arguments, or their order."""
     if any(type(step) is Build for step in node.steps):
         raise PickleError("A Counter is given a state.")
-    given = node.args if type(node.args) is tuple else (node.args,)
-    is_plain = len(given) == 1 and type(given[0]) is Dict and PLAIN.issuperset(type(value) for _, value in given[0].items)
-    if given and not is_plain:
+    made = given[0] if len(given) == 1 else None
+    if given and not (type(made) is Dict and PLAIN.issuperset(type(value) for _, value in made.items)):
         raise PickleError("A Counter is made of something that is not a dict of numbers.")
 
 
@@ -230,6 +184,5 @@ def _keys_of(made: Node) -> list[Node]:
         return [key for key, _ in made.items]
     if type(made) is not Object:
         return []
-    given = [pair[0] for step in made.steps if type(step) is SetItems for pair in step.pairs]
     args = made.args if type(made.args) is tuple else ()
-    return given + [key for arg in args if type(arg) is Dict for key, _ in arg.items]
+    return [key for key, _ in made.pairs] + [key for arg in args if type(arg) is Dict for key, _ in arg.items]

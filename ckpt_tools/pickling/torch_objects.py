@@ -14,8 +14,8 @@ from typing import Any, cast
 from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.machine import Maker
-from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE
-from ckpt_tools.text import some
+from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE, named
+from ckpt_tools.text import shortened, some
 from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, UINT8, DType, newer_dtype
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
@@ -50,13 +50,12 @@ class Storages:
 
     def storage(self, pid: Node) -> Storage:
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise PickleError(
-                "The pickle refers to something outside it that is not a storage.",
-                why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
-            )
+            found = f"a tuple of {len(pid)}" if type(pid) is tuple else _brief(pid)
+            why = f"Expected ('storage', class, key, location, size), found {found}."
+            raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
         _, kind, key, device, numel = pid
         if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
-            raise PickleError(f"The pickle refers to a storage by a malformed id {_brief(pid)}.")
+            raise PickleError("The pickle refers to a storage by a malformed id.")
         known = self.by_key.get(key)
         if known is not None:
             if known[0] != pid:
@@ -100,13 +99,19 @@ def storage_dtype(kind: Node, kinds: Mapping[str, DType] = BY_STORAGE) -> DType 
 
 
 def _brief(node: Node) -> str:
-    text = str(node) if type(node) in (Global, str, bytes, float, bool) else type(node).__name__
-    if type(node) is tuple:
-        text = "(" + ", ".join(_brief(part) if type(part) is not tuple else "..." for part in node[:8]) + ")"
-    return text if len(text) < 100 else f"{text[:100]}..."
+    return shortened(str(node), 100) if type(node) in (Global, str) else type(node).__name__
 
 
-# --- makers: arguments -> node, or None to leave an inert Object
+# --- makers: arguments -> node; None or True to leave an inert Object, False for arguments that it does not take
+
+
+class Untaken(Exception):  # noqa: N818  becomes a TensorError that tells what is called
+    """Arguments that a maker does not take."""
+
+
+def need(holds: bool) -> None:
+    if not holds:
+        raise Untaken
 
 
 def dtype_of(node: Node) -> DType:
@@ -117,35 +122,53 @@ def dtype_of(node: Node) -> DType:
     return dtype
 
 
+def sizes_of(node: Node) -> tuple[int, ...] | None:
+    """A size or stride: a tuple of ints, a list of them, or a torch.Size."""
+    if type(node) is Object and node.function == _SIZE and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    if type(node) is List:
+        node = tuple(node.items)
+    return cast("tuple[int, ...]", node) if type(node) is tuple and _INTS.issuperset(map(type, node)) else None
+
+
+_SIZE, _INTS = Global("torch", "Size"), frozenset((int,))
+
+
 def extras_of(hooks: Node, metadata: Node = None) -> Extras | None:
     """What hooks and metadata add to a tensor; None where that is nothing."""
+    if type(hooks) is Dict and not hooks.items and hooks.attributes is None:
+        hooks = None
+    if hooks is None and metadata is None:
+        return None
     bits = metadata.items if type(metadata) is Dict else []
     is_lazy = all(type(key) is str and type(value) is bool and (value or key not in ("conj", "neg")) for key, value in bits)
-    if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict) or not is_lazy:
-        raise TensorError("A tensor has hooks or metadata that torch does not write.")
-    plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
-    if plain_hooks and metadata is None:
-        return None
-    return Extras(hooks=None if plain_hooks else hooks, metadata=metadata)
+    need(type(hooks) in _DICT and type(metadata) in _DICT and is_lazy)
+    return Extras(hooks=hooks, metadata=metadata)
+
+
+_DICT = (Dict, type(None))
 
 
 def _entry(
-    storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node,
-    requires_grad: Node = False, hooks: Node = None, metadata: Node = None,
+    storage: Node, offset: Node, shape: Node, stride: Node, grad: Node = False, hooks: Node = None, metadata: Node = None,
+    dtype: DType | None = None,
 ) -> Entry | Object:  # fmt: skip
-    if type(storage) is not Storage:
-        raise TensorError(f"A tensor is built on a {_brief(storage)} where a storage is expected.")
     shape, stride = sizes_of(shape), sizes_of(stride)
-    if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
-        raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
+    if type(storage) is not Storage or type(offset) is not int or type(grad) is not bool or shape is None or stride is None:
+        raise Untaken
     dtype, extras = dtype or storage.dtype or UINT8, extras_of(hooks, metadata)
-    _check_gradient(dtype, requires_grad)
-    entry = Entry(storage, dtype, shape, stride, offset, requires_grad, "tensor", extras)
+    entry = Entry(storage, dtype, shape, stride, offset, _gradient(dtype, grad), "tensor", extras)
     bits = entry.lazy_bits if extras is not None else ()
-    if ("conj" in bits and dtype.family != "complex") or ("neg" in bits and dtype.name not in _NEGATED):
-        raise TensorError(f"A tensor of {dtype.name} has the conjugate or negative bit, which torch cannot apply to it.")
+    need("conj" not in bits or dtype.family == "complex")
+    need("neg" not in bits or dtype.name in _NEGATED)
     check(entry)
-    return meta_tensor(dtype, shape, stride, requires_grad) if storage.device == META else entry
+    return meta_tensor(dtype, shape, stride, grad) if storage.device == META else entry
+
+
+def _entry_of_dtype(
+    storage: Node, offset: Node, shape: Node, stride: Node, grad: Node, hooks: Node, dtype: Node, metadata: Node = None
+) -> Entry | Object:
+    return _entry(storage, offset, shape, stride, grad, hooks, metadata, dtype_of(dtype))
 
 
 _NEGATED = frozenset((
@@ -154,9 +177,11 @@ _NEGATED = frozenset((
 ))  # fmt: skip
 
 
-def _check_gradient(dtype: DType, requires_grad: bool) -> None:
-    if requires_grad and dtype.family not in ("float", "complex") and dtype.name in DTYPES:
-        raise TensorError(f"A tensor of {dtype.name} is said to require gradients, which torch refuses.")
+def _gradient(dtype: DType, requires_grad: Node) -> bool:
+    """Whether a tensor requires gradients, which torch refuses to numbers that are not continuous."""
+    if type(requires_grad) is not bool or (requires_grad and dtype.family not in ("float", "complex") and dtype.name in DTYPES):
+        raise Untaken
+    return requires_grad
 
 
 def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
@@ -168,25 +193,12 @@ def parameter_of(tensor: Object, requires_grad: bool) -> Object:
     return Object("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, requires_grad, Dict(ordered=True)))
 
 
-_INTS = frozenset((int,))
-
-
-def sizes_of(node: Node) -> tuple[int, ...] | None:
-    """A size or stride: a tuple of ints, a list of them, or a torch.Size."""
-    if type(node) is Object and node.function == Global("torch", "Size") and type(node.args) is tuple and len(node.args) == 1:
-        node = node.args[0]
-    if type(node) is List:
-        node = tuple(node.items)
-    return cast("tuple[int, ...]", node) if type(node) is tuple and _INTS.issuperset(map(type, node)) else None
-
-
 def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None) -> Node:
     if type(data) is Object:
         return None  # a parameter around an unusual tensor stays an inert object
-    if type(data) is not Entry or type(requires_grad) is not bool:
-        raise TensorError("A parameter is built on something that is not a tensor.")
-    _check_gradient(data.dtype, requires_grad)
-    extras = extras_of(hooks)
+    if type(data) is not Entry:
+        raise Untaken
+    grad, extras = _gradient(data.dtype, requires_grad), extras_of(hooks)
     if state is not None:
         _check_attributes(state)
         extras = replace(extras or Extras(), state=state)
@@ -194,14 +206,13 @@ def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None)
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
         extras = replace(extras or Extras(), metadata=inner.metadata)
-    return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
+    return replace(data, requires_grad=grad, kind="parameter", extras=extras)
 
 
 def _check_attributes(state: Node) -> None:
     """A tensor's attributes: by name, or those of a dict and those of slots (torch._utils._set_obj_state)."""
     for part in state if type(state) is tuple and len(state) == 2 else (state,):
-        if part is not None and not (type(part) is Dict and all(type(name) is str for name, _ in part.items)):
-            raise TensorError("The attributes of a tensor are neither a dict nor a pair of dicts with names.")
+        need(part is None or (type(part) is Dict and all(type(name) is str for name, _ in part.items)))
 
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
@@ -210,16 +221,15 @@ _DENSE = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
 def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> Node:
     """A tensor subclass, or a tensor with Python attributes."""
-    is_known = type(function) is Global and (function.name.startswith("_rebuild") or function not in ALLOWED)
-    if not is_known or type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
-        raise TensorError("torch._tensor._rebuild_from_type_v2 is called with malformed arguments.")
+    if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
+        raise Untaken
+    need(function.name.startswith("_rebuild") or function not in ALLOWED)
     if python_type in (_TENSOR, _PARAMETER):
         _check_attributes(state)
     if function.module != "torch._utils" or function.name not in _DENSE:
         return None
     entry = MAKERS[function](inner)
-    if type(entry) is Object and type(entry.function) is Global and entry.function.name.startswith("_rebuild_meta"):
-        raise TensorError("A tensor on the meta device has a class or attributes of its own.")
+    need(type(entry) is not Object or not entry.name.startswith("torch._utils._rebuild_meta"))  # which has no attributes
     if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
         return None
     kind = "tensor" if python_type == _TENSOR else entry.kind  # as torch does: `as_subclass` takes the class off
@@ -231,14 +241,8 @@ def _ordered_dict(given: Node = ()) -> Node:
     if type(given) is Dict:
         return Dict([*given.items], ordered=True)
     rows = given.items if type(given) is List else given if type(given) is tuple else [given]
-    return Dict([_pair(node) for node in rows], ordered=True)
-
-
-def _pair(node: Node) -> Pair:
-    pair = tuple(node.items) if type(node) is List else node
-    if type(pair) is not tuple or len(pair) != 2:
-        raise PickleError("An OrderedDict is made from something that is not a list of pairs.")
-    return pair
+    pairs = [tuple(row.items) if type(row) is List else row for row in rows]
+    return all(type(pair) is tuple and len(pair) == 2 for pair in pairs) and Dict(cast("list[Pair]", pairs), ordered=True)
 
 
 _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
@@ -246,10 +250,8 @@ _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
 
 def _encode(text: Node, encoding: Node = "utf-8") -> Node:
     """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
-    if type(text) is not str or type(encoding) is not str or encoding not in _ENCODINGS:
-        return False
     try:
-        return text.encode(encoding)
+        return type(text) is str and type(encoding) is str and encoding in _ENCODINGS and text.encode(encoding)
     except UnicodeEncodeError:
         return False
 
@@ -277,17 +279,49 @@ def _is_device(text: Node, *index: Node) -> bool:
 
 
 def _are_bytes(*given: Node) -> bool:
-    return [type(part) for part in given] in ([], [bytes]) or (type(given[0]) is str and given[1:] in _ENCODING)
+    is_text = len(given) == 2 and type(given[0]) is str and given[1] in _ENCODINGS
+    return is_text or [type(part) for part in given] in ([], [bytes])
 
 
-_ENCODING = [(name,) for name in _ENCODINGS]
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
+_COUNTS = {
+    "qtensor": 7, "sparse_tensor": 2, "nested_tensor": 4, "meta_tensor_no_storage": 4, "wrapper_subclass": 8,
+    "device_tensor_from_cpu_tensor": 4, "device_tensor_from_numpy": 4,
+}  # fmt: skip
+# What is called, how many arguments it takes, and what makes something of them.
+_FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
+    ("torch._utils._rebuild_tensor", 4, 4, _entry),
+    ("torch._utils._rebuild_tensor_v2", 6, 7, _entry),
+    ("torch._utils._rebuild_tensor_v3", 7, 8, _entry_of_dtype),
+    ("torch._utils._rebuild_parameter", 3, 3, _parameter),
+    ("torch._utils._rebuild_parameter_with_state", 4, 4, _parameter),
+    ("torch._tensor._rebuild_from_type_v2", 4, 4, _from_type),
+    ("torch.tensor._rebuild_from_type_v2", 4, 4, _from_type),
+    *((f"torch._utils._rebuild_{name}", count, count, lambda *_: True) for name, count in _COUNTS.items()),
+    ("torch.Size", 0, 1, _is_size),
+    ("torch.device", 1, 2, _is_device),
+    ("torch.serialization._get_layout", 1, 1, lambda name: name in [f"torch.{layout}" for layout in _LAYOUTS]),
+    ("collections.OrderedDict", 0, 1, _ordered_dict),
+    ("_codecs.encode", 1, 2, _encode),
+    *(
+        (f"{module}.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts))
+        for module in ("builtins", "__builtin__")
+    ),
+    ("builtins.bytearray", 0, 2, _are_bytes),
+    ("builtins.bytes", 0, 3, lambda *given: bool(given) or b""),  # how protocol 2 carries empty bytes
+    # dtypes, classes of storages and the like take no call
+    *((str(name), 0, 0, lambda: False) for name in NOT_CALLABLE | named("torch.storage:TypedStorage,UntypedStorage")),
+    *((f"{module}.{name}", 0, 0, lambda: False) for module in ("torch", "torch.cuda") for name in BY_STORAGE),
+)  # fmt: skip
 
 
-def _maker(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
+def _maker(name: str, least: int, most: int, make: Callable[..., Node]) -> Maker:
 
     def maker(args: tuple[Node, ...]) -> Node:
-        made = make(*args) if low <= len(args) <= high else False
+        try:
+            made = make(*args) if least <= len(args) <= most else False
+        except Untaken:
+            made = False
         if made is False:
             error = TensorError if name.startswith("torch") else PickleError
             raise error(f"{name} is called with malformed arguments.")
@@ -296,41 +330,7 @@ def _maker(name: str, low: int, high: int, make: Callable[..., Node]) -> Maker:
     return maker
 
 
-_STORAGE_CLASSES = (
-    *(f"{module}.{name}" for module in ("torch", "torch.cuda") for name in BY_STORAGE),
-    "torch.storage.TypedStorage", "torch.storage.UntypedStorage",
-)  # fmt: skip
-# What is called, how many arguments it takes, and what it makes: a node; or True where it stays an Object, False for arguments
-# that it does not take.
-_FUNCTIONS: tuple[tuple[str, int, int, Callable[..., Node]], ...] = (
-    ("torch._utils._rebuild_tensor", 4, 4, lambda storage, *rest: _entry(storage, None, *rest)),
-    ("torch._utils._rebuild_tensor_v2", 6, 7, lambda storage, *rest: _entry(storage, None, *rest)),
-    ("torch._utils._rebuild_tensor_v3", 7, 8, lambda *args: _entry(args[0], dtype_of(args[6]), *args[1:6], *args[7:])),
-    ("torch._utils._rebuild_parameter", 3, 3, _parameter),
-    ("torch._utils._rebuild_parameter_with_state", 4, 4, _parameter),
-    ("torch._tensor._rebuild_from_type_v2", 4, 4, _from_type),
-    ("torch.tensor._rebuild_from_type_v2", 4, 4, _from_type),
-    *(
-        (f"torch._utils._rebuild_{name}", count, count, lambda *_: True)
-        for name, count in (
-            ("qtensor", 7), ("sparse_tensor", 2), ("nested_tensor", 4), ("meta_tensor_no_storage", 4), ("wrapper_subclass", 8),
-            ("device_tensor_from_cpu_tensor", 4), ("device_tensor_from_numpy", 4),
-        )
-    ),
-    ("torch.Size", 0, 1, _is_size),
-    ("torch.device", 1, 2, _is_device),
-    ("torch.serialization._get_layout", 1, 1, lambda name: name in [f"torch.{layout}" for layout in _LAYOUTS]),
-    ("collections.OrderedDict", 0, 1, _ordered_dict),
-    ("_codecs.encode", 1, 2, _encode),
-    ("builtins.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts)),
-    ("__builtin__.complex", 0, 2, lambda *parts: all(type(part) in (int, float, bool) for part in parts)),
-    ("builtins.bytearray", 0, 2, _are_bytes),
-    ("builtins.bytes", 0, 3, lambda *given: bool(given) or b""),  # how protocol 2 carries empty bytes
-    *((str(name), 0, 0, lambda: False) for name in (*NOT_CALLABLE, *_STORAGE_CLASSES)),  # dtypes and the like take no call
-)  # fmt: skip
-MAKERS: dict[Global, Maker] = {
-    Global(*name.rsplit(".", 1)): _maker(name, low, high, make) for name, low, high, make in _FUNCTIONS
-}
+MAKERS: dict[Global, Maker] = {Global(*row[0].rsplit(".", 1)): _maker(*row) for row in _FUNCTIONS}
 rebuild_tensor = MAKERS[Global("torch._utils", "_rebuild_tensor")]
 rebuild_tensor_v2 = MAKERS[Global("torch._utils", "_rebuild_tensor_v2")]
 
@@ -359,7 +359,7 @@ def unusual_tensor(node: Node) -> UnusualTensor | None:
         raise TensorError(f"What {node.name} makes is given other contents afterwards.")
     try:
         unusual = _describe(node)
-    except (IndexError, TypeError, ValueError, AttributeError, TensorError):
+    except (IndexError, TypeError, ValueError, AttributeError, TensorError, Untaken):
         raise TensorError(f"{node.name} is called with malformed arguments.") from None
     for sizes in (unusual.shape, unusual.stride):  # nothing checked them against a storage
         if sizes and (len(sizes) > MAX_DIMENSIONS or min(sizes) < 0 or max(sizes).bit_length() > 63):
@@ -401,24 +401,19 @@ def _sparse(args: Any) -> UnusualTensor:
 def _quantized(args: Any) -> UnusualTensor:
     storage, offset, size, stride, scheme, grad, hooks = args
     view: Any = rebuild_tensor_v2((storage, offset, size, stride, grad, hooks))
-    _need(view.dtype.family == "quantized" and grad is False)
+    need(view.dtype.family == "quantized" and grad is False)
     sizes = view.shape
     if scheme[0] == Global("torch", "per_tensor_affine"):
         _, scale, zero = scheme
-        _need(type(scale) in (float, int) and type(zero) is int)
+        need(type(scale) in (float, int) and type(zero) is int)
     else:
         _, scales, zeros, axis = scheme
-        _need(scheme[0] in _PER_CHANNEL and type(axis) is int and 0 <= axis < len(sizes))
-        _need(_length(scales) == _length(zeros) == sizes[axis])
+        need(scheme[0] in _PER_CHANNEL and type(axis) is int and 0 <= axis < len(sizes))
+        need(_length(scales) == _length(zeros) == sizes[axis])
     return UnusualTensor("quantized", view.dtype, sizes, view.stride)
 
 
 _PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
-
-
-def _need(holds: bool) -> None:
-    if not holds:
-        raise TensorError("")
 
 
 def _length(node: Any) -> int:
@@ -438,19 +433,19 @@ def sparse_parts(args: Any) -> SparseParts:
     layout, parts = args
     name = layout.args[0].removeprefix("torch.")
     count = 1 if name == "sparse_coo" else 2
-    _need(name.startswith("sparse_") and len(parts) in ((3, 4) if count == 1 else (4,)) and parts[3:] != (None,))
+    need(name.startswith("sparse_") and len(parts) in ((3, 4) if count == 1 else (4,)) and parts[3:] != (None,))
     indices, values, shape = parts[:count], parts[count], sizes_of(parts[count + 1])
-    _need(all(type(part) is Entry for part in (*indices, values)) and shape is not None)
+    need(all(type(part) is Entry for part in (*indices, values)) and shape is not None)
     if count == 1 and shape is not None:  # a row of indices for each sparse dimension, a column for each value
         rows = indices[0].shape[:1]
-        _need((*rows, *values.shape) == (*indices[0].shape, *shape[sum(rows) :]) and sum(rows) <= len(shape))
+        need((*rows, *values.shape) == (*indices[0].shape, *shape[sum(rows) :]) and sum(rows) <= len(shape))
     return SparseParts(name, indices, values, cast("tuple[int, ...]", shape))
 
 
 def _meta(args: Any) -> UnusualTensor:
     dtype, size, stride, grad = args
     sizes, steps = sizes_of(size), sizes_of(stride)
-    _need(sizes is not None and steps is not None and type(grad) is bool)
+    need(sizes is not None and steps is not None and type(grad) is bool)
     return UnusualTensor("meta", dtype_of(dtype), sizes, steps)
 
 

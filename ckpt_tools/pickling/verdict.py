@@ -10,64 +10,191 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling import callables
-from ckpt_tools.pickling.callables import GETATTR, Rating, of_python3
-from ckpt_tools.text import printable
+from ckpt_tools.pickling.weights_only import is_newer_dtype, named
+from ckpt_tools.text import printable, shortened
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object
 
+# From harmless to harmful; "unknown" is to be treated as "harmful".
+Rating: TypeAlias = Literal["harmless", "unknown", "harmful"]
 _RATINGS: tuple[Rating, ...] = ("harmless", "unknown", "harmful")
 _Given: TypeAlias = tuple[Node, ...]
+
+# --- the rules
+
+
+def of_name(name: Global) -> Rating:
+    """Rule 1: a name that is there, called or not. Of most modules that do harm only functions do so by being named."""
+    if _runs_when_imported(name.module):
+        return "harmful"
+    if is_data(name) or name in callables.NAMED_FREELY or name.module.partition(".")[0] in callables.NAMED_FREELY_MODULES:
+        return "harmless"
+    is_told = name in callables.HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
+    if is_told and _is_harmful(name):
+        return "harmful"
+    computes = name.module in callables.COMPUTING and name.name.isidentifier()
+    is_function = name.name.rpartition(".")[2].lstrip("_")[:1].islower()
+    return "unknown" if is_function and _is_standard(name) and not computes else "harmless"
 
 
 def of_call(function: Node, args: _Given) -> Rating:
     """Rules 2 and 3: `function(*args)`."""
-    if type(function) is Object and function.function == GETATTR and (inner := _class_within(function.args)):
-        function = inner
     if type(function) is not Global:
-        return "harmless" if _is_zone_maker(function) and PLAIN.issuperset(map(type, args)) else "unknown"
-    name = of_python3(function)
-    if name in callables.HANDED:
-        ratings = [_of_handed(how, part, args) for how, part in zip(callables.HANDED[name], args, strict=False)]
-        return max(ratings, key=_RATINGS.index, default="harmless")
-    if name == GETATTR:
-        return _of_attribute(args)
-    if name in _JUDGED:
-        is_harmless, otherwise = _JUDGED[name]
+        return "unknown"
+    if function in callables.HANDED:
+        handed = zip(callables.HANDED[function], args, strict=False)
+        return max((_of_handed(how, part, args) for how, part in handed), key=_RATINGS.index, default="harmless")
+    if function == callables.GETATTR:
+        return of_attribute(args)
+    if function in _JUDGED:
+        is_harmless, otherwise = _JUDGED[function]
         return "harmless" if is_harmless(args) else otherwise
-    if callables.is_data(name):
-        return "harmless"
-    if callables.is_harmful(name):
-        return "harmful"
-    return "harmless" if callables.may_be_called(name) else "unknown"
+    if (known := _known(function)) is not None:
+        return known
+    is_everywhere = _is_standard(function) or function.module.partition(".")[0] in callables.EVERYWHERE
+    may_be_called = _is_class(function.name) and (function.module in callables.COMPILED or not is_everywhere)
+    return "harmless" if may_be_called else "unknown"
 
 
 def of_instance(cls: Node) -> Rating:
-    if type(cls) is Object and cls.function == GETATTR and type(cls.args) is tuple:  # a class inside a class
-        return _of_attribute(cls.args)
+    """Rule 4."""
     if type(cls) is not Global:
         return "unknown"
-    name = of_python3(cls)
-    if callables.is_data(name):
-        return "harmless"
-    if callables.is_harmful(name):
-        return "harmful"
-    return "unknown" if callables.is_standard(name) else "harmless"
+    return _known(cls) or ("unknown" if _is_standard(cls) else "harmless")
 
 
 def of_change(target: Node, state: Node = None) -> Rating:
     """Rule 5: a state or items are set."""
     if type(target) is Global:
-        return "harmful" if callables.is_harmful(of_python3(target)) else "unknown"
+        return "harmful" if _is_harmful(target) else "unknown"
     if type(target) is not Object:
         return "harmless"
     made = made_of(target)
-    is_shared = of_python3(made) in callables.SHARED if type(made) is Global else _is_zone_maker(made)
-    if is_shared and target.call != "none":  # a member of a class, a logger, a module out of `sys.modules`
-        return "unknown"
-    return "harmless" if state is None else _of_text(made, state)
+    if type(made) is Global and made in callables.SHARED and target.call != "none":
+        return "unknown"  # a member of a class, a logger, a module out of `sys.modules`
+    return _of_text(made, state)
 
+
+def made_of(target: Object) -> Node:
+    """What makes an object: of functions that make an instance of a class that they are given, the class."""
+    function, args = target.function, target.args
+    if type(function) is not Global or callables.HANDED.get(function, ("",))[0] != "new":
+        return function
+    return args[0] if type(args) is tuple and args else function
+
+
+# --- what is known of names
+
+
+def is_data(name: Global) -> bool:
+    if name in callables.DATA or is_newer_dtype(name):
+        return True
+    if name.module == "builtins":
+        return name.name[:1].isupper() and name.name.isidentifier()
+    return name.module == "numpy.dtypes" and name.name.isidentifier() and name.name.endswith("DType")
+
+
+def _known(name: Global) -> Rating | None:
+    return "harmless" if is_data(name) else "harmful" if _is_harmful(name) else None
+
+
+@lru_cache(maxsize=1024)
+def _is_harmful(name: Global) -> bool:
+    """Whether to call this global is known to run code or programs, to open files or to connect."""
+    if name in callables.DATA:
+        return False
+    parts = name.module.split(".", 4)  # the module and the packages that it is in, four of them at most
+    is_within = any(".".join(parts[:count]) in callables.HARMFUL_MODULES for count in range(1, min(len(parts), 4) + 1))
+    return is_within or name in callables.HARMFUL or _runs_when_imported(name.module) or _leads_to_harm(name)
+
+
+def _leads_to_harm(name: Global) -> bool:
+    """Whether a name leads into a module that another one has imported, or to the insides of a class."""
+    *path, last = name.name.split(".", 16)
+    if last in callables.LEAD_TO_HARM or "." in last or not all(map(_is_class, path)):
+        return True
+    is_inside = any(part.startswith("__") and part.endswith("__") and len(part) > 3 for part in (*path, last))
+    return is_inside or (bool(path) and Global(path[-1], last) in callables.HARMFUL)
+
+
+def _runs_when_imported(module: str) -> bool:
+    """Whether to import a module, as naming anything in it does, runs a program: opens a window, runs tests of the folder."""
+    return module in callables.RUN_WHEN_IMPORTED or module.endswith(".__main__")
+
+
+def _is_standard(name: Global) -> bool:
+    package = name.module.partition(".")[0]
+    is_private = package[:1] == "_" and package[1:2].isascii() and package[1:2].islower()  # of Python's own, in C
+    return package in callables.STANDARD or (is_private and package not in callables.EVERYWHERE)
+
+
+def _is_class(name: str) -> bool:
+    return name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+# --- what is judged by what it is handed
+
+
+def _of_handed(how: str, part: Node, given: _Given) -> Rating:
+    if how == "new":
+        return of_instance(part)
+    if how == "name" and type(part) is Object:  # an instance, which is kept
+        return "harmless"
+    if type(part) is not Global or callables.HANDED.get(part, ("",))[0] == "apply":
+        return "unknown"
+    if how != "apply":
+        return of_call(part, ())
+    args = given[2] if len(given) > 2 else ()  # and attributes are set on what it gives
+    is_own = part in callables.SHARED or not part.module.startswith("torch")
+    return "unknown" if is_own else of_call(part, args if type(args) is tuple else (args,))
+
+
+def of_attribute(given: _Given) -> Rating:
+    """`getattr`: of a name it is the dotted name; of an instance of a class of the user's a method."""
+    owner, name = given if len(given) == 2 else (None, None)
+    if type(name) is not str or name.startswith("__") or not name.isidentifier():
+        return "harmful"
+    if type(owner) is Global:
+        whole = Global(owner.module, f"{owner.name}.{name}")
+        return "harmful" if _is_harmful(owner) else of_name(whole)
+    if type(owner) is not Object or not (owner.call == "new" or owner.function == callables.RECONSTRUCTOR):
+        return "harmful"
+    made = made_of(owner)
+    is_own = type(made) is Global and not is_data(made) and of_instance(made) == "harmless"
+    return "harmless" if is_own else "harmful"
+
+
+def _is_codec(given: _Given) -> bool:
+    """Whether text is encoded by a codec that is Python's own: another may be the user's."""
+    return len(given) == 1 or (len(given) > 1 and given[1] in ("latin1", "latin-1", "utf-8", "utf8", "ascii"))
+
+
+def _is_of_typing(given: _Given) -> bool:
+    """`getitem(typing.List, int)`; with a dot in its name the first is another module's."""
+    name = given[0] if len(given) == 2 else None
+    return type(name) is Global and name.module == "typing" and name.name.isidentifier() and name.name[0].isupper()
+
+
+_CONSTANTS = (None, *named("builtins:Ellipsis,NotImplemented"))
+_OR = (*named("operator:or_ _operator:or_"),)
+# What calls of these may be given, and what they are with any other arguments.
+_JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
+    name: (is_harmless, otherwise)
+    for names, is_harmless, otherwise in (
+        ("_codecs:encode", _is_codec, _RATINGS[1]),
+        ("functools:partial", lambda given: len(given) == 1, _RATINGS[1]),  # pickle writes its arguments as a state
+        ("builtins:type", lambda given: len(given) == 1 and given[0] in _CONSTANTS, _RATINGS[2]),
+        ("builtins:iter", lambda given: len(given) == 1, _RATINGS[2]),  # of two arguments it calls the first
+        ("operator:itemgetter", lambda given: PLAIN.issuperset(map(type, given)), _RATINGS[2]),
+        ("operator:getitem _operator:getitem", _is_of_typing, _RATINGS[2]),
+        # `functools.reduce(or_, types)`: int | None
+        ("functools:reduce _functools:reduce", lambda given: len(given) == 2 and given[0] in _OR, _RATINGS[2]),
+    )
+    for name in named(names)
+}
 
 # A distribution of scipy.stats runs the text under this name when its state is set; what it writes itself makes functions.
 _PARSED, _PARSER = "scipy.stats", "_parse_arg_template"
@@ -85,97 +212,9 @@ def _of_text(made: Node, state: Node) -> Rating:
     pairs = [pair for part in parts if type(part) is Dict for pair in part.items]
     texts = [value for key, value in pairs if key == _PARSER]
     if texts:
-        is_known = all(type(text) is str and _PARSER_TEXT.fullmatch(text) for text in texts)
-        return "harmless" if is_known else "harmful"
+        return "harmless" if all(type(text) is str and _PARSER_TEXT.fullmatch(text) for text in texts) else "harmful"
     is_plain = all(type(part) is Dict for part in parts) and all(type(key) is str for key, _ in pairs)
     return "unknown" if type(made) is Global and made.module.startswith(_PARSED) and not is_plain else "harmless"
-
-
-# --- what is judged by its arguments
-
-
-def _of_handed(how: str, part: Node, given: _Given) -> Rating:
-    if how == "new":
-        return of_instance(part)
-    if how == "name" and type(part) is Object:  # an instance, which is kept
-        return "harmless"
-    if type(part) is not Global or callables.HANDED.get(part, ("",))[0] == "apply":
-        return "unknown"
-    if how == "apply" and (part in callables.SHARED or not part.module.startswith("torch")):
-        return "unknown"  # attributes are set on what it gives
-    args = given[2] if how == "apply" and len(given) > 2 else ()
-    return of_call(part, args if type(args) is tuple else (args,))
-
-
-def _class_within(given: Node) -> Global | None:
-    """The class inside a class that getattr gives."""
-    owner, name = given if type(given) is tuple and len(given) == 2 else (None, None)
-    if type(owner) is not Global or type(name) is not str or not name.isidentifier():
-        return None
-    inner = Global(owner.module, f"{owner.name}.{name}")
-    return inner if callables.is_class(owner.name) and callables.is_class(inner.name) else None
-
-
-_ZONE = (Global("zoneinfo", "ZoneInfo"), "_unpickle")  # reads the rules of a time zone by its name
-
-
-def _of_attribute(given: _Given) -> Rating:
-    """`getattr`: of a name it is the dotted name; of an instance of a class of the user's a method."""
-    if given == _ZONE:
-        return "harmless"
-    owner, name = given if len(given) == 2 else (None, None)
-    if type(name) is not str or name.startswith("__") or not name.isidentifier():
-        return "harmful"
-    if type(owner) is Global:
-        is_harmful = callables.is_harmful(of_python3(owner))
-        return "harmful" if is_harmful else callables.of_name(Global(owner.module, f"{owner.name}.{name}"))
-    if type(owner) is not Object or not (owner.call == "new" or owner.function == callables.RECONSTRUCTOR):
-        return "harmful"
-    made = made_of(owner)
-    is_own = not (type(made) is Global and callables.is_data(of_python3(made))) and of_instance(made) == "harmless"
-    return "harmless" if is_own else "harmful"
-
-
-def _is_zone_maker(node: Node) -> bool:
-    """Whether this is `getattr(ZoneInfo, "_unpickle")`, as time zones are pickled."""
-    return type(node) is Object and node.call == "reduce" and node.function == GETATTR and node.args == _ZONE
-
-
-_TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))  # another may be the user's
-_CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
-_OR = frozenset((Global("operator", "or_"), Global("_operator", "or_")))
-
-
-def _is_of_typing(given: _Given) -> bool:
-    """`getitem(typing.List, int)`; with a dot in its name the first is another module's."""
-    name = given[0] if len(given) == 2 else None
-    return type(name) is Global and name.module == "typing" and name.name.isidentifier() and name.name[0].isupper()
-
-
-# What calls of these may be given, and what they are with any other arguments.
-_JUDGED: dict[Global, tuple[Callable[[_Given], bool], Rating]] = {
-    callables.ENCODE: (
-        lambda given: len(given) == 1 or (len(given) > 1 and type(given[1]) is str and given[1] in _TEXT_CODECS), "unknown",
-    ),
-    callables.PARTIAL: (lambda given: len(given) == 1, "unknown"),  # pickle writes its arguments as a state
-    Global("builtins", "type"): (lambda given: len(given) == 1 and (given[0] is None or given[0] in _CONSTANTS), "harmful"),
-    Global("builtins", "iter"): (lambda given: len(given) == 1, "harmful"),  # of two arguments it calls the first
-    Global("operator", "itemgetter"): (lambda given: PLAIN.issuperset(map(type, given)), "harmful"),
-    **{Global(module, "getitem"): (_is_of_typing, "harmful") for module in ("operator", "_operator")},
-    # `functools.reduce(or_, types)`: int | None
-    **{
-        Global(module, "reduce"): (lambda given: len(given) == 2 and type(given[0]) is Global and given[0] in _OR, "harmful")
-        for module in ("functools", "_functools")
-    },
-}  # fmt: skip
-
-
-def made_of(target: Object) -> Node:
-    """What makes an object: of functions that make an instance of a class that they are given, the class."""
-    function, args = target.function, target.args
-    if type(function) is not Global or callables.HANDED.get(function, ("",))[0] != "new":
-        return function
-    return args[0] if type(args) is tuple and args else function
 
 
 # --- as text
@@ -184,20 +223,16 @@ def made_of(target: Object) -> Node:
 _MOST_TEXT, _MOST_ITEMS, _MOST_DEPTH = 200, 8, 4
 
 
-def call_text(function: Node, args: Node) -> str:
+def call_text(function: Node, args: _Given) -> str:
     """A call as Python would write it, its literal arguments as decoded, escaped and cut: `posix.system('id')`."""
-    return _cut(f"{function_text(function)}({_items(args if type(args) is tuple else (args,))})", 4 * _MOST_TEXT)
+    return shortened(f"{function_text(function)}({_items(args, 0)})", 4 * _MOST_TEXT)
 
 
 def function_text(function: Node) -> str:
-    if type(function) is Global:
-        return _cut(printable(str(function)), _MOST_TEXT)
-    if type(function) is Object:
-        return f"({_text(function, _MOST_DEPTH - 2)})"
-    return f"a {type(function).__name__}"
+    return _text(function, 0) if type(function) is Global else f"({_text(function, _MOST_DEPTH - 2)})"
 
 
-def _text(node: Node, depth: int = 0) -> str:
+def _text(node: Node, depth: int) -> str:
     if type(node) is ByteString:
         node = node.data
     if type(node) is str or type(node) is bytes:
@@ -208,16 +243,14 @@ def _text(node: Node, depth: int = 0) -> str:
     if type(node) in PLAIN:
         return repr(node)
     if type(node) is Global:
-        return function_text(node)
-    if depth == _MOST_DEPTH:
-        return "..."
-    return _container_text(node, depth + 1)
+        return shortened(printable(str(node)), _MOST_TEXT)
+    return "..." if depth == _MOST_DEPTH else _container_text(node, depth + 1)
 
 
 def _container_text(node: Node, depth: int) -> str:
     if type(node) is Object:
-        function = function_text(node.function) if type(node.function) is Global else _text(node.function, depth)
-        return f"{function}({_items(node.args if type(node.args) is tuple else (node.args,), depth)})"
+        args = node.args if type(node.args) is tuple else (node.args,)
+        return f"{_text(node.function, depth)}({_items(args, depth)})"
     if type(node) is tuple:
         return f"({_items(node, depth)}{',' if len(node) == 1 else ''})"
     if type(node) is List:
@@ -228,9 +261,5 @@ def _container_text(node: Node, depth: int) -> str:
     return "<tensor>" if type(node) is Entry else f"<{type(node).__name__.lower()}>"
 
 
-def _items(items: tuple[Node, ...] | list[Node], depth: int = 0) -> str:
+def _items(items: _Given | list[Node], depth: int) -> str:
     return ", ".join(_text(item, depth) for item in items[:_MOST_ITEMS]) + (", ..." if len(items) > _MOST_ITEMS else "")
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -260,7 +260,7 @@ def _head(description: Description, limit: int | None) -> list[Row]:
     if part := description.part:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
-        rows.append(("part", f"{of}{part['family']}: not a model by itself"))
+        rows.append(("part", f"{of}{part['family']}: not a whole model"))
     rows.append(loading_row(description.weights_only))
     return rows if description.container == "safetensors" else [*rows, ("safety", description.safety.text)]
 
@@ -278,7 +278,7 @@ def _adapter_lines(row: dict[str, Any]) -> list[str]:
             f"rank {ranks}{experts}{alpha}; changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}"
         )
     if row["saved"]:
-        lines.append(f"holds whole: {listed(row['saved'], 8)}")
+        lines.append(f"saved whole: {listed(row['saved'], 8)}")
     return [*lines, *([f"trained on {row['base']}"] if row["base"] else [])]
 
 

@@ -68,7 +68,7 @@ def _in_scanned(report: Scanned) -> Iterator[tuple[str, str, str]]:
 
 def _words(finding: Finding) -> str:
     """A finding in lines."""
-    expected = f" (expected {as_options(finding.expected)})" if finding.expected else ""
+    expected = f" (expected: {as_options(finding.expected)})" if finding.expected else ""
     parts = [f"{found_in(finding)}{expected}", as_options(finding.fix)]
     return "\n".join(printable(part) for part in parts if part)
 

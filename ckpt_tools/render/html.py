@@ -86,7 +86,7 @@ def report(
         CkptError: a file that cannot be read, a page that cannot be written, jinja2 is missing.
     """
     if select is not None and other is None:
-        raise UsageError("`select` says what is compared with OTHER; OTHER is missing.")
+        raise UsageError("`select` needs OTHER.")
     check_document_name(output, "an HTML page", ".html")
     output_target(output, overwrite=overwrite)  # before every tensor is read
     description, measured, difference = inspect(path), None, None

@@ -181,7 +181,7 @@ def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
         out.print()
         out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
         if any(in_unknown_order(row.source_shape, row.target_shape) for row in matching.mismatched):
-            out.print('as many numbers in another shape: step = "reshape" or "permute" in a plan says in which order they lie')
+            out.print('same number of elements, other shape: step = "reshape" or "permute" in a plan says in which order')
     if matching.ambiguous:
         out.print()
         out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all))
@@ -226,6 +226,6 @@ def _print_end(matching: Matching, out: Page, plan: Path | None) -> None:
         out.print(f"plan written to {printable(str(plan))}", soft_wrap=True)
     if matching.complete_with_offers:
         by_plan = " once a plan has split and joined what is fused (-o PLAN)" if matching.offers and plan is None else ""
-        print_parts(out, (f"every tensor has its partner{by_plan}", "green"))
+        print_parts(out, (f"every tensor is matched{by_plan}", "green"))
     else:
-        print_parts(out, ("something is left over", "yellow"))
+        print_parts(out, ("some tensors are unmatched", "yellow"))

@@ -36,7 +36,7 @@ def _verdict(report: Proved) -> str:
     if report.largest is None or report.relative is None:
         return "different: outputs of other shapes, or not finite"
     word = "equal" if report.equal else "different"
-    word = "equal, and not all of it is proved" if report.unproved else word
+    word = "equal, but not fully checked" if report.unproved else word
     room = f"(tolerance {report.tolerance:.3g})"
     return f"{word}: the largest difference is {report.largest:.3g}, {report.relative:.3g} of the largest output {room}"
 
@@ -87,7 +87,7 @@ def print_verified(report: Verified, out: Page) -> None:
     lines = [
         f"{report.path}: {_verified(report)}",
         f"signature  {report.signature}, of {report.signed}, is valid for the key {report.keyid}",
-        f"tensors    {compared.equal} of {report.tensors} are those that were signed",
+        f"tensors    {compared.equal} of {report.tensors} are as signed",
     ]
     lines += [f"different  {path_text(where)}: {how}" for where, how in compared.different[:_SHOWN_TENSORS]]
     if len(compared.different) > _SHOWN_TENSORS:
@@ -96,7 +96,7 @@ def print_verified(report: Verified, out: Page) -> None:
         if wheres:
             lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
     lines += [f"may run    {line}" for line in _not_plain(report.not_plain)]
-    _print([*lines, "not signed what lies beside the tensors: settings, epochs, objects"], out)
+    _print([*lines, "not signed everything else: settings, epochs, objects"], out)
 
 
 def _verified(report: Verified) -> str:
@@ -104,7 +104,7 @@ def _verified(report: Verified) -> str:
         return "not what was signed"
     if report:
         return "its tensors are verified" if report.tensors_only else "verified"
-    return "not verified: its tensors are those that were signed, but it may run code"
+    return "not verified: its tensors are as signed, but it may run code"
 
 
 def _print(lines: list[str], out: Page) -> None:

@@ -44,7 +44,7 @@ def print_stats(report: Stats, out: Page, view: StatsView) -> None:
     print_title(report.path, out)
     out.print()
     if not report.tensors:
-        out.print("no tensors; ckpt inspect shows what it holds")
+        out.print("no tensors; ckpt inspect shows what is in it")
         return
     if view.modules:
         rows = [_Row(row.path, row.numbers, (), counted(row.tensors, "tensor")) for row in report.modules]

@@ -133,14 +133,14 @@ def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> No
     head = f"{finding.severity}{code}{where}: "
     print_parts(out, (head, _SEVERITY[finding.severity]), (printable(found_in(finding)), "default"))
     if finding.expected:
-        print_parts(out, (f"  expected {printable(as_options(finding.expected))}", "dim"))
+        print_parts(out, (f"  expected: {printable(as_options(finding.expected))}", "dim"))
     if finding.fix:
         print_parts(out, (f"  {printable(as_options(finding.fix))}", "green"))
 
 
 def state_dict_text(row: Mapping[str, Any]) -> str:
     """Where a state dict is, how much it holds, and in which wrappers its names are."""
-    wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
+    wrapped = f", wrapped in {' '.join(map(repr, row['wrappers']))}" if row["wrappers"] else ""
     return f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
 
 

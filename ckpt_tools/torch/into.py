@@ -79,7 +79,7 @@ class Planner:
             options.allow_unexpected, in_code=True,
         )  # fmt: skip
         root = loadable(state_dict.node, checkpoint.path)
-        self.node = as_dict(casts.to_little_endian(root, checkpoint.decoded.byteorder))
+        self.node = as_dict(casts.to_little_endian(root, checkpoint.byteorder))
         # may be tensors, and are not among these
         self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
@@ -405,7 +405,7 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
         _carry_out(plan)
         if unrun := load_hooks(model):
             plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
     return plan.report
 
 

@@ -34,7 +34,7 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
     def __init__(self, path: File, select: str | None, map_location: MapLocation) -> None:
         self._stack = ExitStack()
         self._checkpoint = self._stack.enter_context(open_whole(path))
-        restore_named_ties(self._checkpoint.root, self._checkpoint.decoded.metadata)
+        restore_named_ties(self._checkpoint.root, self._checkpoint.metadata)
         self._tensors: dict[str, Tensor] = {}
         for tensor in place_in(self._checkpoint, select).tensors:
             if (name := dotted(tensor.where)) in self._tensors:
@@ -67,10 +67,10 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
         need_torch("Live tensors are PyTorch's.")
         from ckpt_tools.torch.building import Builder
 
-        entry, decoded = self._entry(name), self._checkpoint.decoded
-        located = entry if decoded.locate is None else decoded.locate(entry)
+        entry, checkpoint = self._entry(name), self._checkpoint
+        located = entry if checkpoint.locator is None else checkpoint.locator(entry)
         made: torch.Tensor = Builder(self._checkpoint, self._map_location, mapped=True).build(located)
-        decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
         return made
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
 
     def metadata(self) -> dict[str, str]:
         """The texts of a safetensors or GGUF header; of any other container none."""
-        return dict(self._checkpoint.decoded.metadata)
+        return dict(self._checkpoint.metadata)
 
     def _entry(self, name: str) -> Entry:
         tensor = self._tensors.get(name)

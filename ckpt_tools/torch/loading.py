@@ -45,7 +45,7 @@ def load(path: File, *, map_location: MapLocation = "cpu") -> Any:
         dropped = [(fate.where, fate.name) for fate in fates if fate.became == "dropped"]
         if dropped:
             raise _objects_error(as_path(path), dropped)
-        return Builder(checkpoint, map_location).build(casts.to_little_endian(root, checkpoint.decoded.byteorder))
+        return Builder(checkpoint, map_location).build(casts.to_little_endian(root, checkpoint.byteorder))
 
 
 def _objects_error(path: AnyPath, found: list[tuple[Where, str]]) -> ObjectsError:
@@ -86,11 +86,11 @@ def load_state_dict(
         state_dict = choose(checkpoint, select)
         if unwrap:
             renaming.rename_state_dict(state_dict, names.unwrap)
-        root = casts.to_little_endian(loadable(state_dict.node, as_path(path)), checkpoint.decoded.byteorder)
+        root = casts.to_little_endian(loadable(state_dict.node, as_path(path)), checkpoint.byteorder)
         if target is not None:
             root, _ = casts.cast_floats(root, target, {})
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
         return loaded
 
 

@@ -186,7 +186,7 @@ class Library:
 
 
 def _tensors(path: str, checkpoint: Checkpoint) -> Iterator[Stored]:
-    if checkpoint.decoded.byteorder == "big":
+    if checkpoint.byteorder == "big":
         checkpoint.root = casts.to_little_endian(checkpoint.root, "big")
     builder = Builder(checkpoint, "cpu", mapped=True)
     for tensor in checkpoint.tensors:

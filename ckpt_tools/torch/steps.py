@@ -170,5 +170,5 @@ class Steps:
             root = loadable(choose(checkpoint, None).node, path)
             device = "cpu" if self.options.map_location is None else None
             loaded: dict[str, torch.Tensor] = Builder(checkpoint, device).build(root)
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
             return loaded

@@ -31,7 +31,7 @@ class Finding:
     fix: str = ""
 
 
-# Every code that `ckpt check` may say; docs/check.md explains them.
+# Every code that `ckpt check` may say; operations/explained.json has what they mean.
 CODES = frozenset((
     "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",

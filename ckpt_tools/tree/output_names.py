@@ -46,7 +46,7 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
     check_format(format)
     if format != "dcp" and os.fspath(target).endswith(("/", os.sep)):
         raise UsageError(
-            f"{target} is the name of a folder, and one file is to be written.",
+            f"{target} is a folder; OUT must be one file.",
             fix="Shards: `shard_size='5GB'`. For torch.distributed.checkpoint: `format='dcp'`.",
         )
     if format is not None:
@@ -58,7 +58,7 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
         return "gguf"
     if other := _OTHERS.get(found):
         raise UsageError(
-            f"{target} would be called {other}, which ckpt does not write.",
+            f"{target}: ckpt cannot write {other}.",
             fix="Name OUT .pth or .safetensors; `format='pth'` writes a .pth under any name.",
         )
     if meant := _meant(found):

@@ -66,7 +66,7 @@ def test_standard_input_can_be_read_once() -> None:
     """Two of it are refused before anything is read."""
     result = run("inspect", "-", "-", data=DDP.read_bytes())
     assert result.exit_code == 2
-    assert "Standard input is given twice" in result.output
+    assert "Standard input was given twice" in result.output
 
 
 def test_a_file_called_minus_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_pipes_of_the_shell() -> None:
     assert done.stdout.startswith(f"</dev/fd/{read}>\ncontainer     torch-zip")
     with DDP.open("rb") as file:
         done = subprocess.run([*run, "-"], capture_output=True, text=True, stdin=file)
-    assert "wrapped in module." in done.stdout
+    assert "wrapped in 'module.'" in done.stdout
 
 
 def on_terminal(*arguments: object, rows: int = 5, **environment: str) -> str:

@@ -94,7 +94,7 @@ def test_a_file_is_shown_and_converted_in_the_browser(tab: tuple[Tab, str], tmp_
     page.choose(FIXTURES / "ddp.pth")
     page.wait_for(DONE)
     text = page.run('document.getElementById("results").innerText')
-    assert "wrapped in module." in text
+    assert "wrapped in 'module.'" in text
     assert "ddp.pth: plain" in text
     assert "match their CRC-32" in text
     for button, name in (("strip", "ddp.plain.pth"), ("safetensors", "ddp.safetensors")):

@@ -193,9 +193,9 @@ def test_patches_are_reshaped_by_a_plan_only(tmp_path: Path, name: str, step: st
     sides: list[str | Path] = [tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--allow-reshape"]
     for stages in ("structure", "values", "position"):
         result = ckpt("match", *sides, "--match", stages, code=1)
-        assert 'as many numbers in another shape: step = "reshape" or "permute" in a plan' in result.output
+        assert 'same number of elements, other shape: step = "reshape" or "permute" in a plan' in result.output
     refused = ckpt("convert", sides[0], tmp_path / "out.pth", *sides[1:], code=3)
-    assert "a plan's step for as many numbers in another shape" in refused.output
+    assert "a plan's step for the same number of elements in another shape" in refused.output
     plan = tmp_path / "plan.toml"
     text = f'format = "ckpt-plan-1"\n[[tensor]]\nold = "{name}"\nnew = "{name}"\nshape = [32, 588]\n{step}\n'
     plan.write_text(text + "to = [32, 3, 14, 14]\n")
@@ -211,7 +211,7 @@ def test_the_call_is_the_command(tmp_path: Path) -> None:
     assert json.loads(shown.output) == json.loads(json.dumps(report.to_json()))
     assert (tmp_path / "call.toml").read_text() == (tmp_path / "command.toml").read_text()
     assert report.matching.complete_with_offers
-    with pytest.raises(UsageError, match="`like` names the target"):
+    with pytest.raises(UsageError, match="`like` is missing"):
         ckpt_tools.match(source)
-    with pytest.raises(UsageError, match="`overwrite` is about a plan"):
+    with pytest.raises(UsageError, match="`overwrite` needs `output=PLAN`"):
         ckpt_tools.match(source, like=like, overwrite=True)

@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, str]] = [
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="x y -> x"), "on one side only"),
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="x y"), "no arrow"),
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="(x x) y -> y (x x)"), "twice"),
-    (table("a.{i}.w", "b.{i}.w", step="permute", axes="((x) y -> y x"), "stands where it cannot"),
+    (table("a.{i}.w", "b.{i}.w", step="permute", axes="((x) y -> y x"), "is not allowed here"),
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="(x y z -> x y z"), "not closed"),
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="(x 0) y -> y (0 x)"), "not a size"),
     (table("a.{i}.w", "b.{i}.w", step="permute", axes="(x 5) y -> y (5 x)"), "cannot be divided by 5"),

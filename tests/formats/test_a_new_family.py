@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import families
@@ -19,7 +19,7 @@ from ckpt_tools.parts.sharded import joined, renewed
 from ckpt_tools.tree.nodes import Dict, as_dict
 
 
-def decode(names: Sequence[str], files: Files) -> Decoded:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     """The tensors of all files, one after another."""
     parts = renewed([decode_file(files.open(name)) for name in names])
     return joined("made-up", Dict([item for part in parts for item in as_dict(part.root).items]), files, parts, {})

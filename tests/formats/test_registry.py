@@ -9,7 +9,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.formats import registry
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
@@ -18,11 +18,11 @@ from ckpt_tools.tree.nodes import Dict, Entry, Storage
 from tests.hostile.refusals import write
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     """One tensor of bytes, called `w`, behind four letters."""
     size = source.size - 4
     storage = Storage("0", DTYPES["uint8"], size, "cpu", Range(source, 4, size))
-    return Decoded("made-up", Dict([("w", Entry(storage, DTYPES["uint8"], (size,), (1,), 0))]), source)
+    return Checkpoint("made-up", Dict([("w", Entry(storage, DTYPES["uint8"], (size,), (1,), 0))]), source)
 
 
 def test_a_new_container_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def packed(rng: Random, folder: Path) -> Callable[[], object]:
 
 def _as_tarfile(place: str) -> None:
     with contextlib.closing(open_checkpoint(place)) as checkpoint:
-        found, source = checkpoint.packed, checkpoint.decoded.source
+        found, source = checkpoint.packed, checkpoint.source
         if found is None or not found.member:
             return
         data = source.read(0, source.size)

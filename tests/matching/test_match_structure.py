@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_one_network_is_not_matched(name: str) -> None:
-    """Other sizes, or equal shapes that neither names nor order tell apart: something is left over."""
+    """Other sizes, or equal shapes that neither names nor order tell apart: some tensors are unmatched."""
     one, other = REFUSED[name]
     for old, new in ((one(), other()), (other(), one())):
         found = matched(old, new, allow_reshape=True)
@@ -318,4 +318,4 @@ def test_asking_goes_on_until_nothing_is_open(tmp_path: Path) -> None:
     for end in (ours, theirs):
         os.close(end)
     assert (done.returncode, "--pair 'layers.{i}.two=blocks.{i}.red'" in told) == (0, True), told
-    assert b"every tensor has its partner" in done.stdout
+    assert b"every tensor is matched" in done.stdout

@@ -195,7 +195,7 @@ def test_diff_by_cosine_shows_the_furthest_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "scan"])
 def test_standard_input_is_given_once(command: str) -> None:
     """Two files from one standard input are refused before it is read."""
-    assert "Standard input is given twice" in ckpt(command, "-", "-", code=2).output
+    assert "Standard input was given twice" in ckpt(command, "-", "-", code=2).output
 
 
 def test_an_average_that_leaves_the_dtype_is_told(tmp_path: Path) -> None:

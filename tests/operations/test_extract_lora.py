@@ -204,7 +204,7 @@ def test_refusals(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConvertError, match="have different names"):
         ckpt_tools.extract_lora([one, tmp_path / "other.safetensors"], out, rank=1)
-    with pytest.raises(NothingMatchedError, match=r"differs from .* in no weight"):
+    with pytest.raises(NothingMatchedError, match=r"differ in no weight"):
         ckpt_tools.extract_lora([one, same], out, rank=1)
     with pytest.raises(ConvertError, match="NaN or infinite"):
         ckpt_tools.extract_lora([one, tmp_path / "nan.safetensors"], out, rank=1)

@@ -79,7 +79,7 @@ def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: Literal["safe
     ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format=kind)
     for shard in sorted(folder.glob("*-of-*")):
         old = shard.read_bytes()
-        with pytest.raises(ConvertError, match=r"\.index\.json says.*\n.*ckpt convert \S*shards OUT"):
+        with pytest.raises(ConvertError, match=r"\.index\.json describes.*\n.*ckpt convert \S*shards OUT"):
             ckpt_tools.edit_in_place(shard, strip_module=True)
         assert shard.read_bytes() == old
     assert len(load_state_dict(folder, unwrap=False)) == 14

@@ -70,8 +70,8 @@ def test_what_inspect_tells(kind: str, ranks: dict[str, int]) -> None:
         ),
         ("experts", {"target_parameters": ["experts.down_proj"]}, "factors of 2 parameters of 'experts'; .* names 1"),
         ("experts", {"target_parameters": ["experts.down_proj", "experts.other"]}, "factors of 2 parameters"),
-        ("experts-018-square", {"peft_version": None}, "'experts.square', .* cannot be told"),
-        ("experts-018-square", {"peft_version": "0.21.2"}, "'experts.square', .* cannot be told"),
+        ("experts-018-square", {"peft_version": None}, "'experts.square', .* is unknown"),
+        ("experts-018-square", {"peft_version": "0.21.2"}, "'experts.square', .* is unknown"),
         ("experts", {"target_parameters": "experts"}, "target_parameters in .* is not a list of names"),
     ],
 )

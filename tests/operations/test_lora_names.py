@@ -272,7 +272,7 @@ def test_differences(tmp_path: Path, flat: bool) -> None:
     for wrong, words in (
         ({f"{called('blocks.1.q')}.diff_b": torch.ones(4)}, "has no partner"),
         ({f"{called('head.head')}.diff": torch.ones(4, 6)}, r"is \[4, 6\]"),
-        ({f"{called('blocks.0.q')}.diff": torch.ones(4, 4)}, "a difference of its weight beside them"),
+        ({f"{called('blocks.0.q')}.diff": torch.ones(4, 4)}, "both low-rank matrices and a full difference"),
     ):
         save_file(adapter | wrong, tmp_path / "lora.safetensors")
         with pytest.raises(ConvertError, match=words):

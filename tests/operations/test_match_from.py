@@ -145,7 +145,7 @@ def test_a_live_model_stays_as_it_is(picky: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[CkptError], str]] = [
-    ({"input": "1x8"}, UsageError, "`input` is for models that run; `from_` names that of IN"),
+    ({"input": "1x8"}, UsageError, "`input` needs `from_`, the model of IN"),
     ({"from_": OLD, "match": "position"}, UsageError, "leaves nothing to it"),
     ({"from_": OLD, "input": "8x"}, UsageError, "`input='8x'` is not an input"),
     ({"from_": OLD, "input": "3x3"}, ConvertError, "raised when it ran"),
@@ -168,7 +168,7 @@ def test_the_command_line_says_it_in_its_words(alpha: Path) -> None:
     """`from_` in Python is `--from` on the command line, in messages too."""
     done = run("match", alpha, "--like", NEW, "--input", "1x8")
     assert done.exit_code == 3 or done.exit_code == 2
-    assert "--input is for models that run; --from names that of IN" in done.output
+    assert "--input needs --from, the model of IN" in done.output
 
 
 # --- programs

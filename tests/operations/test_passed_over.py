@@ -108,7 +108,7 @@ def test_each_alone_fails(only: str, top: Path) -> None:
 def test_what_is_named_on_the_command_line(top: Path) -> None:
     """A link that the user names is followed; what may not be read is said so, and the others are examined all the same."""
     done = limited("scan", "top/outside")
-    assert (done.returncode, done.stdout) == (0, "top/outside/model.pth: plain: it names nothing but data\n")
+    assert (done.returncode, done.stdout) == (0, "top/outside/model.pth: safe: no code in it\n")
     for command, code in (("scan", 1), ("check", 3), ("inspect", 3)):
         for name in ("top/unreadable.pth", "top/unlisted/model.pth", "top/unlisted"):
             done = limited(command, "top/good.pth", name)

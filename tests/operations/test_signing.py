@@ -250,7 +250,7 @@ def test_what_lies_beside_is_said_not_to_be_signed(signed: tuple[Path, Path, Pat
     path, public, _ = signed
     torch.save({"epoch": 4, "model": torch.load(path)["model"]}, path)
     page = ckpt("verify", path, "--key", public)
-    assert page.output.splitlines()[-1] == "not signed what lies beside the tensors: settings, epochs, objects"
+    assert page.output.splitlines()[-1] == "not signed everything else: settings, epochs, objects"
 
 
 class Runs:
@@ -274,7 +274,7 @@ def test_a_signature_does_not_vouch_for_code(name: str, signed: tuple[Path, Path
     torch.save({"model": torch.load(path)["model"], "x": added}, path.with_name("added.pth"))
     call = ("verify", path.with_name("added.pth"), "--key", public, "--signature", signature)
     page = ckpt(*call, code=1)
-    assert "added.pth: not verified: its tensors are those that were signed, but it may run code" in page.output
+    assert "added.pth: not verified: its tensors are as signed, but it may run code" in page.output
     assert said in page.output
     assert not ckpt_tools.verify(path.with_name("added.pth"), key=public, signature=signature)
     assert ckpt_tools.verify(path.with_name("added.pth"), key=public, signature=signature, tensors_only=True)

@@ -69,9 +69,9 @@ def test_findings_are_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "views.pth"
     torch.save({"a.weight": torch.ones(1 << 20)[:4]}, path)
     found = next(row for row in inspect(path).findings if row.code == "oversized-storage")
-    assert "(`slim` leaves" in found.expected
-    assert "(--slim leaves" in next(row["expected"] for row in embedded(page(path))["findings"])
-    assert "(--slim leaves" in run("inspect", path).stdout
+    assert "(`slim` also drops" in found.expected
+    assert "(--slim also drops" in next(row["expected"] for row in embedded(page(path))["findings"])
+    assert "(--slim also drops" in run("inspect", path).stdout
 
 
 def hostile_file(folder: Path) -> Path:
@@ -107,7 +107,7 @@ def test_the_call_is_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "call.html").read_bytes() == (tmp_path / "command.html").read_bytes()
     assert report.bytes == (tmp_path / "call.html").stat().st_size
     assert seen
-    with pytest.raises(UsageError, match="`select` says what is compared"):
+    with pytest.raises(UsageError, match="`select` needs OTHER"):
         ckpt_tools.report(single, output=tmp_path / "other.html", select="model")
 
 

@@ -371,7 +371,7 @@ def test_the_page_of_what_is_not_proved(path: Path) -> None:
     command = ("prove", old, new, "--model", f"{models}:WithAux", "--model", f"{models}:WithoutAux", "--input", "3x4")
     result = ckpt(*command)
     assert result.exit_code == 1
-    assert result.output.startswith("equal, and not all of it is proved: ")
+    assert result.output.startswith("equal, but not fully checked: ")
     assert "unproved  aux.bias: no output depends on it, and its numbers are not the old model's" in result.output
     assert "left out  [1] of the old model" in result.output
     document = json.loads(ckpt(*command, "--json").stdout)

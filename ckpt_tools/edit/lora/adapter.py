@@ -87,7 +87,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Adapter]:
     """An adapter, open while its tensors are read; that it has not changed is checked at the end."""
     with open_checkpoint(file_of(path)) as checkpoint:
         yield read_adapter(checkpoint)
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
 
 
 def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -154,7 +154,7 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
 def _differences(part: Part, roles: dict[Role, tuple[str, Entry]], path: str) -> Iterator[Difference]:
     """What is added as it is to a module, taken out of its parts."""
     if "difference" in roles and "down" in roles:
-        raise ConvertError(f"{path} has factors of {part.module!r}, and a difference of its weight beside them.")
+        raise ConvertError(f"{path} has both low-rank matrices and a full difference for {part.module!r}.")
     endings: tuple[tuple[Role, str], ...] = (("difference", "weight"), ("bias_difference", "bias"))
     for role, ending in endings:
         if role in roles:
@@ -165,7 +165,7 @@ def _differences(part: Part, roles: dict[Role, tuple[str, Entry]], path: str) ->
 
 def _check_float(name: str, entry: Entry, path: str) -> None:
     if entry.dtype.name not in _DTYPES:
-        raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
+        raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; an adapter is float32, float16, bfloat16 or float64.")
 
 
 def _by_module(
@@ -184,7 +184,7 @@ def _by_module(
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
     checkpoint.locate()
-    root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+    root = to_little_endian(checkpoint.root, checkpoint.byteorder)
     found = find_state_dicts(root)
     if len(found) != 1:
         raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
@@ -193,7 +193,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
 
 def _entry(node: Node, name: str, path: str) -> Entry:
     if type(node) is not Entry:
-        raise ConvertError(f"{path}: {name!r} is a sparse or quantised tensor; factors are dense.")
+        raise ConvertError(f"{path}: {name!r} is a sparse or quantised tensor, which an adapter cannot have.")
     return node
 
 
@@ -212,7 +212,7 @@ def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
     said = read_config(path) if checkpoint.packed is None else None
     if said is not None:
         return {"": check_kind(said, str(path), modules)}
-    header = checkpoint.decoded.metadata.get(_HEADER)
+    header = checkpoint.metadata.get(_HEADER)
     if header is None:
         return {}
     try:
@@ -295,7 +295,7 @@ def _grouped(
     ):
         shapes = listed([f"{name!r} {list(entry.shape)}" for name, entry in roles.values()])
         raise ConvertError(
-            f"{path}: the factors of {part.module!r} do not multiply: {shapes}.",
+            f"{path}: the matrices of {part.module!r} do not multiply: {shapes}.",
             why="One is [experts, in, rank], the other [experts, rank, out].",
         )
     _check_float(down, a, path)

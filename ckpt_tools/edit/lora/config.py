@@ -24,7 +24,7 @@ _NOT_MERGED = {
     "alora_invocation_tokens": "an activated LoRA acts from some token on: it has no merged form",
     "arrow_config": "arrow chooses between adapters token by token: it has no merged form",
     "use_qalora": "QA-LoRA is for quantised bases only",
-    "use_bdlora": "its factors are block-diagonal",
+    "use_bdlora": "its matrices are block-diagonal",
     "kasa_config": "KaSA takes singular components out of the base",
     "monteclora_config": "MonteCLoRA draws samples",
     "layer_replication": "the adapter is for a base whose layers are repeated",

@@ -100,7 +100,7 @@ def assigned(
             raise ConvertError(
                 f"{adapter.path}: the factors of {module!r}, {factors}, fit {'several' if fitting else 'none'} of {shown}.",
                 why=f"They are [rank * experts, in] and [out, rank * experts]; the rank is {listed(sorted(map(str, ranks)))}."
-                if not fitting else "Which is whose is told by the order in the model alone, and files do not keep that.",
+                if not fitting else "Only the order in the model decides which is which, and files do not keep it.",
             )  # fmt: skip
         one, made, ways = fitting[0]
         pairs.append((made, one, ways))
@@ -138,7 +138,7 @@ def _turned(change: Change, one: Parameter, ways: set[bool], sure: set[bool], ad
         return False
     said = "no peft_version" if version == (0, 0) else f"PEFT {version[0]}.{version[1]}"
     raise ConvertError(
-        f"{adapter.path}: whether the changes of {one.name!r}, {list(one.shape)}, are [out, in] or [in, out] cannot be told.",
+        f"{adapter.path}: whether the changes of {one.name!r}, {list(one.shape)}, are [out, in] or [in, out] is unknown.",
         why=f"It is square, and {CONFIG} has {said}: up to 0.18 they are [in, out], since 0.19 the model's code says it.",
         fix="Merge this adapter with PEFT.",
     )

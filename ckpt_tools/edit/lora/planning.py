@@ -503,9 +503,7 @@ class Merging:
         if before[1] is not new and given != before[0]:
             raise ConvertError(f"{before[0]} and {given} were trained on different weights {name!r}, which both hold.")
         if new is not None and before[1] is new:
-            text = (
-                f"{given} was trained on another {name!r} than {self.base.path} has, and holds it; that is changed and written."
-            )
+            text = f"{given} contains the {name!r} that it was trained on, not that of {self.base.path}; that one is written."
             self.notes.append(("adapters-base", text))
 
     def add(self, name: str, given: str, addend: Addend) -> None:
@@ -548,7 +546,7 @@ class Merging:
             entry = _alone(entry, "", content, entry.dtype, own.shape)
         matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
         if key in self.deltas and key in self.addends:
-            raise ConvertError(f"{name!r} is changed by factors and by a difference: merge one adapter after the other.")
+            raise ConvertError(f"{name!r} is changed by matrices and by a full difference: merge one adapter after the other.")
         content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
         extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
         return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
@@ -580,7 +578,7 @@ class Merging:
                 apart = node.offset >= entry.offset + entry.span or entry.offset >= node.offset + node.span
                 if not apart and view_of(node) != view_of(entry):
                     raise ConvertError(
-                        f"{self.base.path}: {tensor.where[-1]!r} lies on the memory of {name!r}, and is not the same tensor.",
+                        f"{self.base.path}: {tensor.where[-1]!r} shares memory with {name!r}, and is not the same tensor.",
                         why="One would be changed and not the other.",
                         fix="Convert the base to safetensors first, where each tensor has its own memory.",
                     )

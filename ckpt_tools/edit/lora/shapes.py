@@ -75,7 +75,7 @@ class Turned:
         if self.said and not any(True in known for known in self.known.values()):
             return False  # by `fan_in_fan_out`, which PEFT takes back for each nn.Linear
         raise ConvertError(
-            f"{self.path}: whether {change.module!r}, which is square, is stored as [out, in] or [in, out] cannot be told.",
+            f"{self.path}: whether {change.module!r}, which is square, is stored as [out, in] or [in, out] is unknown.",
             why=f"fan_in_fan_out is {str(self.said).lower()} in its configuration, and other modules are not stored so.",
             fix="Merge this adapter with PEFT.",
         )
@@ -86,5 +86,5 @@ def is_oblong(shape: tuple[int, ...]) -> bool:
 
 
 def last_name(module: str) -> str:
-    """The last part of a module's path; of one with underscores for dots its end cannot be told."""
+    """The last part of a module's path; of one with underscores for dots its end is unknown."""
     return module.rpartition(".")[2]

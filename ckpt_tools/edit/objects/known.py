@@ -62,6 +62,6 @@ def check_no_tensors(attributes: dict[Where, Node], container: str) -> None:
     """Raise ConvertError where attributes hold tensors, which an output of this container would lose."""
     if lost := [dotted(where) for where, value in attributes.items() if next(find_tensors(value), None) is not None]:
         raise ConvertError(
-            f"{container} has no place for attributes of tensors, and {some(lost)} hold tensors.",
+            f"{container} cannot store attributes of tensors, and {some(lost)} contain tensors.",
             fix="Leave them out with `objects='drop'`, or write a .pth, which keeps them.",
         )

@@ -65,7 +65,7 @@ def in_state_dicts(root: Node) -> Iterator[Tensor]:
     for state_dict in find_state_dicts(root):
         for key, value in model_parts(state_dict):
             for tensor in find_tensors(value):
-                yield Tensor((*state_dict.where, key, *tensor.where), tensor.node, tensor.unusual)
+                yield Tensor((*state_dict.where, key, *tensor.where), tensor.node)
 
 
 def outside_state(root: Node) -> set[int]:

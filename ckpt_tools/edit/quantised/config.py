@@ -46,7 +46,7 @@ class Config:
 
 def read_config(checkpoint: Checkpoint) -> Config:
     """The config beside a checkpoint; one that says nothing where there is none."""
-    return replace(_read_beside(checkpoint), metadata=checkpoint.decoded.metadata)
+    return replace(_read_beside(checkpoint), metadata=checkpoint.metadata)
 
 
 def _read_beside(checkpoint: Checkpoint) -> Config:
@@ -59,7 +59,7 @@ def _read_beside(checkpoint: Checkpoint) -> Config:
     try:
         return config_of(_read(source))
     finally:
-        if not isinstance(checkpoint.decoded.source, Files):
+        if not isinstance(checkpoint.source, Files):
             source.close()
 
 
@@ -92,7 +92,7 @@ def _read(source: Source) -> Any:
 
 def _beside(checkpoint: Checkpoint) -> Source | None:
     """config.json in the checkpoint's folder, or beside its file."""
-    source = checkpoint.decoded.source if checkpoint.packed is None else checkpoint.packed.folder
+    source = checkpoint.source if checkpoint.packed is None else checkpoint.packed.folder
     if isinstance(checkpoint.path, Address):
         return _fetched(checkpoint.path.beside(CONFIG))
     if isinstance(source, Files):

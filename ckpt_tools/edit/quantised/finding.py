@@ -166,7 +166,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
     tensors = [tensor for one in found for tensor in one.quantised.values()]
     if not tensors:  # a scale may be a parameter of its own
         return None
-    unread = is_address(str(checkpoint.path)) or checkpoint.decoded.locate is not None
+    unread = is_address(str(checkpoint.path)) or checkpoint.locator is not None
     config = None if unread else read_config(checkpoint)
     rows = dict[str, dict[str, Any]]()
     for tensor in tensors:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
-from ckpt_tools.formats.base import Cursor, Decoded, repeated, row_major, state_dict, trailing
+from ckpt_tools.formats.base import Cursor, repeated, row_major, trailing
+from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source
@@ -51,7 +52,7 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     reader = _Reader(source)
     root = reader.value(0)
     if type(root) is not Dict:

@@ -23,7 +23,8 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Cursor, Decoded, Warned, row_major, state_dict
+from ckpt_tools.formats.base import Cursor, Warned, row_major
+from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
 from ckpt_tools.io.content import Computed, Content, Literal, Piece, Range
@@ -62,7 +63,7 @@ class _Info:
         return prod(self.shape) // self.kind.elements * self.kind.nbytes
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     cursor = Cursor(source, len(MAGIC), source.size, "GGUF file")
     version = cursor.number("I")
     if version & 0xFFFF == 0:
@@ -230,7 +231,7 @@ def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
     return [Warned("stored-types", text, severity="info")]
 
 
-def schemes(decoded: Decoded) -> list[dict[str, Any]]:
+def schemes(decoded: Checkpoint) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, entry in as_dict(decoded.root).named.items():
         kind = decoded.encodings.get(name)

@@ -21,7 +21,8 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned, row_major, state_dict
+from ckpt_tools.formats.base import Warned, row_major
+from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
 from ckpt_tools.io.output import Source
@@ -69,7 +70,7 @@ def _h5py() -> types.ModuleType:
     return module
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source) -> Checkpoint:
     h5py = _h5py()
     warnings: list[Warned] = []
 

@@ -17,7 +17,8 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats.base import Cursor, Decoded, Warned, row_major, state_dict
+from ckpt_tools.formats.base import Cursor, Warned, row_major
+from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
@@ -62,7 +63,7 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-def decode(source: Source, files: Files | None = None) -> Decoded:
+def decode(source: Source, files: Files | None = None) -> Checkpoint:
     reader = _Reader(source, files)
     model = reader.fields(Range(source, 0, source.size), _MODEL)
     if 7 not in model:

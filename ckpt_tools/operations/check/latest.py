@@ -156,11 +156,7 @@ def _holds_weights(state_dict: StateDict) -> bool:
 
 def _step_of(checkpoint: Checkpoint) -> TrainingStep:
     """What is said in the tree, in the header's text, or in what lies beside it."""
-    told = (
-        step_in(checkpoint.root),
-        step_in_texts(checkpoint.decoded.metadata),
-        *map(step_in, checkpoint.decoded.beside.values()),
-    )
+    told = (step_in(checkpoint.root), step_in_texts(checkpoint.metadata), *map(step_in, checkpoint.beside.values()))
     return next((step for step in told if step.is_known), TrainingStep())
 
 

@@ -26,7 +26,7 @@ _LONGEST_INDEX = 16  # more digits than any machine has devices
 
 def findings(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Finding]:
     """What stands in the way of loading on this machine, in this Python; with `device`, on a machine that has this one."""
-    path, names = str(checkpoint.path), checkpoint.decoded.globals
+    path, names = str(checkpoint.path), checkpoint.globals
     yield from _devices(checkpoint, device)
     if checkpoint.container in PROGRAMS:
         return  # torch's own loaders import none of the classes that a program names
@@ -57,7 +57,7 @@ def _devices(checkpoint: Checkpoint, device: str | None) -> Iterator[Finding]:
         return
     fix = mending("convert", str(checkpoint.path), "--map-location cpu")
     yield Finding(
-        "no-such-device", "info" if device is None else "problem", [], f"storages tagged {listed(beyond)}: {here}",
+        "no-such-device", "info" if device is None else "problem", [], f"tensors are on {listed(beyond)}: {here}",
         "cpu, or map_location='cpu' in torch.load", fix,
     )  # fmt: skip
 

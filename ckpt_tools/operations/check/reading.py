@@ -10,7 +10,7 @@ from ckpt_tools import limits
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats import zip_archives
-from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, is_zip
+from ckpt_tools.formats.base import PART_CONTAINERS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.io.content import Deflated, Range, chunks
@@ -75,13 +75,12 @@ def read_checkpoint(
     advance: Advance | None = None,
 ) -> Read:  # fmt: skip
     """Read every byte of a checkpoint's files once; twice where tensors are strided and values count."""
-    decoded = checkpoint.decoded
     read = Read(list(storages_of(checkpoint)))
     contents = [storage.content for storage in read.storages if isinstance(storage.content, Range | Deflated)]
-    spans: dict[Source, list[Span]] = {source: [] for source in _sources(decoded.source, contents)}
-    checks = _record_spans(_records(decoded, contents), spans)
+    spans: dict[Source, list[Span]] = {source: [] for source in _sources(checkpoint.source, contents)}
+    checks = _record_spans(_records(checkpoint, contents), spans)
     views = _views(checkpoint, read, digest, count_values, heads) if digest or count_values else []
-    gathered = [view for view in views if not _streams(view, decoded.byteorder, spans)]
+    gathered = [view for view in views if not _streams(view, checkpoint.byteorder, spans)]
     for source, wanted in spans.items():
         read_through(source, wanted, advance)
         source.check_unchanged()
@@ -89,7 +88,7 @@ def read_checkpoint(
     read.records = len(checks)
     found = [DamagedRecord(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
     read.mismatches = found
-    _gather(gathered, decoded.byteorder, read)
+    _gather(gathered, checkpoint.byteorder, read)
     _collect(views, checkpoint, read)
     return read
 
@@ -119,15 +118,15 @@ def in_file(source: Source, offset: int) -> tuple[Source, int]:
 Check = Callable[[], int | None]
 
 
-def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tuple[Source, Record]]:
+def _records(checkpoint: Checkpoint, contents: Sequence[Range | Deflated]) -> list[tuple[Source, Record]]:
     """The records that have a CRC-32, each once: of the zip, of every zip, of the archives in the parts of many ranks."""
-    found = {id(record): (decoded.source, record) for record in decoded.records if decoded.has_checksums}
+    found = {id(record): (checkpoint.source, record) for record in checkpoint.records if checkpoint.has_checksums}
     for content in contents:
         if isinstance(content, RecordRange):
             found[id(content.record)] = (content.source, content.record)
-    if isinstance(decoded.source, Files):
-        for source in decoded.source.members.values():
-            if source.path.suffix == ".distcp" or decoded.container in PART_CONTAINERS:
+    if isinstance(checkpoint.source, Files):
+        for source in checkpoint.source.members.values():
+            if source.path.suffix == ".distcp" or checkpoint.container in PART_CONTAINERS:
                 found |= {id(record): (part, record) for part, record in _archived(source)}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
     checked = list(places.values())

@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
     RemoteError,
     UsageError,
 )
-from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, Decoded
+from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
@@ -66,11 +66,11 @@ _GAP_FROM = 1 << 20
 
 def disorder(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What the directory, the header or the folder tells, worst first."""
-    if checkpoint.decoded.records:
+    if checkpoint.records:
         yield from _zip(checkpoint)
-    if isinstance(checkpoint.decoded.source, Files):
+    if isinstance(checkpoint.source, Files):
         yield from _sharded(checkpoint)
-    if checkpoint.decoded.misplaced is not None and (found := list(checkpoint.decoded.misplaced())):
+    if checkpoint.misplaced is not None and (found := list(checkpoint.misplaced())):
         text = f"{len(found)} archives do not lie where .metadata says: {listed(found)}"
         fix = "Get the files again, or take an earlier checkpoint."
         yield Finding("misplaced-chunk", "problem", [], text, "archives as .metadata says: torch loads no others", fix)
@@ -86,7 +86,7 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         record, names = row.record, users.get(id(row.record), [])
         on = f" holds {listed(names)}, and" if names else ""
         given = "they cannot be inflated" if row.found is None else f"the bytes give {row.found:08x}"
-        of = f" of {row.source.path.name}" if row.source is not checkpoint.decoded.source else ""
+        of = f" of {row.source.path.name}" if row.source is not checkpoint.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
         part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
         is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp"
@@ -108,7 +108,7 @@ def sparse(checkpoint: Checkpoint) -> Iterator[Finding]:
         node = unwrapped(tensor.node) if type(tensor.node) is Object else None
         if node is None or node.name not in SPARSE:
             continue
-        parts, order = sparse_parts(node.args), checkpoint.decoded.byteorder
+        parts, order = sparse_parts(node.args), checkpoint.byteorder
         if any(_is_outside(entry, most, order) for entry, most in zip(parts.indices, _bounds(parts), strict=True)):
             text = f"the sparse tensor {dotted(tensor.where)} has an index outside its shape {list(parts.shape)}"
             expected = "indices within the shape: torch 2.13 loads the file, 2.14 refuses it"
@@ -174,27 +174,29 @@ class _Places:
 
 
 def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
-    decoded, path = checkpoint.decoded, str(checkpoint.path)
-    records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
-    unused = _unused(decoded, (storage.key for storage in storages_of(checkpoint)), records)
+    path = str(checkpoint.path)
+    records = (
+        checkpoint.records if checkpoint.container in ("torch-zip", "torchscript") else ()
+    )  # others name storages otherwise
+    unused = _unused(checkpoint, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
         every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
-        unused = _unused(decoded, every, unused)
+        unused = _unused(checkpoint, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)
         text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {listed([record.name for record in unused])}"
         yield Finding("unused-storage", "info", [], text, "", mending("convert", path))
-    gaps = sum(max(0, record.following - record.end - DESCRIPTOR_64 - ALIGNMENT) for record in decoded.records)
+    gaps = sum(max(0, record.following - record.end - DESCRIPTOR_64 - ALIGNMENT) for record in checkpoint.records)
     if gaps >= _GAP_FROM:
         yield Finding("unused-bytes", "info", [], f"{gaps} bytes between the records", "", mending("convert", path))
-    if not decoded.has_checksums:
+    if not checkpoint.has_checksums:
         text = "the file carries no checksums (every CRC-32 is 0): damage to tensors cannot be seen"
         yield Finding("no-checksums", "info", [], text, "", mending("convert", path))
 
 
 def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    source, path = checkpoint.decoded.source, str(checkpoint.path)
-    if checkpoint.decoded.metadata.get("format") is None:
+    source, path = checkpoint.source, str(checkpoint.path)
+    if checkpoint.metadata.get("format") is None:
         text = "the header's metadata has no format"
         yield Finding(
             "no-format", "info", [], text, "format: pt, as safetensors.torch and transformers write it", mending("repair", path)
@@ -206,16 +208,16 @@ def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _unused(decoded: Decoded, keys: Iterable[str], records: Sequence[Record]) -> list[Record]:
+def _unused(checkpoint: Checkpoint, keys: Iterable[str], records: Sequence[Record]) -> list[Record]:
     """The records of storages whose keys are not among these."""
-    folder = f"{decoded.root_folder}/data/"
+    folder = f"{checkpoint.root_folder}/data/"
     used = {f"{folder}{key}" for key in keys}
     return [record for record in records if record.name.startswith(folder) and record.name not in used]
 
 
 def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Files that look like shards and that no index names; what this one names was found, or the file did not open."""
-    files = checkpoint.decoded.source
+    files = checkpoint.source
     if not isinstance(files, Files):
         return
     there = sorted(files.names())
@@ -418,7 +420,7 @@ def _equal(checkpoint: Checkpoint, read: Read, state_dicts: Sequence[Where]) -> 
         several = [list(group.values()) for group in groups.values() if len(group) > 1]
         if several:
             shown = listed([where[-1] for where in several[0]])
-            text = f"{len(several)} groups of equal matrices, each with bytes of its own: {shown}"
+            text = f"{len(several)} groups of equal matrices that are not tied: {shown}"
             fix = mending("repair", str(checkpoint.path), "--tie-equal")
             yield Finding("equal-tensors", "info", list(found), text, "one storage, if they were tied", fix)
 

@@ -84,7 +84,7 @@ def diff(
         if contents:
             _compare_contents(pairs, report, progress, measure=values)
         for checkpoint in (one, other):
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
     conclude(report, [pair.names for pair in pairs if pair.names is not None], sides, contents=contents, pattern=filter)
     return report
 
@@ -171,15 +171,11 @@ def _only(tensor: Tensor) -> Only:
 
 
 def _dtype(tensor: Tensor) -> str | None:
-    if tensor.scheme:
-        return tensor.scheme
-    found = tensor.node.dtype if type(tensor.node) is Entry else tensor.unusual.dtype if tensor.unusual else None
-    return found.name if found is not None else None
+    return tensor.scheme or (tensor.dtype.name if tensor.dtype is not None else None)
 
 
 def _shape(tensor: Tensor) -> list[int] | None:
-    found = tensor.node.shape if type(tensor.node) is Entry else tensor.unusual.shape if tensor.unusual else None
-    return list(found) if found is not None else None
+    return None if tensor.shape is None else list(tensor.shape)
 
 
 def _filtered(pairs: list[_Paired], sides: tuple[Side, Side], report: Difference, pattern: str) -> list[_Paired]:

@@ -81,7 +81,7 @@ class Side:
 
 def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | None = None) -> Side:
     """Look at an open checkpoint, or at one place in it."""
-    ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    ties = restore_named_ties(checkpoint.root, checkpoint.metadata)
     place = place_in(checkpoint, where)
     tensors, notes = tensors_in(place, plain)
     side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts, notes=notes)
@@ -89,16 +89,14 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
     if checkpoint.container in ("safetensors", "sharded", "gguf", "onnx"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
-        side.values |= {(key,): text for key, text in checkpoint.decoded.metadata.items() if key not in own}
+        side.values |= {(key,): text for key, text in checkpoint.metadata.items() if key not in own}
     return side
 
 
 def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
     """A place in an open checkpoint as one of its own, little-endian."""
     chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
-    place = Checkpoint(checkpoint.decoded)
-    place.root = to_little_endian(chosen, checkpoint.decoded.byteorder)
-    return place
+    return replace(checkpoint, root=to_little_endian(chosen, checkpoint.byteorder))
 
 
 def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tensor], list[str]]:
@@ -126,7 +124,7 @@ def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tens
 
 def _select(checkpoint: Checkpoint, where: str) -> Node:
     try:
-        with naming(checkpoint.decoded.source):
+        with naming(checkpoint.source):
             return select_in(checkpoint, where)
     except NothingMatchedError as error:
         error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."

@@ -107,7 +107,7 @@ def stats(
         measured = _Measured(sum(entry.nbytes for entry in entries), progress)
         with one_thread():
             rows = [measured.row(tensor) for tensor in tensors]
-        checkpoint.decoded.source.check_unchanged()
+        checkpoint.source.check_unchanged()
     _sum_up(report, rows, depth)
     return report
 
@@ -126,7 +126,7 @@ def _sum_up(report: Stats, rows: Sequence[tuple[TensorStats, Moments | None]], d
 
 def _listed(checkpoint: Checkpoint, select: str | None) -> tuple[list[Tensor], list[str]]:
     """The tensors at a place, in order, and what is to be said of them."""
-    restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    restore_named_ties(checkpoint.root, checkpoint.metadata)
     place = place_in(checkpoint, select)
     tensors, notes = tensors_in(place, "instead")
     checkpoint.let_go()
@@ -194,10 +194,10 @@ class _Measured:
 
 def _unmeasured(tensor: Tensor, where: list[str | int], name: str) -> TensorStats:
     """A sparse, quantised or nested tensor: what it is, without numbers."""
-    unusual = tensor.unusual
-    assert unusual is not None
-    shape = None if unusual.shape is None else list(unusual.shape)
-    return TensorStats(where, name, unusual.dtype.name if unusual.dtype else None, shape, None, [], unusual.kind)
+    shape, kind = tensor.shape, tensor.unusual.kind if tensor.unusual is not None else ""
+    return TensorStats(
+        where, name, tensor.dtype.name if tensor.dtype else None, None if shape is None else list(shape), None, [], kind
+    )
 
 
 def measure(entry: Entry, advance: Callable[[int], None] | None = None) -> tuple[Moments, list[int]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ckpt_tools.edit.checksums import Leaving, leaving
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats import zip_writer
-from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Piece, total
@@ -58,7 +57,7 @@ def run(
         planned = plan(checkpoint, edits, report, stack)
         if output is not None:
             execute(planned, output, edits.options.progress, clone)
-            checkpoint.decoded.source.check_unchanged()
+            checkpoint.source.check_unchanged()
     return report
 
 
@@ -67,15 +66,15 @@ def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitSta
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
-    found = records_leaving(edited.root, pieces, checkpoint.decoded, edits)
+    found = records_leaving(edited.root, pieces, checkpoint, edits)
     return Planned(found.pieces(pieces), report, edited.casting, found)
 
 
-def records_leaving(root: Node, pieces: Iterable[Piece], decoded: Decoded, edits: Edits) -> Leaving:
+def records_leaving(root: Node, pieces: Iterable[Piece], checkpoint: Checkpoint, edits: Edits) -> Leaving:
     """The records whose CRC-32 is compared: those whose bytes leave it behind; none with `no_verify`."""
     if edits.options.no_verify:
         return Leaving(())
-    return leaving(root, pieces, keeps=edits.kind == "pth" and decoded.has_checksums)
+    return leaving(root, pieces, keeps=edits.kind == "pth" and checkpoint.has_checksums)
 
 
 def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
@@ -113,32 +112,31 @@ def report_flat(flat: Flat, report: Converted) -> None:
 
 
 def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
-    decoded = checkpoint.decoded
     if edits.kind == "safetensors":
         from ckpt_tools.edit.flatten import flatten
         from ckpt_tools.formats import safetensors
 
-        flat = flatten(edited.root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts)
+        flat = flatten(edited.root, objects=edits.options.objects, metadata=checkpoint.metadata, texts=edits.texts)
         report_flat(flat, report)
         pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
     elif edits.kind == "gguf":
-        pieces = _lay_out_gguf(edited.root, decoded, edits, report)
+        pieces = _lay_out_gguf(edited.root, checkpoint, edits, report)
     else:
-        if decoded.metadata:
+        if checkpoint.metadata:
             from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 
             known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
-            lost = [key for key in decoded.metadata if key not in known]
-            report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
-        pieces = _lay_out_torch(edited.root, decoded, edits)
+            lost = [key for key in checkpoint.metadata if key not in known]
+            report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
+        pieces = _lay_out_torch(edited.root, checkpoint, edits)
     return pieces
 
 
-def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
+def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     from ckpt_tools.edit.flatten import flatten
     from ckpt_tools.formats.frameworks import gguf
 
-    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, texts=edits.texts, holder="GGUF")
+    flat = flatten(root, objects=edits.options.objects, metadata=checkpoint.metadata, texts=edits.texts, holder="GGUF")
     report_flat(flat, report)
     if gguf.OF_THE_INPUT in flat.metadata:
         report.dropped.append((gguf.OF_THE_INPUT, "the types of the input's tensors"))
@@ -153,9 +151,9 @@ def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     return gguf.lay_out(flat.tensors, flat.metadata, quantise=quantise)
 
 
-def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits) -> list[Piece]:
+def _lay_out_torch(root: Node, checkpoint: Checkpoint, edits: Edits) -> list[Piece]:
     if edits.kind == "pth-legacy":
         from ckpt_tools.formats import torch_legacy
 
         return torch_legacy.lay_out(root)
-    return zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)

@@ -83,14 +83,14 @@ class Edits:
         ties, danger = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), _danger(checkpoint)
         account = self.account
         root, used = self._opened(checkpoint, report, account)
-        if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
+        if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.globals):
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
             self._filter(root, used, report)
-        if checkpoint.decoded.byteorder != "little":
+        if checkpoint.byteorder != "little":
             from ckpt_tools.edit.casts import to_little_endian
 
-            root = to_little_endian(root, checkpoint.decoded.byteorder)
+            root = to_little_endian(root, checkpoint.byteorder)
         plain = self._dequantised(root, checkpoint, report)
         root = self._merged(root, report, stack, account)
         self.names.apply(root, report)
@@ -174,7 +174,7 @@ class Edits:
         # --keep is about the names of state dicts: say what stays because it has no such name
         if self.options.keep and (outside := tensors_outside(root, find_state_dicts(root))):
             shown = listed([dotted(tensor.where) for tensor in outside], 1)
-            text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
+            text = f"`keep`: everything outside state dicts stays, {shown}; `drop` takes it by path."
             report.notes.append(Note("outside-kept", text))
 
     def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
@@ -191,7 +191,7 @@ class Edits:
         """Make quantised weights plain, and tell; what counts the values that their rounding loses."""
         if self.options.dequantize is None:
             return None
-        if self.options.objects in ("plain", "drop") and any(map(_is_of_torchao, checkpoint.decoded.globals)):
+        if self.options.objects in ("plain", "drop") and any(map(_is_of_torchao, checkpoint.globals)):
             raise ConvertError(
                 f"{checkpoint.path} has weights of torchao, and `objects` comes before `dequantize`.",
                 fix="In two steps: `dequantize` with `objects='keep'`, then `objects`.",
@@ -216,7 +216,7 @@ class Edits:
         """The classes of quantised tensors that `dequantize` makes plain, where nothing else is said of objects."""
         if self.options.dequantize is None or self.options.objects is not None:
             return frozenset()
-        return frozenset(str(name) for name in checkpoint.decoded.globals if _is_of_torchao(name))
+        return frozenset(str(name) for name in checkpoint.globals if _is_of_torchao(name))
 
     def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
         """Cast floats, and tell; `before` counts what was lost already."""
@@ -282,7 +282,7 @@ def _retargeting(options: FitOptions) -> Retargeting | None:
 
 def _danger(checkpoint: Checkpoint) -> str:
     """That the input is dangerous, and what it calls; most are known not to be."""
-    if checkpoint.decoded.is_examined and checkpoint.packed is None:
+    if checkpoint.is_examined and checkpoint.packed is None:
         return ""
     from ckpt_tools.operations.safety import danger_in
 
@@ -316,7 +316,7 @@ def _under(key: str, root: Node) -> Node:
 def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:
     """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
     checkpoint.locate()
-    report.dropped += checkpoint.decoded.lost
+    report.dropped += checkpoint.lost
     report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
     # That the input is one file of several, and how all of them are named
     if may_be_of_several(checkpoint.path.name):
@@ -325,7 +325,7 @@ def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict
         if (found := alone(checkpoint)) is not None:
             report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
     _note_beside(checkpoint, report, into_folder)
-    ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    ties = renaming.restore_named_ties(checkpoint.root, checkpoint.metadata)
     if ties:
         names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
         report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
@@ -385,8 +385,7 @@ def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) ->
 
 def _is_plain(checkpoint: Checkpoint) -> bool:
     """Whether it holds plain data only, by what its pickle names: nothing in it is anything else then."""
-    decoded = checkpoint.decoded
-    return checkpoint.container not in PROGRAMS and not decoded.unusual and all(map(is_known, decoded.globals))
+    return checkpoint.container not in PROGRAMS and not checkpoint.unusual and all(map(is_known, checkpoint.globals))
 
 
 def _retagging(spec: str | None) -> Callable[[str], str] | None:
@@ -410,7 +409,7 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
         return
     from ckpt_tools.operations.in_folders import find_checkpoints
 
-    source = checkpoint.decoded.source
+    source = checkpoint.source
     folder = source.path if source.path.is_dir() else source.path.parent  # of a run that of the step which is read
     own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
     names = [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]
@@ -437,7 +436,7 @@ def _leave_attributes(root: Node, container: str, policy: str | None, report: Co
     found = tensor_attributes(root)
     if policy != "drop":
         check_no_tensors(found, container)
-    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]
+    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} cannot store it") for where in found]
 
 
 def merge(

@@ -94,10 +94,10 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
     found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
         return found
-    told = {f"{name}.pt" for name in checkpoint.decoded.beside} | {"config.json"}  # read, and no part of the tree
+    told = {f"{name}.pt" for name in checkpoint.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
-    own |= {source.folder.name} if isinstance(source := checkpoint.decoded.source, Files) and source is not files else set()
+    own |= {source.folder.name} if isinstance(source := checkpoint.source, Files) and source is not files else set()
     of_training = is_training(files.folder)
     for name, kind in listed:
         if name in own:
@@ -114,7 +114,7 @@ def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files |
     """The folder that a checkpoint is, that its one file was found in, or that it is in within an archive."""
     if checkpoint.packed is not None:
         return checkpoint.packed.folder
-    source = checkpoint.decoded.source
+    source = checkpoint.source
     if is_address(named) or not os.path.isdir(named):
         return source if isinstance(source, Files) else None
     if not isinstance(source, Files):
@@ -338,7 +338,7 @@ def _run_shards(
         ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
         ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
         ranks.agree(lambda: copy(beside, staging) if ranks.rank == 0 else None)
-        ranks.agree(checkpoint.decoded.source.check_unchanged)
+        ranks.agree(checkpoint.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)
         if ranks.rank == 0:
             _check_there(shards, staging)
@@ -348,16 +348,16 @@ def _run_shards(
 
 
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving]:
-    decoded, objects = checkpoint.decoded, edits.options.objects
+    objects = edits.options.objects
     if edits.kind == "safetensors":
-        shards = safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts)
+        shards = safetensors_shards(root, limit, objects=objects, metadata=checkpoint.metadata, texts=edits.texts)
     else:
         shards = torch_shards(
-            root, limit, objects=objects, metadata=decoded.metadata, texts=edits.texts,
-            trust_crc=decoded.has_checksums,
+            root, limit, objects=objects, metadata=checkpoint.metadata, texts=edits.texts,
+            trust_crc=checkpoint.has_checksums,
         )  # fmt: skip
     report_flat(shards.flat, report)
-    leaving = records_leaving(root, chain.from_iterable(pieces for _, pieces in shards.files), decoded, edits)
+    leaving = records_leaving(root, chain.from_iterable(pieces for _, pieces in shards.files), checkpoint, edits)
     shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
     return shards, leaving
 
@@ -411,7 +411,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
     edited, found, beside = ranks.make_same(plan, checksum)
-    leaving = records_leaving(edited.root, (), checkpoint.decoded, edits)
+    leaving = records_leaving(edited.root, (), checkpoint, edits)
     _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
@@ -424,7 +424,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         _save(found, staging, ranks, edits.options.progress)
         ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
         ranks.agree(lambda: copy(beside, staging) if ranks.rank == 0 else None)
-        ranks.agree(checkpoint.decoded.source.check_unchanged)
+        ranks.agree(checkpoint.source.check_unchanged)
         _merge_counts(edited.casting, report, ranks)
         sizes = {name: size for name, size in ranks.agree(staging.sizes)[0].items() if name not in beside.taken}
         report.files = sum(name != ".metadata" for name in sizes)
@@ -451,7 +451,7 @@ def _note_dcp(found: Items, report: Converted) -> None:
         text = f"{found.states} optimizer states lie under text, as torch has it; ckpt reads them under whole numbers again."
         report.notes.append(Note("optimizer-keys", text))
     if found.attributes:
-        text = "A distributed checkpoint has no place for the _metadata of state dicts (module versions); it is left out."
+        text = "A distributed checkpoint cannot store the _metadata of state dicts (module versions); it is left out."
         report.notes.append(Note("state-dict-metadata", text))
 
 

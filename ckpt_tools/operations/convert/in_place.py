@@ -46,7 +46,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     started, asked = time.perf_counter(), ConvertOptions(**options.asked(), overwrite=True)
     with open_input(path, asked) as checkpoint:
-        source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
+        source, kind = checkpoint.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ConvertError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
@@ -70,6 +70,6 @@ def _check_alone(path: Path) -> None:
 
 
 def _told_of(path: Path, what: str, by: Path) -> ConvertError:
-    why = f"{by.name} says what is in it, and would not be true any more."
+    why = f"{by.name} describes it, and would no longer be true."
     command = printable(f"ckpt convert {shlex.quote(str(by.parent))} OUT")
     return ConvertError(f"{path} is {what}.", why=why, fix=f"Convert the whole to another place: {command}")

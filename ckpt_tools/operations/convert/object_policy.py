@@ -89,14 +89,13 @@ def apply_objects(
     read: Collection[str] = (),
 ) -> tuple[Node, frozenset[str]]:  # fmt: skip
     """What --objects says, done, but for classes in `read`; and the globs of --drop that name tensors lost with objects."""
-    decoded = checkpoint.decoded
     if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)
-    simple = all(map(is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
+    simple = all(map(is_known, checkpoint.globals)) and not checkpoint.unusual  # then nothing can be unknown
     unknown = [] if simple else [row for row in plain.find_unknown(root) if row[1] not in read]
     present = {name for _, name in unknown}
     known = present.union(read)
-    hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in known]
+    hidden = [] if selected else [g for g in checkpoint.globals if not plain.is_resolved(g) and str(g) not in known]
     if policy is None and (unknown or hidden):
         raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
     told = {fate.name for fate in report.objects}

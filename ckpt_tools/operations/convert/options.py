@@ -29,11 +29,11 @@ class NameOptions(Options):
     heading = "Names"
     strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.", common=True)
     add_module: bool = flag("Put 'module.' before every name.")
-    unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.", common=True)
-    strip_prefix: str | None = option("Remove a leading literal prefix, once.", metavar="P")
-    add_prefix: str | None = option("Put a literal prefix before every name.", metavar="P")
+    unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...), nested ones too.", common=True)
+    strip_prefix: str | None = option("Remove this leading prefix, once.", metavar="P")
+    add_prefix: str | None = option("Put this prefix before every name.", metavar="P")
     rename: Renames = several(
-        r"re.sub on names, in order; \1 works.", metavar="REGEX=REPLACEMENT",
+        r"Rename by a regular expression, in order (re.sub; \1 works).", metavar="REGEX=REPLACEMENT",
         in_code="`REGEX=REPLACEMENT`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ class NameOptions(Options):
         """Raise UsageError for name options that contradict each other."""
         super().check()
         if self.strip_module and self.add_module:
-            raise UsageError("`strip_module` and `add_module` contradict each other.")
+            raise UsageError("`strip_module` does not go with `add_module`.")
         if self.strip_prefix == "" or self.add_prefix == "":
             raise UsageError("A prefix cannot be empty.")
 
@@ -55,20 +55,20 @@ class Selection(Options):
         "Keep only tensors whose name matches.", metavar="GLOB", completes="names", moves=True, common=True
     )
     drop: str | Sequence[str] = several(
-        "Drop what matches, by name or dotted path.", metavar="GLOB", completes="names", moves=True, common=True
+        "Drop everything whose name or dotted path matches.", metavar="GLOB", completes="names", moves=True, common=True
     )
     select: str | None = option(
-        "One state dict or subtree (model, ema, netG) becomes the whole output.",
+        "Write only this state dict or subtree (model, ema, netG).",
         metavar="WHERE",
         completes="places",
         moves=True,
         common=True,
     )
     slim: bool = flag(
-        "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
+        "Keep only state dicts and plain values: no optimizer, scheduler, random state, objects, unused bytes.",
         alias="--weights-only-content", moves=True,
     )  # fmt: skip
-    ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
+    ema: bool = flag("Write only the averaged weights (ema, model_ema, ema_state_dict ...).", moves=True)
 
 
 @record
@@ -77,22 +77,22 @@ class ValueOptions(Options):
 
     heading = "Values and devices"
     lora: Adapters = several(
-        "Merge a LoRA adapter: its folder, or the file of its tensors; =WEIGHT scales what it changes.",
+        "Merge a LoRA adapter: its folder or file; =WEIGHT scales its effect.",
         metavar="ADAPTER[=WEIGHT]", moves=True,
         in_code="A path, a pair of path and weight, several, or a mapping from path to weight.",
     )  # fmt: skip
     map_location: Location | None = option(
-        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", metavar="SPEC", common=True,
+        "Move tensors: cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", metavar="SPEC", common=True,
         in_code="Or a mapping from device tag to device.",
     )  # fmt: skip
     dequantize: Literal["bf16", "fp16", "fp32"] | None = option(
-        "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, torchao, MLX and others) plain.  [without a value: bf16]",
+        "Dequantise weights (FP8, bitsandbytes, GPTQ, AWQ, torchao, MLX and others)  [without a value: bf16]",
         choices=["bf16", "fp16", "fp32"], bare="bf16", moves=True,
     )  # fmt: skip
-    fold: bool = flag("Make one tensor of each weight that weight norm, spectral norm or pruning has in parts.", moves=True)
+    fold: bool = flag("Fold weight norm, spectral norm and pruning into plain weights.", moves=True)
     dtype: Dtypes | None = several(
-        "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches. q8_0: of a "
-        "GGUF, matrices become Q8_0.",
+        "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob only those whose name matches. q8_0: "
+        "quantise the matrices of a GGUF.",
         default=None, metavar="[GLOB=]TYPE", moves=True, common=True,
         in_code="Or a torch.dtype, or a mapping from globs; the last glob that matches counts.",
     )  # fmt: skip
@@ -123,11 +123,9 @@ class FillOptions(Options):
 
     heading = "Target model"
     fill_from: str | os.PathLike[str] | None = option(
-        "Take the tensors that IN lacks, by name, from this checkpoint: OUT has all of its names.",
-        metavar="ORIGINAL",
-        moves=True,
+        "Take tensors that IN lacks from this checkpoint: OUT gets all of its names.", metavar="ORIGINAL", moves=True
     )
-    tie: bool = flag("Tie the output head to the embedding, where config.json says so and they are equal.", moves=True)
+    tie: bool = flag("Tie the output head to the embedding if config.json says so and they are equal.", moves=True)
 
 
 @record
@@ -136,10 +134,10 @@ class ObjectOptions(Options):
 
     heading = "Objects"
     objects: ObjectsPolicy | None = option(
-        "What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
+        "What to do with Python objects. plain: convert them to plain data; refused if a tensor would be lost.",
         choices=["keep", "plain", "drop"],
     )
-    allow_dangerous: bool = flag("Keep the objects of a file that ckpt scan calls dangerous: OUT is as dangerous as IN.")
+    allow_dangerous: bool = flag("Keep dangerous objects: OUT is as dangerous as IN.")
 
 
 @record
@@ -148,7 +146,7 @@ class MetadataOptions(Options):
 
     heading = "Output"
     set_metadata: Metadata = several(
-        "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index; KEY= leaves KEY out.",
+        "Set metadata of a safetensors OUT or an index; KEY= removes KEY.",
         metavar="KEY=VALUE", in_code="`KEY=VALUE`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
 
@@ -160,8 +158,7 @@ class MetadataOptions(Options):
             raise UsageError(f"`set_metadata` names the key {repeated[0]!r} twice.")
         if own := [key for key in keys if key.startswith("ckpt_tools.")]:
             raise UsageError(
-                f"The metadata {own[0]!r} is what ckpt keeps there for the way back.",
-                why="Another text in its place would tell of ties and modules that are not there.",
+                f"The metadata {own[0]!r} belongs to ckpt.", why="It records ties and modules; another text would be wrong."
             )
 
     @property
@@ -176,18 +173,16 @@ class OutputOptions(Options):
 
     heading = "Output"
     format: Format | None = option(
-        "Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
+        "Format of OUT [by its name]. pth-legacy: for PyTorch before 1.6. dcp: a folder of torch.distributed.checkpoint.",
         choices=FORMATS,
         common=True,
     )
-    under: str | None = option(
-        "Put the one state dict under this key of OUT (params, state_dict, model), where a loader looks for it.", metavar="KEY"
-    )
+    under: str | None = option("Put the state dict under this key (params, state_dict, model).", metavar="KEY")
     shard_size: str | int | None = option(
-        "OUT is a folder of shards of at most 5GB, 500MiB ... each.", metavar="SIZE",
+        "Write a folder of shards, each of at most this size (5GB, 500MiB).", metavar="SIZE",
         in_code="Or a number of bytes.",
     )  # fmt: skip
-    partial: bool = flag("Of shards or a dcp with missing files: write what is whole, leave out and list the rest.")
+    partial: bool = flag("If shards or files of a dcp are missing: write the complete tensors and list the others.")
     overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
 
@@ -196,7 +191,7 @@ class DryRunOption(Options):
     """Nothing at all."""
 
     heading = "Output"
-    dry_run: bool = flag("Report what would happen, write nothing.", common=True, alias="-n")
+    dry_run: bool = flag("Report what would happen; write nothing.", common=True, alias="-n")
 
 
 @record
@@ -204,7 +199,7 @@ class WriteOptions(Options):
     """How the bytes are written."""
 
     heading = "Output"
-    no_verify: bool = flag("Check no CRC-32 where the bytes leave it behind.", moves=True)
+    no_verify: bool = flag("Do not check CRC-32 of tensors that are changed or written to another format.", moves=True)
     progress: Progress | None = option("Called with (bytes written, bytes in total).")
 
 
@@ -241,9 +236,9 @@ class ConvertOptions(EditOptions, SaveOptions):
                 fix="Convert twice: first to the names, then fill what is missing.",
             )
         if self.tie and self.targeted:
-            raise UsageError("`tie` does not go with `like` or `plan`: what is tied there is the target's.")
+            raise UsageError("`tie` does not go with `like` or `plan`: the target decides.")
         if self.slim and self.objects == "keep":
-            raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
+            raise UsageError("`slim` drops objects, so it does not go with `objects='keep'`.")
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):
             raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
         if self.plan is not None and (

@@ -60,7 +60,7 @@ def salvage_zip(source: Source, *, keep_damaged: bool) -> Salvaged:
     if source.path.suffix == _PART or _goes_on(source, walked.records):
         raise _several_archives(source.path)
     salvaged = salvage_walked(source, walked, keep_damaged=keep_damaged)
-    if any(name.module.split(".")[0] == "__torch__" for name in salvaged.decoded.globals):  # cut before its code
+    if any(name.module.split(".")[0] == "__torch__" for name in salvaged.checkpoint.globals):  # cut before its code
         raise no_program(str(source.path))
     if later:
         salvaged.notes.append(
@@ -83,13 +83,13 @@ def _goes_on(source: Source, records: Sequence[Found]) -> bool:
 def _several_archives(path: Path) -> UnsupportedContainerError:
     what = "is a part of a distributed checkpoint" if path.suffix == _PART else "holds several archives"
     fix = "Get the file again, or take an earlier checkpoint."
-    return UnsupportedContainerError(f"{path} {what}, and ckpt repair mends files of one archive.", fix=fix)
+    return UnsupportedContainerError(f"{path} {what}, and ckpt repair takes files of one archive.", fix=fix)
 
 
 def no_program(path: str) -> UnsupportedContainerError:
     """The error for a program, damaged or not: its code is a part of it, and nothing here would prove or write that."""
     fix = f"If it opens, its state dict can be taken out: {mending('convert', path, '--objects plain')}"
-    return UnsupportedContainerError(f"{path} is a program, and ckpt repair does not mend programs.", fix=fix)
+    return UnsupportedContainerError(f"{path} is a program, which ckpt repair does not take.", fix=fix)
 
 
 # --- bytes that are too many or too few around a checkpoint
@@ -158,7 +158,7 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     claimed = TruncatedSource(source, start, 8 + length + end)
     unread: dict[str, str] = {}
     salvaged = Salvaged(safetensors.decode(claimed, unread))
-    entries = safetensors.entries_of(salvaged.decoded)
+    entries = safetensors.entries_of(salvaged.checkpoint)
     why = {entries[name].storage.key: text for name, text in unread.items()}
     if start:
         salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the header are left out."))
@@ -184,7 +184,7 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
         salvaged.lost[id(changed)] = f"the file ends after {left} of its {storage.nbytes} bytes"
         return changed
 
-    salvaged.decoded.root = map_storages(salvaged.decoded.root, cut_short)
+    salvaged.checkpoint.root = map_storages(salvaged.checkpoint.root, cut_short)
     return salvaged
 
 
@@ -239,7 +239,7 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         raise _not_repaired(path, checkpoint.container)
     cut = next((warned.found for warned in checkpoint.warnings if warned.code == CUT_ARCHIVE), "")
     if cut:
-        return _salvage(checkpoint.decoded.source, DamagedFileError(f"{cut}."), keep_damaged), cut
+        return _salvage(checkpoint.source, DamagedFileError(f"{cut}."), keep_damaged), cut
     salvaged = proved(checkpoint)
     return (_searched(salvaged, keep_damaged) if checkpoint.container == "torch-zip" else salvaged), ""
 
@@ -249,7 +249,7 @@ def _searched(salvaged: Salvaged, keep_damaged: bool) -> Salvaged:
     if not salvaged.lost:
         return salvaged
     try:
-        walked = _salvage(salvaged.decoded.source, DamagedFileError("Records do not match."), keep_damaged)
+        walked = _salvage(salvaged.checkpoint.source, DamagedFileError("Records do not match."), keep_damaged)
     except RepairError:
         return salvaged
     return walked if len(walked.lost) < len(salvaged.lost) else salvaged
@@ -264,7 +264,7 @@ def refuse_packed(source: Source) -> None:
 
     if command := unpack_command(source, head):
         raise UnsupportedContainerError(
-            f"{source.path} is packed, and ckpt repair mends what is not.",
+            f"{source.path} is packed; unpack it for ckpt repair.",
             fix=f"Unpack it first ({command}), and repair the file that was in it.",
         )
 
@@ -277,23 +277,22 @@ def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedCo
         return no_program(str(path))
     taken = "What it holds can be written anew"
     fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
-    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not mend {container}.", fix=fix)
+    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not take {container}.", fix=fix)
 
 
 def _of_several_files(path: str | os.PathLike[str], why: str) -> UnsupportedContainerError:
     check = f"ckpt check {shlex.quote(str(path))}"
     return UnsupportedContainerError(
-        f"{path} is a checkpoint of several files, and ckpt repair mends one file.", why=why.strip(),
+        f"{path} is a checkpoint of several files; ckpt repair takes one file.", why=why.strip(),
         fix=f"Repair the damaged one ({check} names it) and put the result in its place, or get it again.",
     )  # fmt: skip
 
 
 def proved(checkpoint: Checkpoint) -> Salvaged:
     """An open checkpoint with the storages marked that do not match their CRC-32."""
-    decoded = checkpoint.decoded
     mismatches = read_checkpoint(checkpoint).mismatches
     bad = {(id(row.source), row.record.data): row for row in mismatches}
-    salvaged = Salvaged(decoded)
+    salvaged = Salvaged(checkpoint)
     mended = _flipped(mismatches)
 
     def mark(storage: Storage) -> Storage:
@@ -309,7 +308,7 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
         salvaged.lost[id(changed)] = f"the record {row.record.name!r} does not match its CRC-32"
         return changed
 
-    decoded.root = map_storages(decoded.root, mark) if bad else decoded.root
+    salvaged.checkpoint = replace(checkpoint, root=map_storages(checkpoint.root, mark) if bad else checkpoint.root)
     checkpoint.root = None  # the tree is let go of once it is laid out, and has no second owner
     salvaged.notes += [told(row.record.name, bit, row.record.size) for row, bit in mended.items()]
     salvaged.notes += _writers([row for row in mismatches if row not in mended])
@@ -340,7 +339,7 @@ def _writers(mismatches: list[DamagedRecord]) -> list[tuple[str, str]]:
         return []
     text = (
         f"{len(others)} records match the CRC-32 behind them, and not the directory's: two processes wrote to it at once. "
-        "Each is whole; which of the two it is from cannot be told."
+        "Each is intact, but whose it is, is unknown."
     )
     return [("mixed-writers", text)]
 

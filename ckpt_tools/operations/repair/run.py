@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +15,6 @@ from ckpt_tools.edit import casts, flatten
 from ckpt_tools.edit.devices import is_device
 from ckpt_tools.errors import CkptError, RepairError, UsageError
 from ckpt_tools.formats import safetensors, zip_writer
-from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
@@ -210,11 +209,11 @@ def repair(
         report.was = was
         pieces, expected = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
-        salvaged.decoded.root = None  # the pieces have what is written of it; reading back what was written makes another tree
+        salvaged.checkpoint.root = None  # the pieces have what is written of it; reading that back makes another tree
         if not dry_run:
             with replacing(target, overwrite=overwrite, inputs=(source,)) as output:
                 _write(pieces, expected, output, report, progress)
-                salvaged.decoded.source.check_unchanged()
+                salvaged.checkpoint.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
 
@@ -235,38 +234,38 @@ def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
 
 def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list[Piece], Expected]:
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
-    decoded = salvaged.decoded
+    checkpoint = salvaged.checkpoint
     report.notes += salvaged.notes
-    if not (decoded.has_checksums or "no-checksums" in dict(report.notes)):
+    if not (checkpoint.has_checksums or "no-checksums" in dict(report.notes)):
         report.notes.append(("no-checksums", NO_CHECKSUMS))
-    danger = danger_in(Checkpoint(decoded), report.source)
-    _check_names(decoded, choices, report)
-    _check_part(decoded, choices, report)
+    danger = danger_in(checkpoint, report.source)
+    _check_names(checkpoint, choices, report)
+    _check_part(checkpoint, choices, report)
     _count(salvaged, choices.keep_damaged, report)
     if report.tensors and not report.saved and not (choices.keep_damaged and report.missing):
         why = report.missing[0].why if report.missing else ""
         raise RepairError(
             f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole.", why=f"{why}."
         )
-    root = decoded.root if choices.keep_damaged else leave_out(decoded.root, salvaged.lost)
-    if root is None and decoded.root is not None:
+    root = checkpoint.root if choices.keep_damaged else leave_out(checkpoint.root, salvaged.lost)
+    if root is None and checkpoint.root is not None:
         raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
-    report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in decoded.warnings]
+    report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in checkpoint.warnings]
     report.mended += _header_mends(salvaged, report.container)
     report.mended += mend(root, [tuple(row.where) for row in report.missing])
-    root = casts.to_little_endian(root, decoded.byteorder)
-    decoded.root, decoded.byteorder = root, "little"
+    root = casts.to_little_endian(root, checkpoint.byteorder)
+    checkpoint = salvaged.checkpoint = replace(checkpoint, root=root, byteorder="little")
     if choices.tie_equal:
-        report.mended += tie(root, _equal(Checkpoint(decoded)))
+        report.mended += tie(root, _equal(checkpoint))
     if danger:
         report.notes.append(danger_note(danger, root, keeps_objects=choices.kind != "safetensors"))
     return _lay_out(root, salvaged, choices.kind, report)
 
 
-def _check_names(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
+def _check_names(checkpoint: Checkpoint, choices: _Choices, report: Repaired) -> None:
     """A pickle with damaged names, or in legacy with damaged values, is not written as whole: torch would refuse it."""
-    found = damaged_names(decoded.globals)
-    values = impossible_values(decoded.root) if decoded.container == "torch-legacy" else []
+    found = damaged_names(checkpoint.globals)
+    values = impossible_values(checkpoint.root) if checkpoint.container == "torch-legacy" else []
     if found and not choices.keep_damaged:
         raise damaged_names_error(report.source, found)
     if values and not choices.keep_damaged:
@@ -275,9 +274,8 @@ def _check_names(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
     report.notes += [("damaged-values", value) for value in values]
 
 
-def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
+def _check_part(checkpoint: Checkpoint, choices: _Choices, report: Repaired) -> None:
     """One process's part stays one: it is mended as the records that it is, and never becomes a model."""
-    checkpoint = Checkpoint(decoded)
     if (part := partition(checkpoint)) is None:
         return
     if choices.kind == "safetensors":
@@ -286,7 +284,7 @@ def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
 
 
 def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
-    root = salvaged.decoded.root
+    root = salvaged.checkpoint.root
     lost = find_lost(root, salvaged.lost)
     report.missing = [Missing(list(row.where), row.bytes, row.why, keep_damaged) for row in lost]
     report.tensors = count_tensors(root)
@@ -295,19 +293,19 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.tensor_bytes = sum(sizes.values())
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
-        zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size
+        zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.checkpoint.source.size
         limits.MEMORY.check(zeros // limits.STREAMED, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
 
 
 def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:
     """What writing a safetensors header anew mends in it."""
-    decoded = salvaged.decoded
-    if decoded.container != "safetensors" or container != "safetensors":
+    checkpoint = salvaged.checkpoint
+    if checkpoint.container != "safetensors" or container != "safetensors":
         return []
     found = []
-    if "format" not in decoded.metadata:
+    if "format" not in checkpoint.metadata:
         found.append(Mended("no-format", [], "the header's metadata gets format: pt"))
-    if int.from_bytes(decoded.source.read(0, 8), "little") % 8:
+    if int.from_bytes(checkpoint.source.read(0, 8), "little") % 8:
         found.append(Mended("unaligned", [], "the header is padded, so that every tensor is aligned"))
     return found
 
@@ -326,12 +324,12 @@ def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
 
 def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tuple[list[Piece], Expected]:
     """The pieces of the output, and its tensors by their paths in it."""
-    decoded = salvaged.decoded
+    checkpoint = salvaged.checkpoint
     if kind == "safetensors":
-        flat = flatten.flatten(root, metadata=decoded.metadata)
+        flat = flatten.flatten(root, metadata=checkpoint.metadata)
         report.notes += flat.notes
         return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
-    pieces = zip_writer.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    pieces = zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
     return pieces, list(entries(root))
 
 
@@ -348,8 +346,8 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
         text = sharded.missing_index(shards)
         target = files.folder / sharded.index_name(layout.names[0])
         report = Repaired(str(path), str(target), "sharded", dry_run, "The index of the shards is missing.")
-        report.tensors = report.saved = sum(count_tensors(decoded.root) for decoded in shards.values())
-        report.tensor_bytes = report.saved_bytes = sum(decoded.storage_bytes for decoded in shards.values())
+        report.tensors = report.saved = sum(count_tensors(checkpoint.root) for checkpoint in shards.values())
+        report.tensor_bytes = report.saved_bytes = sum(checkpoint.storage_bytes for checkpoint in shards.values())
         report.bytes = len(text)
         if not dry_run:
             with replacing(target) as output:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, TensorError
 from ckpt_tools.formats import torch_legacy
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.torch_zip import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
@@ -35,7 +35,7 @@ NO_CHECKSUMS = "The file carries no checksums: bytes of tensors that were change
 class Salvaged:
     """A decoded checkpoint with missing tensors."""
 
-    decoded: Decoded
+    checkpoint: Checkpoint
     lost: dict[int, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
         )  # fmt: skip
     locator.tell_misplaced(walked.records, storages.by_key)
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
-    decoded = Decoded(
+    checkpoint = Checkpoint(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
         sum(storage.nbytes for storage in made.values()), locator.byteorder() or "little", walked.has_checksums, folder,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
         notes.append(("assumed-byteorder", text))
     if not pickle.proof:
         notes.append(("damaged-pickle", "The pickle matches no checksum: names, shapes and values in it may be wrong."))
-    return Salvaged(decoded, lost, notes)
+    return Salvaged(checkpoint, lost, notes)
 
 
 def _pickle(source: Source, walked: Walked) -> Found:
@@ -165,7 +165,7 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     if first:
         yield "leading-bytes", f"{first} bytes before the archive are left out."
     if not walked.has_checksums:
-        yield "no-checksums", f"{NO_CHECKSUMS} Records were told by their sizes alone."
+        yield "no-checksums", f"{NO_CHECKSUMS} Records were checked by their sizes only."
     yield from (
         told(found.name, found.bit, found.size or 0) for found in locator.records.values() if found.proof == "flipped bit"
     )
@@ -174,10 +174,7 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     ]
     if others:
         text = f"{len(others)} records are whole, and not those of the directory: two processes wrote to the file at once."
-        yield (
-            "mixed-writers",
-            f"{text} Which of the two each is from cannot be told: {listed([found.name for found in others])}.",
-        )
+        yield ("mixed-writers", f"{text} Whose each of these is, is unknown: {listed([found.name for found in others])}.")
     elif not walked.directory and (text := _of_several(walked.records, f"{locator.folder}/.data/serialization_id", source)):
         yield "mixed-writers", text
     twice = len(walked.records) - len(locator.records)
@@ -192,14 +189,14 @@ def _of_several(records: Sequence[Found], name: str, source: Source) -> str:
         return ""
     apart = any(not follows(found, before) for before, found in pairwise(rows))
     if apart or not all(found.proof or found.crc for found in rows):
-        return "A record is damaged and the directory lost: whether all others are one writer's cannot be told."
+        return "A record is damaged and the directory lost: whether all others are from one writer is unknown."
     number = 0
     for found in rows[:-1]:
         if found.size:
             number ^= found.crc + 0x9E3779B9 + (number << 6) + (number >> 2) & _U64
     if read(rows[-1].content(source))[_ID // 2 :] == b"%020d" % number:
         return ""
-    return "Two processes wrote to the file: its last record is of others. Which of the two each is from cannot be told."
+    return "Two processes wrote to the file: its last record describes others. Which record is from which is unknown."
 
 
 _ID, _U64 = 40, (1 << 64) - 1  # two numbers of twenty digits; the first is a hash of the names
@@ -211,7 +208,7 @@ def _around(walked: Walked, folder: str) -> Iterator[tuple[str, str]]:
     own = [found.header for found in walked.records if _is_own(found.name, folder)]
     others = [found.name for found in walked.records if found.header < min(own, default=0)]
     if others:
-        text = f"It stands in another archive, behind {listed(others)}: what else was in that is not saved."
+        text = f"It is in another archive, after {listed(others)}; the rest of that archive is not recovered."
         yield "enclosed", text
 
 
@@ -231,7 +228,7 @@ def salvage_legacy(source: Source) -> Salvaged:
         salvaged.lost[id(changed)] = f"the file ends after {there[id(storage)]} of its {storage.nbytes} bytes"
         return changed
 
-    salvaged.decoded.root = map_storages(salvaged.decoded.root, fill)
+    salvaged.checkpoint.root = map_storages(salvaged.checkpoint.root, fill)
     return salvaged
 
 
