@@ -14,7 +14,7 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
@@ -24,10 +24,11 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, check_world, merged
+from ckpt_tools.parts.merge import Merger, along, by_rank, check_not_twice, check_world, merged
 from ckpt_tools.parts.sharded import renewed
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry
+from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "consolidated"
 _COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
@@ -41,9 +42,8 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1)
     keys = Keys()
     parts = renewed((decode_file(files.open(found[rank])) for rank in sorted(found)), keys)
-    model = _Model([_flat(part) for part in parts], files, Merger(keys))
-    model.check_heads()
-    root = Dict([(name, model.merged(name)) for name in model.roots[0]], ordered=True)
+    model = _Model(parts, files, Merger(keys))
+    root = Dict([(name, model.merged(name)) for name in model.ranks[0]], ordered=True)
     return merged(CONTAINER, root, files, parts, model.compare)
 
 
@@ -70,16 +70,16 @@ def _read_params(source: Source) -> dict[str, int]:
 
 
 class _Model:
-    """The tensors of all ranks on their way into one state dict. `width`, `heads`: of the whole model and of its heads."""
+    """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(self, roots: Sequence[Mapping[str, Entry]], files: Files, merger: Merger) -> None:
-        self.roots, self.merger = roots, merger
+    def __init__(self, parts: Sequence[Checkpoint], files: Files, merger: Merger) -> None:
+        self.ranks, self.merger = [_flat(part) for part in parts], merger
         self.cut: dict[int, list[Entry]] = {}
-        every = dict.fromkeys(name for tensors in roots for name in tensors)
-        for rank, tensors in enumerate(roots):
+        every = dict.fromkeys(name for tensors in self.ranks for name in tensors)
+        for rank, tensors in enumerate(self.ranks):
             if missing := [name for name in every if name not in tensors]:
                 raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
-        norm = roots[0].get(_NORM)
+        norm = self.ranks[0].get(_NORM)
         length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
         said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
         self.width = said.get("dim", length)
@@ -87,16 +87,16 @@ class _Model:
             raise PartError(
                 f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.", why="It is another model's."
             )
-        self.heads = said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width
+        self._check_heads(said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width)
 
-    def check_heads(self) -> None:
+    def _check_heads(self, heads: int | None) -> None:
         """As many files are there as the model was cut into, by the matrices that tell it."""
-        for name in (name for name in self.roots[0] if name.endswith(_ATTENTION)):
-            held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
-            whole = held if self.width is None or self.heads is None else self.heads
-            if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
+        for name in (name for name in self.ranks[0] if name.endswith(_ATTENTION)):
+            held = sum(tensors[name].shape[-1] for tensors in self.ranks if tensors[name].shape)
+            whole = held if self.width is None or heads is None else heads
+            if held != whole and (len(self.ranks) > 1 or (held and whole % held == 0)):
                 raise PartError(
-                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
+                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.ranks)))}.",
                     why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
                 )  # fmt: skip
 
@@ -106,35 +106,25 @@ class _Model:
         check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
 
     def merged(self, name: str) -> Entry:
-        held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
-        if len(held) == 1 or _is_whole(name):
+        held = [(rank, tensors[name]) for rank, tensors in enumerate(self.ranks)]
+        kind = name.rpartition(".")[0].rpartition(".")[2]
+        is_bias_of_rows = kind in _ROWS and not name.endswith(".weight")
+        if len(held) == 1 or name == _FREQUENCIES or kind.endswith("norm") or is_bias_of_rows:
             return self.merger.replicated(name, held)
         for rank, entry in held:
             self.cut.setdefault(rank, []).append(entry)
-        kind = _kind(name)
-        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, held)
+        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, kind, held[0][1].shape)
         return along(self.merger, name, axis, [held])
 
-    def _by_width(self, name: str, held: Held) -> int:
+    def _by_width(self, name: str, kind: str, shape: Sizes) -> int:
         """The dimension in which the model's width is reached."""
-        shape = held[0][1].shape
-        reached = [axis for axis, size in enumerate(shape) if size * len(held) == self.width]
+        reached = [axis for axis, size in enumerate(shape) if size * len(self.ranks) == self.width]
         if len(reached) == 1:
             return reached[0]
-        if _kind(name) == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
+        if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
         raise PartError(
-            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(held)} ranks.",
+            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.ranks)} ranks.",
             why="Neither is its name known, nor does one dimension reach the model's width.",
             fix="" if self.width is not None else "params.json tells the width: put it beside the files.",
         )
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _is_whole(name: str) -> bool:
-    """Whether every rank has a tensor whole, by its name."""
-    kind = _kind(name)
-    return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 from typing import Any, TypeGuard
 
@@ -36,7 +37,7 @@ from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.parts.merge import Merger, Piece
+from ckpt_tools.parts.merge import Merger, Piece, along
 from ckpt_tools.parts.names import COMMON
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
@@ -242,7 +243,9 @@ class _Reader:
     def value(self, name: str, node: Node) -> Node:
         """An entry, or a value out of its archive."""
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
-            return self._blob(name)
+            decoded = self._archive(name, self._there(f"the value {name!r}", self.places.get((name, None))))
+            self.blobs.append(decoded)
+            return self.keys.renew(decoded.root)
         fields = _fields(node, "TensorStorageMetadata")
         dtype, requires_grad = _properties(fields.get("properties"))
         shape, listed = _sizes(fields.get("size")), fields.get("chunks")
@@ -278,12 +281,6 @@ class _Reader:
         if place.file in self.missing:
             raise PartError(f"in {place.file}, which is missing", rest=True)
         return place
-
-    def _blob(self, name: str) -> Node:
-        decoded = self._archive(name, self._there(f"the value {name!r}", self.places.get((name, None))))
-        decoded.root = self.keys.renew(decoded.root)
-        self.blobs.append(decoded)
-        return decoded.root
 
     def _archive(self, name: str, place: _Place) -> Checkpoint:
         source = self.files.open(place.file)
@@ -443,21 +440,16 @@ def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
     if type(common) is not Dict or not ("args" in common or "iteration" in common):
         return decoded
     decoded.beside = {"common": common}
-    layers = _layers(common)
+    arguments = common.get("args")
+    state = arguments if type(arguments) is Dict else attributes(arguments)
+    layers = state.get("num_layers") if state is not None else None
     stacked = [key for key, _ in _tensors(decoded.root) if _STACKED.fullmatch(key)]
-    if stacked and layers is not None:
+    if stacked and type(layers) is int and 0 < layers <= _MOST_LAYERS:
         decoded.others = {**decoded.others, "model": lambda: model_of(decoded.root, layers)}
         fix = f"ckpt convert {shlex.quote(str(files.path))} model.safetensors --select model"
         text = f"{len(stacked)} tensors each hold all {layers} layers; --select model numbers the layers"
         decoded.warnings = [*decoded.warnings, Warned("stacked-layers", text, "", "info", fix)]
     return decoded
-
-
-def _layers(common: Dict) -> int | None:
-    arguments = common.get("args")
-    state = arguments if type(arguments) is Dict else attributes(arguments)
-    layers = state.get("num_layers") if state is not None else None
-    return layers if type(layers) is int and 0 < layers <= _MOST_LAYERS else None
 
 
 def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
@@ -486,15 +478,10 @@ def model_of(root: Node, layers: int) -> Dict:
         if one is not None:
             numbered[name] = one
             continue
-        for number in range(layers):
-            numbered |= {f"{name}.{number}.{rest}": _layer(stack, number) for rest, stack in stacks[name].items()}
+        for number, (rest, stack) in product(range(layers), stacks[name].items()):
+            offset = stack.offset + number * stack.stride[0]
+            numbered[f"{name}.{number}.{rest}"] = replace(stack, shape=stack.shape[1:], stride=stack.stride[1:], offset=offset)
     return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
-
-
-def _layer(entry: Entry, number: int) -> Entry:
-    return replace(
-        entry, shape=entry.shape[1:], stride=entry.stride[1:], offset=entry.offset + number * entry.stride[0]
-    )  # fmt: skip
 
 
 def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
@@ -504,16 +491,9 @@ def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
         match = _HALF.fullmatch(key)
         if match is None:
             yield key, entry
-        elif match["half"] == "w":
-            yield match["name"], _joined(merger, match["name"], entry, entries.get(f"{match['name']}_v"))
-        elif f"{match['name']}_w" not in entries:
-            raise PartError(f"{key!r} is one half of a matrix, and the other is missing.")
-
-
-def _joined(merger: Merger, name: str, first: Entry, second: Entry | None) -> Entry:
-    if second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
-        raise PartError(f"{name + '_w'!r} is one half of a matrix, and the other is missing or of another shape.")
-    rows, *rest = first.shape
-    start = (rows, *(0 for _ in rest))
-    pieces = [Piece((0,) * len(first.shape), first), Piece(start, second, 1)]
-    return merger.tensor(name, first.dtype, (2 * rows, *rest), pieces)
+            continue
+        first, second = (entries.get(f"{match['name']}_{half}") for half in "wv")
+        if first is None or second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
+            raise PartError(f"{key!r} is one half of a matrix, and the other is missing or of another shape.")
+        if entry is first:
+            yield match["name"], along(merger, match["name"], 0, [[(0, first), (1, second)]])

@@ -116,18 +116,7 @@ def described(folder: Path) -> str:
             return f"a training run with {len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the newest {steps[0].name}"
         if TRAINER_STATE in names:
             step = step_of(folder)
-            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}, {_how(folder, names)}"
+            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}"
         if _is_accelerates(names):
-            return f"a state of accelerate, {_how(folder, names)}"
+            return "a state of accelerate"
     return ""
-
-
-def _how(folder: Path, names: Sequence[str]) -> str:
-    if any(re.match(r"pytorch_model_fsdp(?:_\d|\.bin)", name) for name in names):
-        return "the model in FSDP's files"
-    if by_name.checkpoint_folder(folder) != folder:
-        return "the model in DeepSpeed's files"
-    if by_name.indexes(names):
-        return "the model in shards"
-    whole = [name for name in names if name in by_name.ONE_FILE]
-    return f"the model in {whole[0]}" if whole else "with no model that is known"
