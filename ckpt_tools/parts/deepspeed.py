@@ -58,7 +58,17 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     model = _Model(found, files)
-    made = merged(CONTAINER, model.weights, files, model.read_files)
+
+    def compare() -> None:
+        for own in model.slices.values():
+            own.check_evidence(model.layers)
+        wrong = [name for own in model.slices.values() for name in own.differing_buffers()]
+        model.merger.check_replicas()
+        if wrong:
+            text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
+            made.warnings.append(Warned("parts-differ", text))
+
+    made = merged(CONTAINER, model.weights, files, model.read_files, compare)
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
     made.unusual = []  # these are said of the ranks' files, not of the whole
     said = {"module": "" if model.first.is_stage_3 else "the weights as they were trained with"}
@@ -72,18 +82,6 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     taken = ", ".join(f"{name} ({what})" for name, what in said.items() if what)
     text = f"without `select` it is {'the fp32 weights' if is_zero else 'the weights'}; `select` takes {taken}"
     made.warnings.append(Warned("beside-the-weights", text, "", "info", fix))
-
-    def locate(root: Node) -> Node:
-        for own in model.slices.values():
-            own.check_evidence(model.layers)
-        wrong = [name for own in model.slices.values() for name in own.differing_buffers()]
-        model.merger.check_replicas()
-        if wrong:
-            text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
-            made.warnings.append(Warned("parts-differ", text))
-        return root
-
-    made.locator = locate
     return made
 
 

@@ -19,12 +19,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Keys, Warned, repeated
+from ckpt_tools.formats.base import Keys, Warned, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
@@ -84,31 +83,27 @@ def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Check
 
 
 def joined(container: str, root: Node, files: Files, parts: Sequence[Checkpoint], metadata: Mapping[str, str]) -> Checkpoint:
+    """One Checkpoint of several files. Each warning names its file; twenty at most: a thousand shards may share an oddity."""
     orders = {part.byteorder for part in parts}
     if len(orders) > 1:
         raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
+    warnings = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
     return Checkpoint(
         container, root, files,
         list(dict.fromkeys(name for part in parts for name in part.globals)),
-        list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, _warnings(parts),
+        list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, warnings[:20],
         sum(part.storage_bytes for part in parts), orders.pop() if orders else "little",
         bool(parts) and all(part.has_checksums for part in parts),
         examined={part.source: part.globals for part in parts if part.is_examined},
     )  # fmt: skip
 
 
-def _warnings(parts: Sequence[Checkpoint]) -> list[Warned]:
-    """Warnings with the file that each is about, twenty at most: a thousand shards may share an oddity."""
-    found = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
-    return found[:20]
-
-
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     limits.HEADER.check(index.size, f"The index has {index.size} bytes.")
     try:
-        content = load_json(index.read(0, index.size), pairs=_unique)
+        content = load_json(index.read(0, index.size), pairs=unique)
     except ValueError as error:
-        raise DamagedFileError(f"{index.path} is not an index: it is not JSON.", why=f"{error}.") from None
+        raise DamagedFileError(f"{index.path} is not an index: it cannot be read as JSON.", why=f"{error}.") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
@@ -120,13 +115,6 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     for text in (*weight_map, *weight_map.values(), *texts, *texts.values()):
         safetensors.no_surrogates(text)
     return weight_map, texts
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise DamagedFileError(f"The index has {repeated(pairs)!r} twice.", why="Two programs would read two different files.")
-    return found
 
 
 def read_shard(name: str, files: Files) -> Checkpoint:
