@@ -41,13 +41,13 @@ Row = Mapping[str, Any]
 
 def decode(names: Sequence[str], files: Files) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
-    described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
-    found = _files_of(described, files.names(), world)
-    groups = {name: Group(f"{name}_", names_of, world, tuple(names_of.values())) for name, names_of in found.items()}
+    described, groups = _items_of(files)
     if files.path != files.folder:
-        only = next(name for name, group in groups.items() if files.path.name in group.names.values())
-        return rank_files.merge(groups[only], files, places=_places(described.get(only)))
+        only = next(name for name, group in groups.items() if files.path.name in group.every)
+        groups = {only: groups[only]}
     parts = {name: rank_files.merge(group, files, places=_places(described.get(name))) for name, group in groups.items()}
+    if files.path != files.folder:
+        return parts[only]
     keys = Keys()
     root = Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
 
@@ -64,18 +64,16 @@ def describes(path: Path, group: Group) -> bool:
         about = files.open(ITEM_METADATA)
         if not describes_items(about.read(0, min(HEAD, about.size))):
             return False
-        described, world = _described(decode_file(about).root)
-        found = _files_of(described, files.names(), world)
-    item = next((item for item, files_of in found.items() if path.name in files_of.values()), None)
-    return f"{item}_" == group.stem
+        _, groups = _items_of(files)
+    return group.stem == next((own.stem for own in groups.values() if path.name in own.every), None)
 
 
 # --- metadata.pkl
 
 
-def _described(root: Node) -> tuple[dict[str, Row], int]:
-    """What metadata.pkl says of each item, and how many ranks there were."""
-    content = _python(root, _LEVELS, {})  # a few levels, since that is all that is asked for
+def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
+    """What metadata.pkl says of each item, and the files of each: where it says, else by the item's name."""
+    content = _python(decode_file(files.open(ITEM_METADATA)).root, _LEVELS, {})  # no more levels are asked for
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
         raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
     if content.get("version") != _VERSION:
@@ -83,16 +81,23 @@ def _described(root: Node) -> tuple[dict[str, Row], int]:
             f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.",
             fix="Load it with torch_checkpointing, and save it again.",
         )
-    said, items = content.get("world_size"), content["metadata"]
-    world = said if type(said) is int and 0 < said <= MOST_RANKS else 0
-    good = world > 0
-    for key, row in items.items():
-        layouts = row.get("rank_to_layout_info") if isinstance(row, dict) else None
-        good = good and type(key) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
-        good = good and isinstance(row.get("nested_path_to_metadata"), dict)
+    described, names = content["metadata"], files.names()
+    world: Any = content.get("world_size")
+    good, found = type(world) is int and 0 < world <= MOST_RANKS, dict[str, dict[int, str]]()
+    for name, item in described.items():
+        layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+        good = good and type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        if not good or layouts is None or not isinstance(item.get("nested_path_to_metadata"), dict):
+            raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
+        wanted = {rank: _file(name, rank, layouts[rank]) for rank in range(world)}
+        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
+        if not found[name]:
+            raise PartError(f"No file of the item {name!r} is there.", why=f"{ITEM_METADATA} describes {world} of them.")
     if not good:
-        raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
-    return items, world
+        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
+    others = {stem: group for stem, group in item_groups(names).items() if stem not in found and len(group) == world}
+    groups = {name: Group(f"{name}_", own, world, tuple(own.values())) for name, own in (found | others).items()}
+    return described, groups
 
 
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
@@ -106,21 +111,6 @@ def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
     elif type(node) in (List, tuple):
         known[id(node)] = tuple(_python(value, levels - 1, known) for value in row_of(node))
     return known.get(id(node), node)
-
-
-def _files_of(described: Mapping[str, Row], names: Sequence[str], world: int) -> dict[str, dict[int, str]]:
-    """The files of each item by rank: where metadata.pkl says, else by the item's name."""
-    found = {}
-    for name, item in described.items():
-        rows = {rank: item["rank_to_layout_info"][rank] for rank in range(world)}
-        wanted = {rank: _file(name, rank, row) for rank, row in rows.items()}
-        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
-        if not found[name]:
-            raise PartError(f"No file of the item {name!r} is there.", why=f"{ITEM_METADATA} describes {world} of them.")
-    for stem, group in item_groups(names).items():
-        if stem not in found and len(group) == world:
-            found[stem] = group
-    return found
 
 
 def _file(name: str, rank: int, row: Any) -> str:
@@ -150,20 +140,18 @@ def _places(item: Row | None) -> rank_files.Places:
         rows, name = every.get(where), ".".join(map(str, where))
         if rows is None:
             return None
-        shares, shapes = [], set()
+        pieces, shapes = list[Piece](), list[Sizes]()
         for rank, entry in entries:
             try:
                 shape, found = _boxes(rows, rank, entry)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
                 raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
-            shapes.add(shape)
-            shares += found
-        if len(shapes) != 1:
+            shapes.append(shape)
+            pieces += found
+        if len(set(shapes)) > 1:
             raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
-        whole = shapes.pop()
-        own = [entry for _, entry in entries]
-        alike = [share.entry for share in shares] == own and all(share.sizes == whole for share in shares)
-        return None if alike else (whole, shares)
+        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shapes[0] for piece in pieces)
+        return None if alike else (shapes[0], pieces)
 
     return shares
 
