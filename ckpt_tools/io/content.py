@@ -164,7 +164,6 @@ def read(content: Content) -> bytes:
 
 
 def read_into(content: Content, buffer: memoryview) -> None:
-    """Read a content into a buffer of its size."""
     at = 0
     if isinstance(content, Range):
         content.source.read_into(content.offset, buffer)
@@ -181,7 +180,6 @@ def read_into(content: Content, buffer: memoryview) -> None:
 
 
 def to_bytes(pieces: Iterable[Piece]) -> bytes:
-    """What the pieces make, in memory."""
     made = bytearray()
     for piece in pieces:
         content = piece.content

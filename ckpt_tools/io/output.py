@@ -277,7 +277,6 @@ def _handing_back(path: Handed) -> Iterator[Output]:
 
 
 def _checked_open(path: Handed) -> Path:
-    """An open file as a target."""
     if getattr(path.file, "closed", False) is True:
         raise OutputError(f"{path} cannot be written.", why="It is closed.")
     is_text = hasattr(path.file, "encoding")
@@ -288,7 +287,6 @@ def _checked_open(path: Handed) -> Path:
 
 
 def write_all(fd: int, left: memoryview) -> None:
-    """Write all of the bytes, in as many calls as the system takes for them."""
     while len(left):
         left = left[os.write(fd, left) :]
 
@@ -315,7 +313,6 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 
 
 def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
-    """Raise the error for an output in a folder that is not there, or takes none."""
     what = f"{path} cannot be written."
     if not folder.is_dir():
         raise OutputError(what, why=f"There is no folder {folder}.", fix="Make the folder first.", errno=errno.ENOENT)

@@ -33,7 +33,6 @@ class LocalStaging:
         return replacing(self.path / name, inputs=self.inputs)
 
     def sizes(self) -> dict[str, int]:
-        """The files written so far, and their bytes."""
         with output_errors(self.target), os.scandir(self.path) as rows:
             return {row.name: row.stat().st_size for row in rows if row.is_file()}
 

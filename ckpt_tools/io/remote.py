@@ -302,7 +302,6 @@ class _FsspecSource(RemoteSource):
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -354,7 +353,6 @@ def open_remote(url: str) -> Source:
 
 
 def files_beside(source: Source) -> Files:
-    """The files in the folder of a remote index."""
     address = cast("Address", source.path)
 
     def names() -> list[str]:
@@ -441,7 +439,6 @@ def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
 
 
 def _give_up(fs: Any, place: str, file: Any, direct: bool) -> None:
-    """Leave nothing of a file that was begun."""
     with contextlib.suppress(Exception):
         if direct:
             file.discard()
@@ -463,7 +460,6 @@ class RemoteStaging:
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[Output]:
-        """A new file of the folder, written as a stream; nothing is left of it when the block fails."""
         url = f"{self.target}/{self.hidden if name == self.last else name}"
         fs, place = _file_system(url)
         with _streaming(url, fs, place, place) as output:

@@ -152,7 +152,6 @@ class Spooled(Source):
         self.add(blocks)
 
     def add(self, blocks: Iterable[bytes | memoryview]) -> None:
-        """Put more behind what is there."""
         for block in blocks:
             write_all(self._fd, memoryview(block))
             self.size += len(block)

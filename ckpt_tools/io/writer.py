@@ -267,7 +267,6 @@ class _Loop:
             raise self.failure
 
     def close(self) -> None:
-        """Let the threads end."""
         for thread, queue in zip(self.threads, (self.filled, self.summed), strict=False):
             queue.put(None)
             thread.join()

@@ -56,7 +56,6 @@ def _flat(part: Checkpoint) -> dict[str, Entry]:
 
 
 def _read_params(source: Source) -> dict[str, int]:
-    """The numbers that count."""
     limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
     try:
         content = load_json(source.read(0, source.size))
@@ -101,7 +100,6 @@ class _Model:
                 )  # fmt: skip
 
     def compare(self) -> None:
-        """Compare what several ranks hold, and that no rank is there twice."""
         self.merger.check_replicas()
         check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
 
@@ -117,7 +115,6 @@ class _Model:
         return along(self.merger, name, axis, [held])
 
     def _by_width(self, name: str, kind: str, shape: Sizes) -> int:
-        """The dimension in which the model's width is reached."""
         reached = [axis for axis, size in enumerate(shape) if size * len(self.ranks) == self.width]
         if len(reached) == 1:
             return reached[0]

@@ -71,8 +71,6 @@ _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk or a value is."""
-
     file: str
     offset: int
     length: int
@@ -127,8 +125,6 @@ def length_of(source: Source, name: str) -> int:
 
 
 def _record(source: Source) -> tuple[Node, Machine]:
-    """What `.metadata` says, and what read it."""
-
     def no_storages(pid: Node) -> Node:
         raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
 
@@ -164,7 +160,6 @@ def _sizes(node: Node) -> Sizes:
 
 
 def _places(node: Node) -> dict[tuple[str, Sizes | None], _Place]:
-    """(name, offsets) -> where it is."""
     found = {}
     for key, value in _pairs(node, "storage_data"):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
@@ -241,7 +236,6 @@ class _Reader:
         self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
-        """An entry, or a value out of its archive."""
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
             decoded = self._archive(name, self._there(f"the value {name!r}", self.places.get((name, None))))
             self.blobs.append(decoded)

@@ -114,7 +114,6 @@ class _Model:
     # --- reading
 
     def _root_of(self, name: str, *, renewed: bool = False) -> Node:
-        """What a file holds; `renewed` if its tensors come into the tree as they are."""
         self.read_files.append(decode_file(self.files.open(name)))
         root = self.read_files[-1].root
         return self.keys.renew(root) if renewed else root
@@ -211,7 +210,6 @@ class _Model:
         return Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
 
     def module(self) -> Dict:
-        """The weights as they were trained with."""
         if self.layers is not None:
             if missing := [name for name in self.weights.named if name not in self.layers]:
                 raise PartError(f"No file layer_*-model_states.pt has {listed(missing)}.", fix="Get the files of all layers.")

@@ -209,7 +209,6 @@ class Slice:
         return root
 
     def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
-        """The rows of fp32 weights of a group, by rank."""
         return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in group.ranks}
 
     def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
@@ -246,7 +245,6 @@ class Slice:
     # --- what is there beside the weights
 
     def module(self) -> Dict:
-        """The weights as they were trained with."""
         if self.is_stage_3:
             raise PartError(
                 "ZeRO 3 saves no 16-bit weights.", why="The model files hold tensors without elements.",

@@ -196,7 +196,6 @@ def layout_of(folder: str | os.PathLike[str], names: Sequence[str]) -> Found | N
 
 
 def find_layout(folder: str | os.PathLike[str]) -> Found | None:
-    """The one checkpoint that a folder is, None where it is not one."""
     folder = folder_of_files(Path(folder))
     try:
         names = sorted(os.listdir(folder))
@@ -291,7 +290,6 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
 
 
 def layout(folder: Path, names: list[str]) -> Found:
-    """The one checkpoint that a folder should be."""
     found = layout_of(folder, sorted(names))
     if found is not None:
         return found

@@ -59,7 +59,6 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
 
 
 def describes(path: Path, group: Group) -> bool:
-    """Whether the metadata.pkl beside a file describes the item that the file's name says it is a part of."""
     with contextlib.closing(Files(path, path.parent)) as files:
         about = files.open(ITEM_METADATA)
         if not describes_items(about.read(0, min(HEAD, about.size))):
@@ -193,7 +192,6 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Pi
 
 
 def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
-    """A box of what one rank holds."""
     if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
         raise ValueError("another shape")
     if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):

@@ -51,8 +51,6 @@ _WHOLE = re.compile(
 
 @dataclass(slots=True)
 class Chunk:
-    """The tensors of one virtual stage on one rank."""
-
     tensors: dict[str, Entry] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     experts: int = 0
@@ -211,7 +209,6 @@ def _chunks(name: str, root: Dict) -> list[Chunk]:
 
 
 def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
-    """Every rank is there once, and no other."""
     places, world = by_rank((part.place, part.folder) for part in parts), prod(sizes)
     if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
         raise PartError(f"{some(beyond)} are beyond the {world} ranks that the args of the job say.")

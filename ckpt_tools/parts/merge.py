@@ -93,7 +93,6 @@ class Merger:
         return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
-        """Read what several ranks hold, and compare it."""
         wrong: dict[str, set[int]] = {}
         for name, one, other in self.replicas:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
@@ -120,7 +119,6 @@ def by_rank(rows: Iterable[tuple[_Rank, str]]) -> dict[_Rank, str]:
 
 
 def check_same(what: str, said: Mapping[str, object]) -> None:
-    """Every file says the same of something."""
     first = next(iter(said), "")
     if other := next((file for file, value in said.items() if value != said[first]), None):
         why = "They were saved at different steps, or by several jobs."
@@ -131,7 +129,6 @@ _NAMED = 100  # missing ranks, of which more are only counted: a file may say an
 
 
 def check_world(what: str, there: Collection[int], world: int) -> None:
-    """Every rank of a world is there, and no other."""
     missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
     beyond = sorted(rank for rank in there if rank >= world)
     if not (missing or beyond):
@@ -204,7 +201,6 @@ _NEAR = 1 / 32  # relative; a cast to bfloat16 is off by 1/256, wherever it is r
 
 
 def _head(entry: Entry) -> bytes:
-    """The first elements of an entry that lies row-major."""
     return read(row_major(replace(entry, shape=(min(entry.numel, _LOOKED_AT),), stride=(1,))))
 
 

@@ -32,8 +32,6 @@ _DEEPSPEED = r"(?:mp|pp|expp)_rank_\d"
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """The files of one checkpoint."""
-
     stem: str
     names: Mapping[int, str]
     world: int | None
@@ -75,7 +73,6 @@ def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def item_group_of(name: str, names: Sequence[str]) -> Group | None:
-    """The files of the item that a file called `model_0.pt` is a rank's part of."""
     groups = (Group(f"{item}_", group, None, tuple(group.values())) for item, group in item_groups(names).items())
     return next((group for group in groups if name in group.every), None)
 
@@ -93,7 +90,6 @@ def matching(names: Sequence[str], rule: str) -> tuple[str, ...]:
 
 
 def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
-    """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
     return tuple(f"{name}/{MEGATRON_FILE}" for name in matching(names, MP_RANK))
 
 
@@ -153,13 +149,11 @@ class ShardName:
 
 
 def shard_name(name: str) -> ShardName | None:
-    """What the name of a file says of a shard; None for any other."""
     match = re.fullmatch(_SHARD, name)
     return ShardName(match["stem"], match["suffix"], int(match["number"]), int(match["count"])) if match else None
 
 
 def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The files that call themselves shards, those together that differ in the number alone."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name in sorted(names):
         if said := shard_name(name):

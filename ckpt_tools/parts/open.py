@@ -100,7 +100,6 @@ def _in_folder(source: Source) -> Source:
 
 
 def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
-    """What is decoded of a source, which is closed where that fails."""
     try:
         with collector_paused(), naming(source):
             return decode(source)
@@ -162,7 +161,6 @@ def files_beside(source: Source) -> Files:
 
 
 def decode_folder(files: Files) -> Checkpoint:
-    """Decode a folder as the family that its files name."""
     return families.layout(files.folder, files.names()).decode(files)
 
 

@@ -157,13 +157,11 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 
 
 def _count(node: Node) -> int | None:
-    """Of how many processes: a number, or one for each group of parameters."""
     counts = [count for count in (node.items if type(node) is List else [node]) if type(count) is int]
     return max(counts, default=None)
 
 
 def _is_zero_3(weights: Node) -> bool:
-    """Whether the names are there, and most tensors have no elements."""
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
     empty = sum(not entry.numel for entry in entries)
     return weights is None or bool(empty and empty * 2 >= len(entries))

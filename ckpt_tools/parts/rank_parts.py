@@ -50,8 +50,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank holds of one tensor."""
-
     kind: Literal["dtensor", "sharded"]
     dtype: DType
     shape: Sizes
@@ -74,7 +72,6 @@ class Part:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the tensor is cut."""
         if self.mesh is None:
             return self.world
         cut = zip(self.placements, self.mesh.shape, strict=True)
@@ -227,7 +224,6 @@ def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes,
 
 
 def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
-    """The sizes of a mesh, and for each dimension how far each of its coordinates leads."""
     if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
         pairs = [_record(axis, "_FlatLayout") for axis in row_of(state["axes"])]
         rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
@@ -285,7 +281,6 @@ def _record(node: Node, *names: str) -> dict[str, Node]:
 
 
 def _class_name(node: Node) -> str:
-    """The class of a record of torch.distributed; the empty text for anything else."""
     function = node.function if type(node) is Object else None
     return function.name if type(function) is Global and function.module.startswith("torch.distributed.") else ""
 

@@ -75,7 +75,6 @@ def partly(what: str, missing: Sequence[str]) -> Warned:
 
 
 def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Checkpoint]:
-    """The parts, each storage under a key that no other part's has."""
     keys, found = keys or Keys(), list(parts)
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
@@ -118,7 +117,6 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_shard(name: str, files: Files) -> Checkpoint:
-    """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
     except NotACheckpointError as error:
@@ -133,7 +131,6 @@ def read_shard(name: str, files: Files) -> Checkpoint:
 
 
 def places_of(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
-    """Name -> the shard that holds it."""
     places: dict[str, str] = {}
     for file, decoded in shards.items():
         for name in as_dict(decoded.root).named:
@@ -176,7 +173,6 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metada
 
 
 def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The texts of the index and of the shards; where they differ, the index's."""
     own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}
     for texts in (metadata, *(decoded.metadata for decoded in shards)):

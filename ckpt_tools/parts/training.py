@@ -53,7 +53,6 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 
 def is_state(name: str) -> bool:
-    """Whether a name in a step's folder is that of the training's state, which is beside the model."""
     return re.fullmatch(_STATE, name) is not None
 
 
@@ -74,7 +73,6 @@ def _is_accelerates(names: Iterable[str]) -> bool:
 
 
 def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The steps' folders in a run's, the newest first."""
     found = [(int(match[1]), name) for name in names if (match := re.fullmatch(_STEP, name)) and (folder / name).is_dir()]
     return [folder / name for _, name in sorted(found, reverse=True)]
 
