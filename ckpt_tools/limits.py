@@ -6,9 +6,10 @@ Who trusts the file raises it: `ckpt COMMAND --limit records=2000000`, CKPT_LIMI
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_tools.errors import LimitError, UsageError
 
@@ -23,19 +24,21 @@ class Limit:
     per_byte: float = 0
 
     def most(self, file_bytes: int) -> int:
-        """The limit for a file of this size."""
         return self.value + int(self.per_byte * file_bytes)
 
     def check(self, count: int, what: str, file_bytes: int = 0) -> None:
-        """Raise the error of `what` where the count is over the limit, for a file of this size where that matters."""
+        """Raise the error of `what` where the count is over the limit for a file of this size."""
         if count > self.most(file_bytes):
             raise self.error(what, count)
+
+    @property
+    def said(self) -> str:
+        return f"The limit is {self.value} {self.counts}."
 
     def error(self, what: str, needed: int = 0, *, fix: str = "") -> LimitError:
         """The error for a file beyond this limit, of which it needs so many."""
         raising = f"`limits.raised({self.name}={max(2 * self.value, needed)})`"
-        why = f"The limit is {self.value} {self.counts}."
-        return LimitError(what, why=why, fix=f"{fix} Where the file is to be trusted, raise the limit: {raising}".strip())
+        return LimitError(what, why=self.said, fix=f"{fix} Where the file is to be trusted, raise the limit: {raising}".strip())
 
 
 NODES = Limit("nodes", 1_000_000, "containers, objects and calls, and one more for every 4 bytes of the file", 0.25)
@@ -87,26 +90,21 @@ def raised(**values: int) -> Iterator[None]:
         set_limits(before)
 
 
+@dataclass(slots=True)
 class Budget:
     """What the reading of one file has taken so far, all of its parts together."""
 
-    __slots__ = ("file_bytes", "taken")
-
-    def __init__(self, file_bytes: int) -> None:
-        self.file_bytes, self.taken = file_bytes, dict[str, int]()
+    file_bytes: int
+    taken: Counter[str] = field(default_factory=Counter)
 
     def take(self, limit: Limit, count: int, what: str) -> None:
         """Count before it is read or made; the error of `what` where it is too much."""
-        limit.check(self.taken.get(limit.name, 0) + count, what, self.file_bytes)
-        self.add(limit, count)
-
-    def add(self, limit: Limit, count: int) -> None:
-        """Count what was read or made."""
-        self.taken[limit.name] = self.taken.get(limit.name, 0) + count
+        limit.check(self.taken[limit.name] + count, what, self.file_bytes)
+        self.taken[limit.name] += count
 
     def room(self, limit: Limit) -> int:
         """How much a limit still leaves."""
-        return limit.most(self.file_bytes) - self.taken.get(limit.name, 0)
+        return limit.most(self.file_bytes) - self.taken[limit.name]
 
 
 _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)

@@ -16,8 +16,8 @@ PAGE = DOCS / "messages.md"
 _HEAD = """# Messages, and what helps
 
 What PyTorch and its libraries say when a checkpoint does not load, why, and the command. `ckpt explain 'MESSAGE'`, or
-`python train.py 2>&1 | ckpt explain`, finds the entry. IN and OUT are files, MODEL is what [`--like`](loading.md) takes: another checkpoint, or
-`package.module:callable`.
+`python train.py 2>&1 | ckpt explain`, finds the entry. IN and OUT are files, MODEL is what [`--like`](loading.md) takes:
+another checkpoint, or `package.module:callable`.
 """
 
 
@@ -30,7 +30,7 @@ def page() -> str:
             more = f" [More]({row['page']})" if "page" in row else ""
             command = "<br>".join(f"`{line}`" for line in fill(row["command"], {}).split("\n"))
             text = " ".join(fill(row["text"], {}).split())
-            parts.append(f'* <a id="{row["name"]}"></a>{_code(row["says"])}<br>{text}{more}<br>{command}\n')
+            parts.append(f'* <a id="{row["name"]}"></a>**{_code(row["says"])}**<br>{text}{more}<br>{command}\n')
     return "".join(parts)
 
 

@@ -1,8 +1,6 @@
 """What is known of both sides before partners are found: names and shapes always, numbers and computations where asked.
 
-Of computations those of models that the user named are seen while they run once, those of exported programs are read in their
-files. Nothing runs that the user did not name: the model of IN where `from_` names it, the target's where its graph can be
-compared with one.
+Computations are seen while models run once, which the user named: that of IN by `from_`, and the target's.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from ckpt_tools.fit.options import COMPARING, PartnerOptions
 from ckpt_tools.fit.targets import Target, choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.formats.exported_program import graph_in
 from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
@@ -42,12 +39,10 @@ class Seen:
     """What was seen of the computations of both sides.
 
     Attributes:
-        ran: the models that ran. read: the programs whose graph was read in their file. inputs: what the models were given,
-            as text. problem: why nothing was compared; else the empty text.
+        ran: the models that ran. inputs: what they were given, as text. problem: why nothing was compared; else the empty text.
     """
 
     ran: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     problem: str = ""
 
@@ -83,7 +78,7 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
     """What the options want known of a state dict and of a target."""
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
-        compared = _compare_graphs(old, checkpoint, *options.run, target)
+        compared = _compare_graphs(old, *options.run, target)
     elif options.stages == "values":
         own: Tensors = tensors_by_name(node)
         with _tensors_of(target) as theirs:
@@ -183,72 +178,32 @@ _MOST_WIDTHS = 3
 _TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One side: a graph that was read, or a model that can run."""
-
-    label: str
-    graph: Graph | None = None
-    target: Target | None = None
-
-    def graph_on(self, inputs: Sequence[Input]) -> Graph:
-        """What it computes of these inputs."""
-        if self.graph is not None:
-            return self.graph
-        from ckpt_tools.values.running import graph_of
-
-        assert self.target is not None
-        return graph_of(self.target.module, inputs, self.target.build)
-
-
-def _compare_graphs(
-    params: Sequence[Param], checkpoint: Checkpoint | None, model: Any, inputs: str | Sequence[str], target: Target
-) -> Compared:
-    """The graphs of IN and of the target, if IN has one: a program's in its file, or that of the model that the user named."""
-    own, other = None, None
-    if model is not None:
-        source = read_target(model)
-        own = _Side(source.label, target=source)
-    elif checkpoint is not None and (graph := graph_in(checkpoint)) is not None:
-        known = {param.name for param in params}
-        own = _Side(str(checkpoint.path), graph) if known & graph.weights.keys() else None
-    if own is None:
+def _compare_graphs(params: Sequence[Param], model: Any, inputs: str | Sequence[str], target: Target) -> Compared:
+    """The graphs of the model of IN, if the user named one, and of the target."""
+    if model is None:
         return Compared()
-    if target.module is not None:
-        other = _Side(target.label, target=target)
-    elif target.tensors is None:  # a file, which may be a program
-        with open_whole(target.label) as opened:
-            graph = graph_in(opened)
-        other = None if graph is None else _Side(target.label, graph)
-    if other is None and model is None:
-        return Compared()
-    for side, option in ((own, "from_"), (other, "like")):
-        if side is None or (side.graph is None and (side.target is None or side.target.module is None)):
-            label = target.label if side is None else side.label
-            raise UsageError(f"`{option}` does not make a model.", why=f"{label} holds tensors only.",
+    own = read_target(model)
+    for side, option in ((own, "from_"), (target, "like")):
+        if side.module is None:
+            raise UsageError(f"`{option}` does not make a model.", why=f"{side.label} holds tensors only.",
                              fix="Both `like` and `from_` are package.module:callable, to be compared.")  # fmt: skip
-    assert other is not None
-    return _compare(params, own, other, [parse(spec) for spec in ([inputs] if isinstance(inputs, str) else inputs)])
+    return _compare(params, own, target, [parse(spec) for spec in ([inputs] if isinstance(inputs, str) else inputs)])
 
 
-def _compare(params: Sequence[Param], own: _Side, other: _Side, asked: list[Input]) -> Compared:
-    names = {param.name: param.name for param in params}
-    if own.target is not None:  # the model's names -> those of the checkpoint, which may have wrappers
-        matching = match(params, own.target.params, stages="names")
-        if not matching.matched or matching.mismatched:
-            matched, different = len(matching.matched), len(matching.mismatched)
-            why = f"{matched} of its {len(params)} tensors are the model's, {different} have other shapes."
-            raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
-        names = {row.new: row.old for row in matching.matched}
+def _compare(params: Sequence[Param], own: Target, other: Target, asked: list[Input]) -> Compared:
+    matching = match(params, own.params, stages="names")  # the checkpoint's names may have wrappers
+    if not matching.matched or matching.mismatched:
+        matched, different = len(matching.matched), len(matching.mismatched)
+        why = f"{matched} of its {len(params)} tensors are the model's, {different} have other shapes."
+        raise ConvertError(f"{own.label} is not the model of the checkpoint.", why=why)
+    names = {row.new: row.old for row in matching.matched}
     problem = ""
     for tried in [asked] if asked else _usual(own, other):
         graphs, problem = _both(own, other, tried)
         if graphs is not None and not asked and (problem := _depends_on_input(own, other, tried, graphs)):
             break
         if graphs is not None:
-            ran = tuple(side.label for side in (own, other) if side.graph is None)
-            read = tuple(side.label for side in (own, other) if side.graph is not None)
-            seen = Seen(ran, read, tuple(map(str, tried)) if ran else ())
+            seen = Seen((own.label, other.label), tuple(map(str, tried)))
             return Compared((graphs[0].renamed(names), graphs[1]), seen)
     if asked:
         raise ConvertError("A model raised when it ran.", why=problem,
@@ -256,17 +211,19 @@ def _compare(params: Sequence[Param], own: _Side, other: _Side, asked: list[Inpu
     return Compared(seen=Seen(problem=problem))
 
 
-def _both(own: _Side, other: _Side, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:
+def _both(own: Target, other: Target, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:
+    from ckpt_tools.values.running import graph_of
+
     graphs = []
     for side in (own, other):
         try:
-            graphs.append(side.graph_on(inputs))
+            graphs.append(graph_of(side.module, inputs, side.build))
         except Exception as error:  # whatever the user's model raises
             return None, f"{side.label} raised {type(error).__name__}: {error}".splitlines()[0]
     return (graphs[0], graphs[1]), ""
 
 
-def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: tuple[Graph, Graph]) -> str:
+def _depends_on_input(own: Target, other: Target, tried: Sequence[Input], graphs: tuple[Graph, Graph]) -> str:
     """Why one vector cannot stand for what the models are made for: they take several, too, and do something else with them."""
     if len(tried) != 1 or tried[0].below is not None or len(tried[0].shape) != 2:
         return ""
@@ -283,21 +240,13 @@ def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: 
     return f"both run on {tried[0]} and on {several[0]}, and compute different things: `--input` says which"
 
 
-def _usual(own: _Side, other: _Side) -> Iterator[list[Input]]:
-    """A program's own inputs, where their sizes are known; else those that models of such weights often take."""
-    graphs = [side.graph for side in (own, other) if side.graph is not None]
-    if len(graphs) == 2:
-        yield []
-        return
-    for graph in graphs:
-        if graph.inputs and all(value.shape is not None for value in graph.inputs):
-            yield [Input(None, value.shape or (), 2 if value.integers else None) for value in graph.inputs]
-    targets = [side.target for side in (own, other) if side.target is not None]
-    shapes = [param.shape for param in targets[0].params]
+def _usual(own: Target, other: Target) -> Iterator[list[Input]]:
+    """The inputs that models of such weights often take."""
+    shapes = [param.shape for param in own.params]
     images, vectors = (list(dict.fromkeys(shape[1] for shape in shapes if len(shape) == count)) for count in (4, 2))
     for channels in sorted(images, key=lambda size: size not in (3, 1))[:_MOST_WIDTHS]:  # the usual ones of images first
         yield from ([Input(None, (1, channels, size, size), None)] for size in (224, 32, 28, 64))
     for width in [] if images else sorted(vectors, key=lambda size: size not in (3, 1))[:_MOST_WIDTHS]:
         yield from ([Input(None, shape, None)] for shape in ((1, width), (1, _TOKENS, width)))
-    if any(param.module == "Embedding" for target in targets for param in target.params):
+    if any(param.module == "Embedding" for target in (own, other) for param in target.params):
         yield from ([Input(name, (1, _TOKENS), 2)] for name in (None, "input_ids"))

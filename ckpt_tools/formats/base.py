@@ -35,7 +35,6 @@ def program(container: str, holds: str, constants: Sequence[Record]) -> Warned:
 
 # folders of many ranks' files, each with parts of the tensors
 PART_CONTAINERS = ("rank-files", "consolidated", "megatron", "deepspeed")
-CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
 
 
 def is_zip(head: bytes) -> bool:

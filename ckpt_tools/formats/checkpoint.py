@@ -46,8 +46,9 @@ class Checkpoint:
         root: the tree (see `ckpt_tools.tree.nodes`). source: what its bytes are read from; the files of a folder are one.
         globals: what its pickles name. unusual: what `torch.load(weights_only=True)` refuses beside those.
         warnings: oddities that did not keep the file from being read. metadata: texts beside the tensors.
-        locator: finds the bytes of every tensor, where the container put that off. misplaced: what is not where it should be.
-        others: other trees that can be made of it, by name. beside: values that belong to it, and are no part of the tree.
+        dead_bytes: counts the bytes that nothing refers to. misplaced: what is not where it should be.
+        locator: finds the bytes of every tensor, where the container put that off.
+        others: other trees that can be made of it, by name. beside: values that belong to it, outside the tree.
         lost: names of what could not be read, and why. examined: globals of the files whose pickles have all been read.
     """
 
@@ -63,7 +64,7 @@ class Checkpoint:
     has_checksums: bool = False
     root_folder: str = "archive"
     records: Sequence[Record] = ()
-    dead_bytes: Callable[[], int] = lambda: 0
+    dead_bytes: Callable[[], int] | None = None
     lost: list[tuple[str, str]] = field(default_factory=list)
     locator: Callable[[Node], Node] | None = None
     misplaced: Callable[[], Iterator[str]] | None = None
@@ -181,7 +182,7 @@ class Checkpoint:
         return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
 
     def merge(self, part: Checkpoint, name: str) -> None:
-        """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""
+        """Take over the globals, odd uses and warnings of `part`, which is in this checkpoint under `name`."""
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
         self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerError
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
@@ -79,12 +79,7 @@ def inflate(source: Source, kind: Kind) -> Spooled:
     except CkptError:  # some of ours are an OSError too
         raise
     except (zlib.error, lzma.LZMAError, EOFError, ValueError, OSError) as error:
-        if not isinstance(error, OSError) or error.errno is None:  # bz2's own are an OSError
-            raise _damaged(source, kind, f"{error}.") from None
-        raise LimitError(
-            f"{source.path} cannot be inflated into a temporary file.", why=f"{error.strerror}.",
-            fix=f"Unpack it ({kind.shell}), or set TMPDIR to a folder with room.",
-        ) from None  # fmt: skip
+        raise _damaged(source, kind, f"{error}.") from None
 
 
 def _damaged(source: Source, kind: Kind, why: str) -> DamagedFileError:

@@ -52,17 +52,24 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
             why="A disk that was full, or a copy that was interrupted, leaves such files.",
             fix="Get the file again.",
         )
-    if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32]:
-        return NotACheckpointError(
-            f"{path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
-            fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(path))}",
-        )  # fmt: skip
+    if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32] and (error := text_mode(source)):
+        return error
     if has_end(source):
         return NotACheckpointError(
             f"{path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only.",
             fix=f"Write it without them: {mending('repair', str(path))}",
         )  # fmt: skip
     return _text(path, head)
+
+
+def text_mode(source: Source) -> DamagedFileError | None:
+    """The error for a file that a text-mode transfer went over, None where none did. No other file lacks a bare line feed."""
+    head = source.read(0, min(source.size, 1 << 20))
+    if b"\r\n" not in head or b"\n" in head.replace(b"\r\n", b""):
+        return None
+    fix = f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}"
+    what, why = f"{source.path} was damaged by a text-mode transfer.", "Every line feed has a carriage return before it."
+    return DamagedFileError(what, why=why, fix=fix)
 
 
 def unknown(source: Source, head: bytes) -> CkptError:

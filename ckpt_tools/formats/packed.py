@@ -23,12 +23,14 @@ from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckp
 from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.checkpoint import Checkpoint, Packed
 from ckpt_tools.formats.compressed import inflate, kind_of
+from ckpt_tools.formats.contents import count_tensors
+from ckpt_tools.formats.registry import begins_as_checkpoint
+from ckpt_tools.formats.single import HEAD, decode_content
 from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.text import listed, printable
 
-_HEAD = 4096
 _TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
 
 
@@ -53,13 +55,10 @@ class Folder(Files):
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
-    """How to go on inside."""
+class Folders:
+    """How a folder inside is read, and whether one is a checkpoint, by its path, its names and what gives a file of it."""
 
-    file: Callable[[Source], Checkpoint]
-    folder: Callable[[Files], Checkpoint]
-    begins: Callable[[bytes], bool]
-    tensors: Callable[[Checkpoint], int]
+    read: Callable[[Files], Checkpoint]
     is_whole: Callable[[Path, list[str], Callable[[str], Source | None]], bool]
 
 
@@ -84,36 +83,34 @@ def _is_tar(source: Source, head: bytes) -> bool:
     return torch_tar.sniff(head) and any(head) and not torch_tar.is_torchs(source)
 
 
-def decode(source: Source, head: bytes, wanted: str, readers: Readers) -> Checkpoint:
+def decode(source: Source, head: bytes, wanted: str, folders: Folders) -> Checkpoint:
     """Read the checkpoint in a packed file; `wanted` is the member that was asked for, or empty."""
     kind = kind_of(head)
     with limits.of_file(source.size):
         if kind is None:
-            return _in_tar(source, source, "tar", wanted, readers)
+            return _in_tar(source, source, "tar", wanted, folders)
         whole = inflate(source, kind)
-        if _is_tar(whole, whole.read(0, min(_HEAD, whole.size))):
-            return _in_tar(source, whole, f"tar{kind.suffix}", wanted, readers)
+        if _is_tar(whole, whole.read(0, min(HEAD, whole.size))):
+            return _in_tar(source, whole, f"tar{kind.suffix}", wanted, folders)
         name = source.path.name
         member = name[: -len(kind.suffix)] if name.lower().endswith(kind.suffix) else ""
         if wanted not in ("", member):
             raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
         whole.path = _inside(source.path, member)
         try:
-            decoded = _read(whole, readers)
+            decoded = _read(whole, folders)
         except NotACheckpointError as error:
-            why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
-            raise NotACheckpointError(
-                f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why,
-                fix=f"Unpack it to see what it is: {kind.shell} FILE.",
-            ) from None  # fmt: skip
+            error.what = f"{source.path} is {kind.called} of something that is not a checkpoint."
+            error.fix = f"Unpack it to see what it is: {kind.shell} FILE."
+            raise
         decoded.packed = Packed(kind.name, member, source, whole, source.path)
         return decoded
 
 
-def _read(place: Source, readers: Readers) -> Checkpoint:
+def _read(place: Source, folders: Folders) -> Checkpoint:
     """Read what is inside; errors say which member they are about, and give no command that takes only what is not packed."""
     try:
-        return readers.folder(place) if isinstance(place, Folder) else readers.file(place)
+        return folders.read(place) if isinstance(place, Folder) else decode_content(place)
     except CkptError as error:
         if str(place.path) not in error.what:
             error.what = f"{place.path}: {error.what}"
@@ -122,7 +119,7 @@ def _read(place: Source, readers: Readers) -> Checkpoint:
         raise
 
 
-def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Readers) -> Checkpoint:
+def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folders) -> Checkpoint:
     members = _members(tar)
     order = sorted(members)
     if wanted:
@@ -131,11 +128,10 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
             raise NotACheckpointError(f"{tar.path} has no member {wanted!r}.", why=why)
         names = [wanted]
     else:
-        names = list(_candidates(tar, members, readers))
+        names = list(_candidates(tar, members, folders))
     if not names:
-        held = f"It holds {listed(order)}." if members else "It is empty."
-        raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=held)
-
+        why = f"It holds {listed(order) or 'nothing'}."
+        raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=why)
     places = {name: members[name] if name in members else Folder(tar, name, members, order) for name in names}
     read: dict[str, Checkpoint | None] = {}
     if len(places) > 1:  # those count that have tensors, or cannot be read; all where that leaves none
@@ -143,8 +139,8 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
             decoded = None
             if len(read) < 2:
                 with contextlib.suppress(CkptError):
-                    decoded = _read(place, readers)
-            if decoded is None or readers.tensors(decoded):
+                    decoded = _read(place, folders)
+            if decoded is None or count_tensors(decoded.root):
                 read[name] = decoded
         names = list(read or places)
     if len(names) > 1:
@@ -153,7 +149,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
             fix=f"Name one of them, behind a `!`: {printable(shlex.quote(str(_inside(source.path, names[0]))))}",
         )  # fmt: skip
     name, found = names[0], places[names[0]]
-    decoded = read.get(name) or _read(found, readers)
+    decoded = read.get(name) or _read(found, folders)
     folder = found if isinstance(found, Folder) else Folder(tar, name.rpartition("/")[0], members, order)
     decoded.packed = Packed(kind, name, source, tar, found.path if wanted else source.path, folder)
     return decoded
@@ -185,7 +181,7 @@ def _members(tar: Source) -> dict[str, Window]:
 _DEEPEST = 100  # folders in one another
 
 
-def _candidates(archive: Source, members: Mapping[str, Window], readers: Readers) -> Iterator[str]:
+def _candidates(archive: Source, members: Mapping[str, Window], folders: Folders) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
     held: dict[str, list[str]] = {}
     for path in members:
@@ -196,12 +192,12 @@ def _candidates(archive: Source, members: Mapping[str, Window], readers: Readers
     for folder in sorted(held, key=lambda folder: f"{folder}/" if folder else ""):  # a folder is followed by all below it
         if last is not None and (not last or folder.startswith(f"{last}/")):
             taken.add(folder)
-        elif readers.is_whole(_inside(archive.path, folder), sorted(held[folder]), _members_of(members, folder)):
+        elif folders.is_whole(_inside(archive.path, folder), sorted(held[folder]), _members_of(members, folder)):
             taken.add(folder)
             last = folder
             yield folder
     for path, member in members.items():
-        if path.rpartition("/")[0] not in taken and readers.begins(member.read(0, min(_HEAD, member.size))):
+        if path.rpartition("/")[0] not in taken and begins_as_checkpoint(member.read(0, min(HEAD, member.size))):
             yield path
 
 

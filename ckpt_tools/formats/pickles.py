@@ -18,8 +18,7 @@ from itertools import islice, pairwise
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
-from ckpt_tools.formats import program_harm as harm
-from ckpt_tools.formats import texts, zip_archives
+from ckpt_tools.formats import program_harm, texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
@@ -36,7 +35,7 @@ from ckpt_tools.formats.zip_directory import (
     signatures,
 )
 from ckpt_tools.formats.zip_inner import single_folder
-from ckpt_tools.io.content import chunks, read
+from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
@@ -45,29 +44,27 @@ from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
-_BLOCK = 4 << 20
 _COST_OF_PICKLE = 5  # in members
 _NODES_OF_MEMBER = 20  # each is looked at in several ways
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
-_MODULE = re.compile(r"[\w.+-]+")
+_IMPORTED = re.compile(r"[\w.+-]+:(?!<)\S+")  # a name that Python may import
+_BLOCK = 4 << 20
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
-_LOCKED = (
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"),
-    (b"\x04\x22\x4d\x18", "an lz4 archive"),
-)  # fmt: skip
+_LOCKED = ((b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x04\x22\x4d\x18", "an lz4 archive"))
 # `ZF`, 19 characters of its length in hexadecimal, perhaps a space. Source: `joblib.numpy_pickle_compat.read_zfile`.
 _JOBLIB = Kind("zlib of joblib 0.8", "", b"ZF", "", "", zlib.decompressobj)
 _ZFILE = 2 + len(hex(2**64))
 _KINDS = (*EVERY_KIND, _JOBLIB)
 # What may stand behind such a run and is read on, where that is not another one of its own kind.
-_AGAIN: dict[str, tuple[bytes, ...]] = {"zlib": (b"x",), _JOBLIB.name: (), "xz": (b"\xfd7zXZ\x00", b"]\x00")}
-_AGAIN["lzma"] = _AGAIN["xz"]
+_AGAIN: dict[str, tuple[bytes, ...]] = {
+    "zlib": (b"x",),
+    _JOBLIB.name: (),
+    **dict.fromkeys(("xz", "lzma"), (b"\xfd7zXZ\x00", b"]\x00")),
+}
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
-_MOST_LZMA = 1 << 38  # bytes; as liblzma has it
-_PACKED = (*(magic for magic, _ in _LOCKED), *(kind.magic for kind in _KINDS))
-_BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
+_BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ def find_pickles(source: Source) -> Pickles:
         with limits.of_file(source.size):
             walk.examine(source, "", 0)
     except _FullError:
-        walk.skip_beyond("", limits.NODES, "It has more members and pickles than are looked at.")
+        walk.skip("", f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
     return walk.found
@@ -103,9 +100,6 @@ class _InMemory(Source):
     def read(self, offset: int, length: int) -> bytes:
         return self.data[offset : offset + length]
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 class _Walk:
     """One file on its way through: how much may still be inflated, and what has been found."""
@@ -117,24 +111,23 @@ class _Walk:
     def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
         self.count()
         if depth > limits.NESTED.value:
-            self.skip_beyond(where, limits.NESTED, "It lies too deep.")
+            self.skip(where, f"It lies too deep (--limit nested). {limits.NESTED.said}")
             return
-        head, before = source.read(0, min(_HEAD, source.size)), len(self.found.pickles)
-        locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
-        if locked:
-            self.skip(where, f"{locked}, which has to be unpacked first")
-        kind = next((kind for kind in _KINDS if head.startswith(kind.magic)), None)
-        if kind and (kind.name != "lzma" or _is_lzma(head)):
-            with self.guarded(where):
+        head, before, behind = source.read(0, min(_HEAD, source.size)), len(self.found.pickles), source
+        for magic, locked in _LOCKED:
+            if head.startswith(magic):
+                self.skip(where, f"{locked}, which has to be unpacked first")
+        with self.guarded(where):
+            for kind in [kind for kind in _KINDS if head.startswith(kind.magic)][:1]:
                 self.compressed(source, where, depth, kind)
-        behind = source
-        if is_tar(head):
-            ends = [0]
-            with self.guarded(where):
+        with self.guarded(where):
+            if is_tar(head):
+                ends = [0]
                 self.tar(source, where, depth, ends)
-            behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
-        if is_zip(head) or has_end(behind):
-            with self.guarded(where):
+        if is_tar(head) and ends[-1] <= source.size:
+            behind = Window(source, ends[-1], source.size - ends[-1])
+        with self.guarded(where):
+            if is_zip(head) or has_end(behind):
                 self.archive(source, where, depth)
         if head.startswith(NUMPY):
             self.arrays(source, where, depth)
@@ -160,16 +153,13 @@ class _Walk:
             yield
         except CkptError as error:
             self.skip(where, error.what + (f" {error.why}" if error.why else ""))
-        except (tarfile.TarError, zlib.error, OSError, EOFError, lzma.LZMAError, ValueError, OverflowError) as error:
+        except (*_BROKEN, tarfile.TarError, OverflowError) as error:
             self.skip(where, f"it cannot be read: {error}")
 
     def count(self, cost: int = 1) -> None:
         self.parts += cost
         if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
             raise _FullError
-
-    def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
-        self.skip(where, f"{what} The limit {limit.name} is {limit.value} {limit.counts}.")
 
     def skip(self, where: str, why: str) -> None:
         self.found.unexamined.append((where, why))
@@ -187,51 +177,41 @@ class _Walk:
             start, end = _npy(head)
             at = self.stream(source, where, depth, at + start) if end is None else at + end
 
-    def stream(self, source: Source, where: str, depth: int, start: int = 0, member: str = "") -> int:
+    def stream(self, source: Source, where: str, depth: int, start: int = 0, *, member: str = "") -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
-        last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
-        for pickle in list_pickles(Part(source, min(start, last), last), member):
+        last, certain, told, has_arrays = source.size, where.endswith(_OF_TORCH), set[str](), False
+        part = Part(source, min(start, last), last)
+        for pickle in list_pickles(part, member):
             certain = certain or _is_pickle(pickle, source.read(pickle.start, min(2, source.size - pickle.start)))
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
                 self.count()
                 continue
-            pickle.where, last = where, pickle.end
+            last = pickle.end
+            has_arrays |= pickle.has_arrays
+            told |= {call.text for call in pickle.calls}
             self.found.pickles.append(pickle)
+            self.take(pickle, source, where, depth)
             if pickle.error is not None:
                 self.skip(where, f"{pickle.error.what} {pickle.error.why}".strip())
             if pickle.unread:
                 self.skip(where, f"behind its pickles: {pickle.unread}")
-            self.nested(pickle, source, where, depth)
-            self.count(_COST_OF_PICKLE)
-        if any(pickle.has_arrays for pickle in self.found.pickles[first:]):
-            self.as_opcodes(source, where, depth, start, member)
+        # any loader but joblib takes the bytes of its arrays for opcodes
+        for pickle in list_pickles(part, member, arrays=False) if has_arrays else ():
+            by_chance = [call for call in pickle.calls if call.rating == "unknown" and call.function.endswith(".dtype")]
+            pickle.calls = [call for call in pickle.calls if call.text not in told and call not in by_chance]
+            self.found.pickles += [pickle] if pickle.calls else []
+            self.take(pickle, source, where, depth)
+            if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
+                self.skip(where, pickle.error.what)
         return last
 
-    def nested(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
+    def take(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
+        pickle.where = where
+        self.count(_COST_OF_PICKLE)
         for data in pickle.nested:
             held = _InMemory(data, source)
             if has_end(held) or _is_meant(data):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
-
-    def as_opcodes(self, source: Source, where: str, depth: int, start: int, member: str) -> None:
-        """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes."""
-        told = {call.text for pickle in self.found.pickles for call in pickle.calls}
-        part = Part(source, start, source.size)
-        for pickle in list_pickles(part, member, arrays=False):
-            pickle.where, pickle.calls = (
-                where,
-                [
-                    call
-                    for call in pickle.calls
-                    if call.text not in told and not (call.rating == "unknown" and call.function.endswith(".dtype"))
-                ],
-            )
-            if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
-                self.skip(where, pickle.error.what)
-            if pickle.calls:
-                self.found.pickles.append(pickle)
-            self.nested(pickle, source, where, depth)
-            self.count(_COST_OF_PICKLE)
 
     # --- archives
 
@@ -246,11 +226,12 @@ class _Walk:
             for start, size in spans:
                 self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth + 1)
             if not spans:
-                self.damaged_archive(source, where, depth, error)
+                self.skip(where, error.what)
+                self.damaged_archive(source, where, depth)
             return
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
         with self.guarded(where):  # what torch.export.load runs of the records of a program
-            calls = harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
+            calls = program_harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
             for path, call in islice(calls, _MOST_EVALUATED):
                 self.found.evaluated.append((_inside(where, path), call))
         for record in _to_be_examined(source, records):
@@ -260,9 +241,8 @@ class _Walk:
                 if _npy(head)[1] is None:  # else it is numbers alone
                     self.examine(self.opened(source, record), name, depth + 1)
 
-    def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
+    def damaged_archive(self, source: Source, where: str, depth: int) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
-        self.skip(where, error.what)
         places = [at for _, at in signatures(source, SIGNATURE_LOCAL) if at + LOCAL.size <= source.size]
         for place, following in pairwise([*places, source.size]):
             header = LocalHeader.at(source, place)
@@ -271,12 +251,9 @@ class _Walk:
                 continue
             name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
             member: Source = Window(source, start, max(following, start) - start)
-            try:
+            with self.guarded(name):
                 if header.method == 8:
                     member = Spooled(source, runs(member, 0, lambda: zlib.decompressobj(-15), b"", self.spend))
-            except (zlib.error, LimitError) as failure:
-                self.skip(name, f"it cannot be inflated: {failure}")
-            else:
                 self.examine(member, _inside(where, name), depth + 1)
 
     def opened(self, source: Source, record: Record) -> Source:
@@ -284,9 +261,8 @@ class _Walk:
         if not record.deflated:
             return Window(source, record.data, record.size)
         self.spend(record.size)
-        if record.size <= _BLOCK:
-            return _InMemory(read(record_content(source, record)), source)
-        return Spooled(source, chunks(record_content(source, record)))
+        blocks = chunks(record_content(source, record))
+        return _InMemory(b"".join(blocks), source) if record.size <= _BLOCK else Spooled(source, blocks)
 
     def spend(self, count: int) -> None:
         self.left -= count
@@ -306,18 +282,16 @@ class _Walk:
 
     def compressed(self, source: Source, where: str, depth: int, kind: Kind) -> None:
         """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
-        start, found = 0, len(self.found.pickles)
+        start, found, damage = 0, len(self.found.pickles), list[Exception]()
         if kind is _JOBLIB:
             start = min(_ZFILE, source.size)
             start += source.read(start, min(1, source.size - start)) == b" "
         again = _AGAIN.get(kind.name, (kind.magic,))
         blocks = zstd_blocks(source, self.spend) if kind.make is None else runs(source, start, kind.make, again, self.spend)
-        damage: list[Exception] = []
         opened = Spooled(source, _up_to_damage(blocks, damage))
         if opened.size:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
-        by_accident = kind.name.startswith("zlib") and opened.size < _BY_ACCIDENT and len(self.found.pickles) == found
-        if damage and not by_accident:
+        if damage and not (opened.size < _BY_ACCIDENT and len(self.found.pickles) == found and _is_other(kind, damage[0])):
             self.skip(where, f"it cannot be inflated to its end: {damage[0]}")
 
 
@@ -327,15 +301,13 @@ def _up_to_damage(blocks: Iterator[bytes], damage: list[Exception]) -> Iterator[
         yield from blocks
     except CkptError:  # some of ours are an OSError too
         raise
-    except (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+    except _BROKEN as error:
         damage.append(error)
 
 
-def _is_lzma(head: bytes) -> bool:
-    """Whether liblzma takes this for an LZMA file: a dictionary of 2^n bytes or half as much again, a length."""
-    size, length = int.from_bytes(head[1:5], "little"), int.from_bytes(head[5:13], "little")
-    bits = f"{size:b}".rstrip("0")
-    return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
+def _is_other(kind: Kind, error: Exception) -> bool:
+    """Whether something else may begin with the two bytes of this kind, which is told by an error."""
+    return kind.name.startswith("zlib") or (kind.name == "lzma" and str(error).startswith("Input format"))
 
 
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
@@ -371,57 +343,44 @@ def _is_pickle(pickle: Pickle, head: bytes) -> bool:
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
     imported = next((name for name in pickle.names if "Storage" not in name.name), None)
-    if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
+    if imported is not None and not _can_be_imported(imported):  # Python would go no further than such an import
         return any(call.does == "changes" for call in pickle.calls)  # maybe a storage, before it
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
-def _may_name(data: bytes) -> bool:
-    """Whether the opcodes are in it by which a pickle names something by words: GLOBAL or INST and a line, or STACK_GLOBAL."""
-    end = max(data.rfind(b"\n"), 0)
-    return b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0
+def _can_be_imported(name: Global) -> bool:
+    return _IMPORTED.fullmatch(f"{name.module}:{name.name}") is not None
 
 
 def _is_meant(data: bytes) -> bool:
-    """Whether bytes that a pickle or a text holds are a pickle, or may hold some."""
-    if not (_BEGINS.match(data) or _may_name(data) or is_tar(data[:_HEAD])):  # as any random bytes do not
-        return False
-    if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith(NUMPY) or _inflates(data):
+    """Whether bytes that a pickle or a text holds are a pickle, or may hold some: two bytes begin so by chance."""
+    if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((NUMPY, *(magic for magic, _ in _LOCKED))):
         return True
+    for kind in _KINDS:
+        with contextlib.suppress(*_BROKEN):
+            if data.startswith(kind.magic) and (kind.make or zlib.decompressobj)().decompress(data, _HEAD):
+                return True
+    # GLOBAL or INST and a line, or STACK_GLOBAL, by which a pickle names something by words
+    end = max(data.rfind(b"\n"), 0)
+    if not (_STARTS.match(data) or b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0):
+        return False
     for pickle in list_pickles(Part.of_bytes(data)):
-        head, is_named = data[pickle.start : pickle.start + 2], any(map(_can_be_imported, pickle.names))
-        if _is_pickle(pickle, head) and (is_named or pickle.two_ways or not pickle.calls):
+        is_named = any(map(_can_be_imported, pickle.names))
+        if _is_pickle(pickle, data[pickle.start : pickle.start + 2]) and (is_named or pickle.two_ways or not pickle.calls):
             return True
     return False
-
-
-def _can_be_imported(name: Global) -> bool:
-    return name.name[:1] != "<" and not any(map(str.isspace, name.name)) and _MODULE.fullmatch(name.module) is not None
-
-
-def _inflates(data: bytes) -> bool:
-    """Whether bytes begin as something compressed, and give the first of what was: two bytes do so by chance."""
-    if data.startswith(tuple(magic for magic, _ in _LOCKED)):
-        return True
-    make = next((kind.make or zlib.decompressobj for kind in _KINDS if data.startswith(kind.magic)), None)
-    try:
-        return make is not None and len(make().decompress(data, _HEAD)) > 0
-    except (zlib.error, lzma.LZMAError, EOFError, OSError):
-        return False
 
 
 def _npy(head: bytes) -> tuple[int, int | None]:
     """Where what is behind the header of a .npy starts, and ends; no end where it may hold Python objects, or is no .npy."""
     width = 2 if head[6:7] == b"\1" else 4
     start = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-    try:
+    with contextlib.suppress(CkptError):
         header = parse_header(head)
-    except CkptError:
-        return start, None
-    if header.code == "O":
-        return start, None
-    itemsize = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)  # the sizes of texts are in characters
-    return start, header.length + math.prod(header.shape) * itemsize
+        if header.code != "O":
+            itemsize = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)  # the sizes of texts are in characters
+            return start, header.length + math.prod(header.shape) * itemsize
+    return start, None
 
 
 def _inside(where: str, name: str) -> str:

@@ -25,7 +25,7 @@ from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.zip_inner import decode_inner
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.arrays_behind import ArrayMachine
+from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
@@ -48,7 +48,7 @@ def sniff(head: bytes) -> bool:
 
 def decode(source: Source) -> Checkpoint:
     pickles = Pickles(Part(source, 0, source.size))
-    machine, root, blobs = load_with_blobs(pickles, _refuse, kind=ArrayMachine)
+    machine, root, blobs = load_with_blobs(pickles, _refuse, arrays=array_behind)
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
@@ -57,10 +57,9 @@ def decode(source: Source) -> Checkpoint:
         raise DamagedFileError("This is a torch-legacy stream whose magic number is what a call gives.", why=why)
     arrays = Arrays(source)
     root, inner = _with_archives(modernise(arrays.as_tensors(root, blobs), machine.globals), blobs)
-    has_arrays = isinstance(machine, ArrayMachine) and machine.has_arrays
     names = dict.fromkeys([*machine.globals, *(name for decoded in inner for name in decoded.globals)])
     return Checkpoint(
-        "pickle", root, source, list(names), [_JOBLIB if has_arrays else _PICKLE, *machine.unusual],
+        "pickle", root, source, list(names), [_JOBLIB if machine.has_arrays else _PICKLE, *machine.unusual],
         warnings=[*validate_tree(root), *trailing(left, "the pickle")],
         storage_bytes=blobs.storage_bytes + arrays.storage_bytes + sum(decoded.storage_bytes for decoded in inner),
     )  # fmt: skip

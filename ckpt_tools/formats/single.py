@@ -29,12 +29,17 @@ def decode_content(source: Source) -> Checkpoint:
     refuse_polyglot(source, head)
     for container in containers():
         if container.sniff(head):
-            return container.decode(source)
+            try:
+                return container.decode(source)
+            except DamagedFileError as error:
+                from ckpt_tools.formats.foreign import text_mode
+
+                raise (text_mode(source) if is_zip(head) else None) or error from None
     from ckpt_tools.formats import safetensors
     from ckpt_tools.formats.foreign import recognise, unknown
 
-    if error := recognise(source, head):
-        raise error
+    if known := recognise(source, head):
+        raise known
     if source.path.suffix.lower() == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
         return safetensors.decode(source)
     raise unknown(source, head)

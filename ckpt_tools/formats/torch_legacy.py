@@ -3,7 +3,8 @@
     pickle   MUST   the magic number 0x1950a86a20f9469cfc6c
     pickle   MUST   the protocol version, 1001
     pickle   MUST   a dict `sys_info`; `little_endian` False MAY change the byte order of the counts below, not of elements
-    pickle   MUST   the object; tensors are persistent ids ("storage", class, key, location, elements, view or None)
+    pickle   MUST   the object; tensors are persistent ids ("storage", class, key, location, elements, None); in the last place
+                    PyTorch up to 0.3 had views of storages, which are refused
                     MAY ("module", class, source file, source) where a class of a pickled model comes first
     pickle   MUST   the keys of the storages, each once, in the order of their bytes
     storages MUST   for each key: the number of elements in 8 bytes, then the elements, little-endian, nothing between
@@ -20,20 +21,20 @@ import itertools
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine, Maker
+from ckpt_tools.pickling.machine import Behind, Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
 from ckpt_tools.pickling.writer import Survey, write_pickle
-from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree import visit
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Storage
 
@@ -105,14 +106,14 @@ class Blobs:
 
 
 def load_with_blobs(
-    pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", kind: type[Machine] = Machine
+    pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", arrays: Behind | None = None
 ) -> tuple[Machine, Node, Blobs]:
     blobs = Blobs()
 
     def make(data: bytes, offset: int) -> Machine:
         nonlocal blobs
         blobs = Blobs(pickles.part, prefix=prefix)
-        return blobs.watch(kind(data, blobs.makers, persistent, offset), pickles.anchor)
+        return blobs.watch(Machine(data, blobs.makers, persistent, offset, arrays=arrays), pickles.anchor)
 
     machine, root = pickles.load(make)
     return machine, root, blobs
@@ -149,8 +150,6 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
             raise
         what = "The file ends within the pickle that lists its tensors."
         raise DamagedFileError(what, why=error.what, fix="It was cut off: get it again.") from None
-    for key in storages.views.keys() & storages.by_key.keys():
-        raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
     if any(storage.dtype is None for _, storage in storages.by_key.values()):
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
     if NESTED in machine.globals:
@@ -158,7 +157,7 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
     keys = _read_keys(pickles, storages)
     pickles.tell(machine)
     _place(pickles, keys, storages, root, little=info.get("little_endian") is not False, available_bytes=available_bytes)
-    root = modernise(storages.without_views(root), machine.globals)
+    root = modernise(root, machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, storages.classes)
 
@@ -168,12 +167,11 @@ class _LegacyStorages(Storages):
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(lambda key, nbytes: _NOWHERE, prefix)
-        self.views: dict[str, tuple[Node, Storage, Storage, int]] = {}
         self.emptied: dict[str, Storage] = {}
         self.classes: list[str] = []
 
     def load(self, pid: Node) -> Node:
-        """The storage of ("storage", class, key, location, elements, view), the class of ("module", class, file, source)."""
+        """The storage of ("storage", class, key, location, elements, None), the class of ("module", class, file, source)."""
         if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and type(pid[1]) is Global:
             if type(pid[3]) is str:
                 self.classes.append(str(pid[1]))
@@ -186,8 +184,12 @@ class _LegacyStorages(Storages):
         _, kind, key, device, numel, view = pid
         if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
-        root = self._empty(kind, key, device, numel) or self.storage(pid[:5])
-        return root if view is None else self._view(kind, root, view)
+        if view is not None:
+            raise UnsupportedContainerError(
+                f"Storage {key!r} is saved as a view of another, which only PyTorch up to 0.3 wrote.",
+                fix="Load it with torch.load, and save what that gives.",
+            )
+        return self._empty(kind, key, device, numel) or self.storage(pid[:5])
 
     def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
         """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
@@ -199,40 +201,6 @@ class _LegacyStorages(Storages):
         dtype = storage_dtype(kind)
         own = f"{first.key}.{dtype.name if dtype else 'untyped'}"
         return self.emptied.setdefault(own, Storage(own, dtype, 0, device, _NOWHERE))
-
-    def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
-        """The range of a root storage that ("view key", offset, elements) names."""
-        key, offset, numel = metadata if type(metadata) is tuple and len(metadata) == 3 else (None, None, None)
-        is_key = type(key) is str and _KEY.fullmatch(key) is not None
-        if type(offset) is not int or type(numel) is not int or min(offset, numel) < 0 or type(key) is not str or not is_key:
-            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
-        size = (storage_dtype(kind) or UINT8).itemsize
-        if (offset + numel) * size > root.nbytes:
-            raise TensorError(f"A view reaches outside its storage {root.key!r}.")
-        view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
-        found = self.views.setdefault(key, (metadata, view, root, offset * size))
-        if found[0] != metadata or found[2] is not root:
-            raise TensorError(f"The view {key!r} of a storage is used with two places or sizes.")
-        return found[1]
-
-    def without_views(self, root: Node) -> Node:
-        """The tree with every entry on a view moved to the storage below it, where tensors that overlap are tied."""
-        if not self.views:
-            return root
-        from ckpt_tools.values.numeric import part  # few files have views
-
-        found = {}
-        for _, view, below, start in self.views.values():
-            found[id(view)] = below, start
-            _set_content(view, part(below.content, start, view.nbytes))
-
-        def swap(node: Node) -> Node:
-            if type(node) is not Entry or id(node.storage) not in found:
-                return node
-            below, start = found[id(node.storage)]
-            return replace(node, storage=below, offset=node.offset + start // node.dtype.itemsize)
-
-        return exchange.replace(root, swap)
 
 
 def _set_content(storage: Storage, content: Content) -> None:
@@ -264,9 +232,8 @@ def _place(
 ) -> None:  # fmt: skip
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     if pickles.part.source is not None and pickles.part.data is None:
-        sizes = [8 + storages.by_key[key][1].nbytes for key in keys]
-        starts = itertools.accumulate(sizes[:-1], initial=pickles.position)
-        pickles.part.source.prefetch([(start, 8) for start in starts])
+        starts = itertools.accumulate((8 + storages.by_key[key][1].nbytes for key in keys), initial=pickles.position)
+        pickles.part.source.prefetch([(start, 8) for start in starts][:-1])
     for index, key in enumerate(keys):
         storage = storages.by_key[key][1]
         nbytes, numel = storage.nbytes, storage.nbytes // (storage.dtype or UINT8).itemsize
@@ -289,10 +256,8 @@ def _place(
 
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
     complete = {id(storages.by_key[key][1]) for key in whole}
-    below = {id(view): root for _, view, root, _ in storages.views.values()}
     entries = [node for node in visit.reachable(root) if type(node) is Entry]
-    used = [below.get(id(entry.storage), entry.storage) for entry in entries]
-    good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
+    good = sum(id(entry.storage) in complete or not entry.storage.nbytes for entry in entries)
     return DamagedFileError(
         f"The file is cut off: {good} of {len(entries)} tensors complete.",
         why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",

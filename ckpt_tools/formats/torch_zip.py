@@ -20,26 +20,26 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
-from ckpt_tools.formats.base import CUT_ARCHIVE, Warned, trailing, validate_tree
+from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, crc32, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Machine, Maker
+from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
-from ckpt_tools.tree.nodes import Global
 
 _RECORD = b"PK\x03\x04"
 
 
 def decode(
     source: Source, directory: Directory, folder: str, member: str = "",
-    storages_of: type[Storages] = Storages, makers: Mapping[Global, Maker] = MAKERS,
+    storages_of: type[Storages] = Storages,
 ) -> Checkpoint:  # fmt: skip
     records = by_name(directory, member)
     odd, unreadable = _small_records(source, records, folder)
-    warnings = [*behind(source, directory), *odd]
+    refuse_more_archives(source, directory)
+    warnings = [*trailing(directory.trailing, "the archive"), *odd]
     has_checksums = any(record.crc for record in directory.records)
     byteorder, order = "little", records.get(f"{folder}/byteorder")
     if order is not None:
@@ -50,13 +50,13 @@ def decode(
     pickle = records[f"{folder}/data.pkl"]
     check_pickle(source, pickle.size, deflated=pickle.deflated)
     stream = read_record(source, pickle, check=has_checksums)
-    if b"_load_from_bytes" in stream and makers is MAKERS:  # pickled storages in strings of bytes, which few files have
+    if b"_load_from_bytes" in stream:  # pickled storages in strings of bytes, which few files have
         from ckpt_tools.formats.torch_legacy import Blobs
 
         blobs = Blobs()
         machine = blobs.watch(Machine(stream, blobs.makers, storages.storage))
     else:
-        machine = Machine(stream, makers, storages.storage)
+        machine = Machine(stream, MAKERS, storages.storage)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
@@ -150,40 +150,39 @@ def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     return data
 
 
-def behind(source: Source, directory: Directory) -> list[Warned]:
-    """What is to be said of the bytes behind an archive: nothing that anybody wants, or another archive without its end."""
+def refuse_more_archives(source: Source, directory: Directory) -> None:
+    """Refuse a file in which another archive begins behind the one that has its end, and goes on to the file's end."""
     left = directory.trailing
-    start = source.read(source.size - left, min(left, len(_RECORD)))
-    if not left or not _RECORD.startswith(start):
-        return trailing(left, "the archive")
-    found = f"{left} bytes of another archive behind this one: a part of a distributed checkpoint, and it is cut"
-    fix = "Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth")
-    return [Warned(CUT_ARCHIVE, found, "the whole part, with its folder's .metadata", "problem", fix)]
+    if left and _RECORD.startswith(source.read(source.size - left, min(left, len(_RECORD)))):
+        raise DamagedFileError(
+            "Another archive begins behind the first, and is cut off.", why=f"It is {left} bytes: {_PART}.",
+            fix="Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth"),
+        )  # fmt: skip
 
 
-_GOOD = {".format_version": ("1",), ".storage_alignment": ("64",), "version": ("2", "3", "4")}
+_PART = "the file is a part of a distributed checkpoint, whose folder has a .metadata"
+# Of records that say one word: what torch writes, and what it reads, a pattern.
+_WORDS = {
+    ".format_version": (("1",), ""), ".storage_alignment": (("64",), r"\d{1,9}$"),
+    "version": (("2", "3", "4"), r"0*(?:[1-9]|10)(?!\d)"),  # to kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h
+}  # fmt: skip
 _SMALL, _LONGEST_ID = 64, 1 << 10  # bytes of a record that says one word; of an id, for which torch writes 40
-_NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 
 
 def _small_records(source: Source, records: Mapping[str, Record], folder: str) -> tuple[list[Warned], list[str]]:
     """What records of a few bytes say otherwise than torch writes it, and for what of that torch refuses the file."""
     odd, refused = [], []
-    for name, good in _GOOD.items():
-        record, text = records.get(f"{folder}/.data/{name}") or records.get(f"{folder}/{name}"), None  # in torch's order
+    for name, (good, taken) in _WORDS.items():
+        record, text = records.get(f"{folder}/.data/{name}") or records.get(f"{folder}/{name}"), ""  # in torch's order
         if record is not None:
             text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip() + "..." * (record.size > _SMALL)
-        if text not in good and (text is not None or name == "version"):
-            code = f"odd-{name.strip('.').replace('_', '-')}"
-            odd.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
-        if name == "version":
-            number = re.match(r"\d{1,9}", text or "")
-            if number is None or not 1 <= int(number[0]) <= _NEWEST:
-                refused.append(
-                    f"version {text!r} of the format, which torch does not read" if text else "no version of the format"
-                )
-        elif name == ".storage_alignment" and text is not None and not re.fullmatch(r"\d{1,9}", text):
-            refused.append(f"the .storage_alignment {text!r}, which is not a number")
+        elif name != "version":
+            continue
+        if text not in good:
+            found = f"no {name}" if record is None else f"{name} is {text!r}"
+            odd.append(Warned(f"odd-{name.strip('.').replace('_', '-')}", found, f"{name} {good[-1]!r}"))
+            if not re.match(taken, text):
+                refused.append(f"{name} {text!r}, which torch does not read" if text else f"no {name} of the format")
     serialization_id = records.get(f"{folder}/.data/serialization_id")
     try:
         if serialization_id is not None and serialization_id.size <= _LONGEST_ID:

@@ -22,12 +22,11 @@ from ckpt_tools.formats.base import Warned, program
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Maker
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages, rebuild_tensor_v2
+from ckpt_tools.pickling.torch_objects import Storages
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
 from ckpt_tools.tree.modules import SAVED
-from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Pair, Storage
+from ckpt_tools.tree.nodes import Build, Dict, Global, List, Node, Object, Pair, Storage
 from ckpt_tools.tree.visit import parts, reachable
 
 _CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)
@@ -66,7 +65,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
         )
     if f"{folder}/data.pkl" not in records:
         raise DamagedFileError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
-    decoded = torch_zip.decode(source, directory, folder, storages_of=_Storages, makers=_MAKERS)
+    decoded = torch_zip.decode(source, directory, folder, storages_of=_Storages)
     decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
     decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     decoded.container = "torchscript"
@@ -193,13 +192,8 @@ def _tables() -> dict[str, Dict]:
     return {"_parameters": Dict(), "_buffers": Dict(), "_modules": Dict()}
 
 
-_SPARSE = Global("torch._utils", "_rebuild_sparse_tensor")
-_GET_LAYOUT = Global("torch.serialization", "_get_layout")
-_TAG = Global("torch.jit._pickle", "restore_type_tag")
-
-
 class _Storages(Storages):
-    """The storages of a program: each dtype has a class of its own, and those on the meta device an empty record."""
+    """The storages of a program: each dtype has a class of its own."""
 
     # C++ names classes of storages after dtypes for which Python has none
     kinds = BY_STORAGE | {
@@ -207,32 +201,7 @@ class _Storages(Storages):
         for name, dtype in DTYPES.items()
         if not dtype.storage and dtype.in_torch
     }
-    on_meta = True
 
     def storage(self, pid: Node) -> Storage:
         """PyTorch 1.2 and 1.3 wrote a None behind the five parts (pushLiteralTensor: view_metadata), which no loader reads."""
         return super().storage(pid[:5] if type(pid) is tuple and len(pid) == 6 and pid[5] is None else pid)
-
-
-def _rebuild(args: tuple[Node, ...]) -> Node:
-    """`_rebuild_tensor_v2`, whose dict of bits has a tag."""
-    tag = args[6] if len(args) == 7 else None
-    if type(tag) is Object and tag.function == _TAG and tag.call == "reduce" and type(tag.args) is tuple and tag.args:
-        args = (*args[:6], tag.args[0])
-    return rebuild_tensor_v2(args)
-
-
-def _sparse(args: tuple[Node, ...]) -> Node:
-    """`_rebuild_sparse_tensor(layout, size, requires_grad, *parts, hooks)` as Python has it: the layout and a tuple."""
-    layout, size, requires_grad, *parts, _ = args if len(args) >= 4 else (None,) * 4
-    name, count = _LAYOUTS.get(layout if type(layout) is int else 0, ("", 0))
-    if len(parts) != count or not parts or any(type(part) is not Entry for part in parts):
-        raise TensorError("A sparse tensor of the program is malformed, or of a layout that torch does not write.")
-    if requires_grad is not False:
-        raise TensorError("A sparse tensor of the program requires a gradient, which Python's form of it cannot say.")
-    data = (*parts, size, False) if count == 2 else (*parts, size)
-    return Object("reduce", _SPARSE, (Object("reduce", _GET_LAYOUT, (name,)), data))
-
-
-_LAYOUTS = {1: ("torch.sparse_coo", 2), 2: ("torch.sparse_csr", 3)}
-_MAKERS: dict[Global, Maker] = {**MAKERS, Global("torch._utils", "_rebuild_tensor_v2"): _rebuild, _SPARSE: _sparse}

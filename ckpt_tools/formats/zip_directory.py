@@ -19,7 +19,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.findings import getting_again
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 LOCAL = Struct("<4s5H3I2H")
@@ -152,33 +152,17 @@ class Directory:
     folders: Sequence[str] = ()
 
 
-class MissingDirectoryError(DamagedFileError):
-    """The file ends without an end record: it was cut off."""
-
-
 def read_directory(source: Source) -> Directory:
-    try:
-        return _read_directory(source)
-    except DamagedFileError as error:
-        # Carriage returns that were put in can break any part, so this is asked last, whatever broke.
-        raise _text_mode(source) or error from None
-
-
-def _read_directory(source: Source) -> Directory:
     tail_start = max(0, source.size - _MAX_COMMENT - END.size)
     tail = source.read(tail_start, source.size - tail_start)
-    end = _find_end(tail, tail_start)
-    _, disk, first_disk, on_disk, count, size, start, _ = END.unpack_from(tail, end - tail_start)
+    end = _find_end(source, tail, tail_start)
+    narrow = END.unpack_from(tail, end - tail_start)[1:7]
     trailing = source.size - end - END.size - _comment_length(tail, end - tail_start)
-    directory_end = end
-    wide = _read_zip64(source, end)
-    if wide is not None:
-        directory_end, wide_fields = wide
-        narrow = (disk, first_disk, on_disk, count, size, start)
-        full = (FULL_16,) * 4 + (FULL_32,) * 2
-        if any(said not in (said_wide, most) for said, said_wide, most in zip(narrow, wide_fields, full, strict=True)):
-            raise DamagedFileError("The zip's two end records disagree: two programs would read two archives.")
-        disk, first_disk, on_disk, count, size, start = wide_fields
+    directory_end, fields = _read_zip64(source, end) or (end, narrow)
+    full = (FULL_16,) * 4 + (FULL_32,) * 2
+    if any(said not in (wide, most) for said, wide, most in zip(narrow, fields, full, strict=True)):
+        raise DamagedFileError("The zip's two end records disagree: two programs would read two archives.")
+    disk, first_disk, on_disk, count, size, start = fields
     if disk or first_disk or on_disk != count:
         raise _one_of_several()
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
@@ -201,22 +185,20 @@ def _comment_length(tail: bytes, at: int) -> int:
     return int.from_bytes(tail[at + 20 : at + 22], "little")
 
 
-def _find_end(tail: bytes, tail_start: int) -> int:
+def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
     """The offset of the end record: the last signature, unless it lies inside the comment of an earlier one."""
     last = len(tail)
     while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
         pass
     if last < 0:
-        raise MissingDirectoryError("The zip directory at the end of the file is missing.")
+        fix = getting_again(str(source.path), 1)
+        raise DamagedFileError("The zip directory at the end of the file is missing.", why="The file was cut off.", fix=fix)
     if last + END.size + _comment_length(tail, last) > len(tail):
         raise DamagedFileError("The zip's end record claims a comment longer than the file.")
     earlier = last
     while (earlier := tail.rfind(b"PK\x05\x06", 0, earlier)) >= 0:
         if earlier + END.size + _comment_length(tail, earlier) > last:
-            raise DamagedFileError(
-                "The zip has an end record inside the comment of another.",
-                why="Two programs would read two different archives.",
-            )
+            raise DamagedFileError("The zip has an end record inside the comment of another.", why=TWO_FILES)
     return tail_start + last
 
 
@@ -247,25 +229,11 @@ def _misplaced(why: str) -> DamagedFileError:
     return DamagedFileError(f"The zip directory is not where the file says: {why}.", why=reason)
 
 
-def _text_mode(source: Source) -> DamagedFileError | None:
-    """The error for a file that a text-mode transfer went over, None where none did. No other file lacks a bare line feed."""
-    head = source.read(0, min(source.size, 1 << 20))
-    if b"\r\n" not in head or b"\n" in head.replace(b"\r\n", b""):
-        return None
-    return DamagedFileError(
-        "The file was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
-        fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
-    )  # fmt: skip
-
-
 def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[list[Record], list[str]]:
     records: list[Record] = []
     folders: list[str] = []
     at = 0
     for _ in range(count):
-        if at + CENTRAL.size > len(data) or data[at : at + 4] != SIGNATURE_CENTRAL:
-            what = f"The zip directory is damaged at offset {start + at}."
-            raise DamagedFileError(what, why="There is no entry where one is counted.")
         record, at = _read_entry(data, at, start)
         if isinstance(record, str):
             folders.append(record)
@@ -309,21 +277,24 @@ NUMPY = b"\x93NUMPY"
 
 def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
+    line = data[at : at + CENTRAL.size]
+    if len(line) < CENTRAL.size or line[:4] != SIGNATURE_CENTRAL:
+        raise DamagedFileError(
+            f"The zip directory is damaged at offset {start + at}.", why="It has fewer entries than it counts."
+        )
     (_, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment_length, disk, _, attributes,
-     header) = CENTRAL.unpack_from(data, at)  # fmt: skip
+     header) = CENTRAL.unpack(line)  # fmt: skip
     name_end = at + CENTRAL.size + name_length
     extra_end = name_end + extra_length
     following = extra_end + comment_length
     if following > len(data):
         raise DamagedFileError(f"The zip directory is damaged at offset {start + at}.", why="An entry runs past its end.")
-    raw_name = data[at + CENTRAL.size : name_end]
+    raw_name, extra = data[at + CENTRAL.size : name_end], data[name_end:extra_end]
     name = _checked_name(raw_name)
-    if extra_length:
-        extra = data[name_end:extra_end]
+    if extra:
         size, compressed, header = zip64_fields(extra, size, compressed, header, name)
-        for tag, body in _extra_fields(extra, name):
-            if tag == _UNICODE_PATH and body[5:] != raw_name:
-                raise _two_ways(name, f"an extra field calls it {body[5:105]!r}")
+        if any(tag == _UNICODE_PATH and body[5:] != raw_name for tag, body in _extra_fields(extra, name)):
+            raise _two_ways(name, "an extra field calls it otherwise")
     if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise _one_of_several()
     if name.endswith("/") or attributes & 0x10:
@@ -331,10 +302,8 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
             raise _two_ways(name, "it is marked as a folder, and has data or no name of one")
         return name, following
     if flags & _ODD_FLAGS or method not in (0, 8):
-        raise DamagedFileError(
-            f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate.",
-            why=f"torch cannot read it (flags {flags:#06x}, method {method}).",
-        )
+        what = f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate."
+        raise DamagedFileError(what, why=f"torch cannot read it (flags {flags:#06x}, method {method}).")
     if not method and size != compressed:
         raise _two_ways(name, "it is stored with two sizes")
     return Record(name, header, 0, size, compressed, crc, method == 8, flags, data[at:following]), following
@@ -382,15 +351,11 @@ def _check_local(headers: _Headers, record: Record) -> None:
 def _check_names(records: list[Record]) -> None:
     """Refuse a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
     fold = str if all(record.name.endswith(".npy") for record in records) else str.casefold
-    if len({fold(record.name) for record in records}) == len(records):
-        return
-    seen: dict[str, str] = {}
+    seen: dict[str, Record] = {}
     for record in records:
-        name, folded = record.name, fold(record.name)
-        if folded in seen:
-            what = f"Two records of the zip have one name, but for upper and lower case: {seen[folded]!r} and {name!r}."
+        if (first := seen.setdefault(fold(record.name), record)) is not record:
+            what = f"Two records of the zip have one name, but for upper and lower case: {first.name!r} and {record.name!r}."
             raise DamagedFileError(what, why=TWO_FILES)
-        seen[folded] = name
 
 
 def _in_file_order(records: list[Record], directory: int) -> list[Record]:
@@ -399,7 +364,6 @@ def _in_file_order(records: list[Record], directory: int) -> list[Record]:
     for record, other in zip(ordered, [*ordered[1:], None], strict=False):
         record.following = other.header if other else directory
         if record.end > record.following:
-            raise DamagedFileError(
-                f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}."
-            )
+            into = repr(other.name) if other else "the zip directory"
+            raise DamagedFileError(f"The zip record {record.name!r} overlaps {into}.")
     return ordered

@@ -7,12 +7,12 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UsageError
+from ckpt_tools.errors import DamagedFileError, LimitError, NotACheckpointError, UsageError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, identity_of, open_regular, write_all
 
@@ -146,15 +146,27 @@ class Spooled(Source):
         import tempfile  # few commands need these
 
         self.origin, self.path, self.size, self._identity = origin, origin.path, 0, object()
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
+        with self._room():
+            file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
         weakref.finalize(self, file.close)
         self._fd = file.fileno()
         self.add(blocks)
 
     def add(self, blocks: Iterable[bytes | memoryview]) -> None:
         for block in blocks:
-            write_all(self._fd, memoryview(block))
+            with self._room():
+                write_all(self._fd, memoryview(block))
             self.size += len(block)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LimitError(
+                f"{self.path} cannot be inflated into a temporary file.", why=f"{error.strerror or error}.",
+                fix="Unpack it, or set TMPDIR to a folder with room.",
+            ) from None  # fmt: skip
 
     def check_unchanged(self) -> None:
         self.origin.check_unchanged()

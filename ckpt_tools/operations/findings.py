@@ -236,7 +236,8 @@ def _oversized(facts: Facts) -> Iterator[_Advised]:
 
 
 def _dead_bytes(facts: Facts) -> Iterator[_Advised]:
-    dead, size = facts.checkpoint.dead_bytes(), facts.checkpoint.file_bytes
+    dead_bytes, size = facts.checkpoint.dead_bytes, facts.checkpoint.file_bytes
+    dead = dead_bytes() if dead_bytes is not None else 0
     kept = dead * 64 <= facts.totals["storage_bytes"]  # so small a gap may stay when the file is written anew
     if not kept and (dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size)):
         found = f"{dead} of {size} bytes of the file are unused"
@@ -275,8 +276,4 @@ def _warnings(facts: Facts) -> Iterator[_Advised]:
     programs = {code for code, _ in PROGRAMS.values()}
     for warned in facts.checkpoint.warnings:
         fix = warned.fix or facts.fix(_PLAIN if warned.code in programs else "")
-        if warned.code == "several-archives" and facts.checkpoint.path.suffix == ".distcp":
-            from ckpt_tools.operations.in_folders import whole_folder
-
-            fix = whole_folder(facts.checkpoint.path)
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix), ""

@@ -18,7 +18,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.open import open_source
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED, is_newer_dtype
-from ckpt_tools.text import listed, printable
+from ckpt_tools.text import listed, printable, shortened
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Global, Node, Object
 from ckpt_tools.tree.visit import walk
@@ -72,11 +72,11 @@ class Safety:
         if self.verdict == "needs-code":
             if not self.classes:
                 return "needs code: it is a program; load it only if you trust who made it"
-            trusted = "; load it only if you trust these packages"
-            return f"needs code: loading it runs {cut(printable(listed(self.classes, 3)), room - 27 - len(trusted))}{trusted}"
+            begin, end = "needs code: loading it runs ", "; load it only if you trust these packages"
+            return begin + shortened(printable(listed(self.classes, 3)), room + 1 - len(begin) - len(end)) + end
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
+            return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
         return "safe: no code in it" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Safety:
         found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            text = cut(f"not all of it could be examined: {reasons}", LINE - _LABEL)
+            text = shortened(f"not all of it could be examined: {reasons}", LINE - _LABEL)
             found.append(Finding("unexamined", "warning", [], text, "", ""))
         return found
 
@@ -113,7 +113,7 @@ _EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 def sentence(where: str, call: Call, room: int | None = None) -> str:
     """What one call does, for people; in so many characters."""
-    place = f" ({printable(where) if room is None else cut(printable(where), room // 4)})" if where else ""
+    place = f" ({printable(where) if room is None else shortened(printable(where), room // 4)})" if where else ""
     begin = "this " if call.does == "names" else "loading this without weights_only "
     return begin + _does(call, room and room - len(begin) - len(place)) + place
 
@@ -124,12 +124,7 @@ def _does(call: Call, room: int | None = None) -> str:
         begin, end = "names ", ", which can run code"
     else:
         begin, end = f"{call.does} ", "" if call.rating == "harmful" else ", which is not known: treat it as dangerous"
-    return begin + (call.text if room is None else cut(call.text, room - len(begin) - len(end))) + end
-
-
-def cut(text: str, room: int) -> str:
-    """Text in so many characters, three dots for what is left out."""
-    return text if len(text) <= room else f"{text[: max(room - 3, 0)]}..."
+    return begin + (call.text if room is None else shortened(call.text, room - len(begin) - len(end))) + end
 
 
 def of_pickles(found: Pickles) -> Safety:

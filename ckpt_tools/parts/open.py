@@ -12,17 +12,8 @@ from typing import TypeVar
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import count_tensors
-from ckpt_tools.formats.registry import begins_as_checkpoint, containers
-from ckpt_tools.formats.single import (
-    HEAD,
-    collector_paused,
-    decode_content,
-    decode_file,
-    may_be_packed,
-    naming,
-    refuse_polyglot,
-)
+from ckpt_tools.formats.registry import containers
+from ckpt_tools.formats.single import HEAD, collector_paused, decode_file, may_be_packed, naming, refuse_polyglot
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
@@ -118,10 +109,7 @@ def _decode(source: Source, member: str) -> Checkpoint:
         from ckpt_tools.formats import packed
 
         if packed.is_packed(source, head):
-            readers = packed.Readers(
-                decode_content, decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root), _is_whole
-            )
-            return packed.decode(source, head, member, readers)
+            return packed.decode(source, head, member, packed.Folders(decode_folder, _is_whole))
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Any, cast
+from typing import cast
 
-from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import Machine
+from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import Build, Dict, Global, Node, Object
 
@@ -22,60 +21,50 @@ _VERSION = 1  # of the state of an array
 WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
-_DTYPE = Global("numpy", "dtype")
 _CODE = r"([USV])(\d{1,9})"
 _SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
-_OBJECTS, _HAS_OBJECTS = ("O", "O8"), 1  # a flag of a dtype
-_STATES = (8, 9)  # how long the state of a dtype is, without and with what it says of units of time
-_SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
+_SUBARRAY, _ITEMSIZE, _FLAGS, _HAS_OBJECTS = 2, 5, 7, 1  # in the state of a dtype; one of the flags
 _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 
-class ArrayMachine(Machine):
-    def __init__(self, *args: Any, arrays: bool = True) -> None:
-        super().__init__(*args)
-        self.arrays, self.has_arrays = arrays, False
-
-    def array(self, target: Object, frame: int) -> Node:
-        """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
-        name = _class_of(target)
-        self.has_arrays |= name == WRAPPER or name in _BESIDE
-        if name in _BESIDE:
-            raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
-        if name != WRAPPER:
-            return target
-        if frame > self.position:
-            raise Malformed("is followed by an array of joblib's in the middle of a frame")
-        step = target.steps[0] if len(target.steps) == 1 else None
-        given = step.state.named if type(step) is Build and type(step.state) is Dict else {}
-        size, shape = _itemsize(given.get("dtype")), given.get("shape")
-        if (
-            size is None
-            or type(shape) is not tuple
-            or len(shape) > _MOST_DIMENSIONS
-            or not all(type(n) is int and 0 <= n < _MOST for n in shape)
-        ):
-            raise Malformed("is followed by an array of joblib's whose length cannot be told")
-        if size < 0:  # in it joblib passes over none
-            protocol, self.arrays = self.protocol, False
-            made = self.run()
-            self.protocol, self.arrays = protocol, True
-            return cast("Node", made)
-        alignment = given.get("numpy_array_alignment_bytes")
-        if alignment is not None:  # a byte before an array tells how many more stand there
-            if type(alignment) is not int and type(alignment) is not bool:
-                raise Malformed("is followed by an array of joblib's whose alignment is not a number")
-            self.position += 1 + self.data[self.position]
-        start, self.position = self.position, self.position + size * prod(cast("tuple[int, ...]", shape))
-        if self.position > self.end:
-            raise Malformed("is followed by an array that is cut off")
-        data = self.data[start : self.position]
-        self.places[id(data)] = (start, data)
-        cls = given.get("subclass", _NDARRAY)
-        made = self.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
-        if type(made) is Object:
-            made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
-        return made
+def array_behind(machine: Machine, target: Object, frame: int) -> Node:
+    """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
+    name = _class_of(target)
+    machine.has_arrays |= name == WRAPPER or name in _BESIDE
+    if name in _BESIDE:
+        raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
+    if name != WRAPPER:
+        return target
+    if frame > machine.position:
+        raise Malformed("is followed by an array of joblib's in the middle of a frame")
+    step = target.steps[0] if len(target.steps) == 1 else None
+    given = step.state.named if type(step) is Build and type(step.state) is Dict else {}
+    size, shape = _itemsize(given.get("dtype")), given.get("shape")
+    if size is None or type(shape) is not tuple or not all(type(n) is int and 0 <= n < _MOST for n in shape):
+        raise Malformed("is followed by an array of joblib's whose length cannot be told")
+    if size < 0:  # in it joblib passes over none
+        protocol, machine.arrays = machine.protocol, None
+        made = machine.run()
+        machine.protocol, machine.arrays = protocol, array_behind
+        return cast("Node", made)
+    alignment = given.get("numpy_array_alignment_bytes")
+    if alignment is not None:  # a byte before an array tells how many more stand there
+        if type(alignment) is not int and type(alignment) is not bool:
+            raise Malformed("is followed by an array of joblib's whose alignment is not a number")
+        machine.position += 1 + machine.data[machine.position]
+    start, machine.position = (
+        machine.position,
+        machine.position + size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS])),
+    )
+    if machine.position > machine.end or len(shape) > _MOST_DIMENSIONS:
+        raise Malformed("is followed by an array that is cut off")
+    data = machine.data[start : machine.position]
+    machine.places[id(data)] = (start, data)
+    cls = given.get("subclass", _NDARRAY)
+    made = machine.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
+    if type(made) is Object:
+        made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
+    return made
 
 
 def _class_of(node: Object) -> str:
@@ -87,22 +76,20 @@ def _class_of(node: Object) -> str:
 
 def _itemsize(dtype: Node) -> int | None:
     """How many bytes an element takes; -1 where it is or holds an object, None where NumPy writes no such dtype."""
-    if type(dtype) is not Object or dtype.call != "reduce" or dtype.function != _DTYPE or len(dtype.steps) > 1:
+    if type(dtype) is not Object or dtype.call != "reduce" or dtype.name != "numpy.dtype" or len(dtype.steps) > 1:
         return None
     code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:
         return None
-    text = re.fullmatch(_CODE, code)
-    size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if code in _OBJECTS else _SIZES.get(code)
+    text, is_object = re.fullmatch(_CODE, code), code in ("O", "O8")
+    size = int(text[2]) * (4 if text[1] == "U" else 1) if text else -1 if is_object else _SIZES.get(code)
     if not dtype.steps or size is None:
         return size
-    state = dtype.steps[0].state if type(dtype.steps[0]) is Build else None
-    if type(state) is not tuple or len(state) not in _STATES or state[_SUBARRAY] is not None:
+    state = dtype.state
+    if type(state) is not tuple or len(state) not in (8, 9) or state[_SUBARRAY] is not None:  # with units of time or without
         return None
     itemsize, flags = state[_ITEMSIZE], state[_FLAGS]
     if type(itemsize) is not int or type(flags) is not int or (text and itemsize != size):
         return None
     holds_objects = bool(flags & _HAS_OBJECTS)
-    if holds_objects != (code in _OBJECTS) and code[0] != "V":
-        return None
-    return -1 if holds_objects else size
+    return None if holds_objects != is_object and code[0] != "V" else -1 if holds_objects else size

@@ -12,23 +12,23 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
+from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
-from ckpt_tools.pickling.arrays_behind import ArrayMachine
+from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
-from ckpt_tools.pickling.lines import Malformed
-from ckpt_tools.pickling.machine import EXTENSION, pairs_of
+from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
 from ckpt_tools.pickling.verdict import Rating
 from ckpt_tools.pickling.weights_only import named
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import PLAIN, Build, ByteString, Dict, Global, List, Node, Object
+from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Global, List, Node, Object
 from ckpt_tools.tree.visit import parts
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_WINDOW = 10_000_000  # of a part that is no longer: a pickle of it is read once
+_WINDOW, _SHORT = 10_000_000, 4096  # of a part that is no longer: a pickle of it is read once; of one with small pickles
+_MEMBERS = ("storages", "tensors")
 
 _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
 # Opcodes that take nothing from the stack: a pickle begins with one.
@@ -40,6 +40,7 @@ _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _KEY = 2  # in the persistent id of a storage
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
+_CHARACTERS = 64  # of a name that count as a node
 _COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
@@ -76,105 +77,61 @@ class Pickle:
     has_arrays: bool = False
 
 
-class Lister(ArrayMachine):
+class Lister(Machine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
 
     strict = False
 
     def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
-        super().__init__(data, _MAKERS, self._stand_in, offset, arrays=arrays)
+        super().__init__(data, _MAKERS, self._stand_in, offset, arrays=array_behind if arrays else None)
         self.kinds: dict[str, Node] = {}  # of storages, by their keys
         self.calls: dict[tuple[str, str], Call] = {}
         self.held: list[Node] = []  # by instances, whose classes may load it, and by torch
         self.told, self.makes = 0, False
         self.classes: set[Global] = set()  # of which instances were made
 
-    # --- what opcodes do
-
     def name(self, module: Node, name: Node) -> Node:
         if type(name) is str and type(module) is str:
             found = super().name(module, name)
             return _of_python3(found) if type(found) is Global else found
-        if not self.arrays and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
+        if self.arrays is None and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
         self.rate("unknown", _COMPUTED, (module, name))
         return Object("none", _COMPUTED, (module, name))
 
-    def call(self, function: Node, args: Node) -> Node:
-        self._check_callable(function)
-        given = _unpacked(args)
-        if type(function) is not Global or function not in QUIET:
-            rating = verdict.of_call(function, given)
-            if function == LOAD_FROM_BYTES and len(given) == 1 and type(given[0]) is bytes:
-                self.held.append(given[0])
-            elif function == LOAD_FROM_BYTES:
-                rating = "unknown"
-            elif function == GETATTR and given and type(given[0]) is Global:
-                if given[0] in self.classes:  # certainly a class: one has been made of it
-                    rating = verdict.of_attribute((Object("new", given[0], ()), *given[1:]))
-                self.rate(rating, function, given)
-                if len(given) == 2 and type(given[1]) is str:
-                    return Global(given[0].module, f"{given[0].name}.{given[1]}"[:_LONGEST_NAME])
+    def note(self, does: str, what: Node, given: tuple[Node, ...]) -> Node:
+        """Rate a call, an instance that is made or a change; getattr of a name gives the dotted name."""
+        if does == "changes":
+            if type(what) is Object or type(what) is Global:
+                self.rate(verdict.of_change(what, *given), what.function if type(what) is Object else what, (), does)
+            if type(what) is Object and given:
+                self._give(verdict.made_of(what), given)
+            return None
+        self.makes = True
+        if type(what) is Global and (does == "makes" or what == RECONSTRUCTOR):
+            cls = what if does == "makes" else given[0] if given else None
+            self.classes.update([cls] if type(cls) is Global else [])
+        if does == "makes":
+            self.rate(verdict.of_instance(what), what, given)
+            self._give(what, given)
+        elif type(what) is not Global or what not in QUIET:
+            return self._note_call(what, given)
+        return None
+
+    def _note_call(self, function: Node, given: tuple[Node, ...]) -> Node:
+        rating = verdict.of_call(function, given)
+        owner, name = given if len(given) == 2 else (None, None)
+        if function == LOAD_FROM_BYTES:
+            rating = rating if len(given) == 1 and type(given[0]) is bytes else "unknown"
+            self.held += given
+        if function != GETATTR or type(owner) is not Global or type(name) is not str:
             self.rate(rating, function, given)
-        if function == RECONSTRUCTOR and given and type(given[0]) is Global:
-            self.classes.add(given[0])
-        try:
-            return super().call(function, given)
-        except CkptError:  # our own machine refuses it; Python may go on
-            return Object("reduce", function, given)
-
-    def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
-        self._check_callable(cls)
-        given = _unpacked(args) if kwargs is None else (*_unpacked(args), kwargs)
-        if type(cls) is Global:
-            self.classes.add(cls)
-        self.left -= 1
-        self.rate(verdict.of_instance(cls), cls, given)
-        self._give(cls, given)
-        return Object("new", cls, given)
-
-    def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
-        """Python 2 calls the class, whatever it is given."""
-        return self.call(cls, args)
-
-    def build(self, target: Node, state: Node) -> Node:
-        self.left -= 1
-        self._change(target, state)
-        if type(target) is Dict:
-            target.attributes = target.attributes or Dict()
-            target.attributes.items.append((None, state))
-        elif type(target) is Object:
-            target.steps.append(Build(state))
-            self._give(verdict.made_of(target), state)
-        return target
-
-    def append(self, target: Node, items: list[Node]) -> None:
-        self._change(target)
-        if type(target) is Object:
-            target.append(items)
-
-    add = append
-
-    def set(self, target: Node, items: list[Node]) -> None:
-        self._change(target)
-        if type(target) is Object:
-            target.set(pairs_of(items))
-
-    def outside(self, op: int, stack: list[Node], at: int) -> int:
-        """A global that a program has given a number, by `copyreg.add_extension`, or bytes that it hands over."""
-        width = {0x82: 1, 0x83: 2, 0x84: 4}.get(op, 0)
-        if width:
-            number = int.from_bytes(self.data[at : at + width], "little")
-            stack.append(self.name("copyreg", f"{EXTENSION} {number}>"))
-        elif op == 0x97:
-            self.left -= 1
-            stack.append(b"")
-        return at + width
-
-    def settle(self) -> None:
-        """Python goes on with a pickle that changes a list after a call has read it, and so does this."""
-        if self.two_ways:
-            raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
+            return None
+        if owner in self.classes:  # certainly a class: one has been made of it
+            rating = verdict.of_attribute((Object("new", owner, ()), name))
+        self.rate(rating, function, given)
+        self.left -= (len(owner.name) + len(name)) // _CHARACTERS
+        return Global(owner.module, f"{owner.name}.{name}")
 
     # --- what they are rated
 
@@ -191,15 +148,6 @@ class Lister(ArrayMachine):
         if type(key) is str and type(pid) is tuple:
             self.kinds[key] = pid[1]
         return Object("none", _STORAGE, ())
-
-    def _check_callable(self, function: Node) -> None:
-        if type(function) is not Global and type(function) is not Object:
-            raise Malformed("calls a value, which cannot be called")
-        self.makes = True
-
-    def _change(self, target: Node, state: Node = None) -> None:
-        if type(target) in (Object, Global):
-            self.rate(verdict.of_change(target, state), target.function if type(target) is Object else target, (), "changes")
 
     def _give(self, cls: Node, given: Node) -> None:
         if type(cls) is Global and given and not verdict.is_data(cls):
@@ -237,9 +185,6 @@ class Lister(ArrayMachine):
         return list(self.calls.values())
 
 
-_LONGEST_NAME = 10_000
-
-
 def _of_python3(name: Global) -> Global:
     """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
     return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name
@@ -250,19 +195,14 @@ def _is_no_text(node: Node) -> bool:
     return type(node) is not str and (type(node) is not Object or (node.call == "new" and node.function != _STR))
 
 
-def _unpacked(args: Node) -> tuple[Node, ...]:
-    """Arguments of a call; Python's own unpickler takes a list as well, and whatever else has elements."""
-    return args if type(args) is tuple else tuple(args.items) if type(args) is List else (args,)
-
-
 # --- the pickles of a part
 
 
 def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them; `member` of a tar."""
-    between = _OfTar(member) if member in ("storages", "tensors") else _OfLegacy()
-    pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
-    first = True
+    between, first = _Between(member), True
+    window = _WINDOW if part.end - part.start <= _WINDOW else _SHORT if member in _MEMBERS else WINDOW
+    pickles = Pickles(part, window)
     while pickles.left:
         found, value, kinds = list_one(pickles, arrays)
         # whether it names something, or can be read, or loaders may come further than this reading did
@@ -312,16 +252,22 @@ _OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behin
 _IS_COMPUTED = "a storage or tensor is described by something that is computed"
 
 
-class _OfLegacy:
-    """Those behind the list of keys in torch-legacy: a magic number starts a stream, or a call that may give it."""
+class _Between:
+    """What stands between the pickles of a torch-legacy stream, or of the members `storages` and `tensors` of a torch-tar.
 
-    window = WINDOW
+    In torch-legacy it is behind the list of keys: a magic number starts a stream, or a call that may give it. In a torch-tar a
+    count comes first, and then for each a pickle of three parts: behind that of a storage, (key, location, class), stand its
+    elements; behind that of a tensor, (key, storage, class), its sizes, strides and offset.
+    """
 
-    def __init__(self) -> None:
-        self.number, self.computed, self.kinds = -1, False, dict[str, Node]()
+    def __init__(self, member: str) -> None:
+        self.member, self.number, self.computed, self.kinds = member, -1, False, dict[str, Node]()
 
     def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         """Go on to the next pickle, behind one that held `value` and named storages; False where it is computed how far."""
+        return self._in_tar(pickles, value) if self.member in _MEMBERS else self._in_legacy(pickles, value, kinds)
+
+    def _in_legacy(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
             self.number, self.computed = 0, type(value) is Object
             return True
@@ -337,29 +283,15 @@ class _OfLegacy:
             _pass_storage(pickles, self.kinds[key])
         return True
 
-
-class _OfTar(_OfLegacy):
-    """The members `storages` and `tensors` of a torch-tar: a count, and a pickle of three parts for each.
-
-    Behind that of a storage, (key, location, class), stand its elements; behind that of a tensor, (key, storage, class), its
-    sizes, strides and offset.
-    """
-
-    window = 4096
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.of_storages = name == "storages"
-
-    def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
+    def _in_tar(self, pickles: Pickles, value: Node) -> bool:
         self.number += 1
-        parts = tuple(value.items) if type(value) is List else value
-        are_views = type(value) is List and all(type(part) is tuple for part in value.items)
-        if self.number == 0 or (self.of_storages and are_views):
+        is_storage, parts = self.member == "storages", tuple(value.items) if type(value) is List else value
+        are_views = is_storage and type(value) is List and all(type(part) is tuple for part in value.items)
+        if self.number == 0 or are_views:
             return True
         if type(parts) is not tuple or len(parts) != 3:
             return False
-        if self.of_storages:
+        if is_storage:
             _pass_storage(pickles, parts[2])
         else:
             _skip(pickles, 8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))

@@ -82,8 +82,9 @@ class _Keys:
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             names = [] if id(part) in self.states else [key for key in _keys_of(part) if not _says_the_same(part, key, entry)]
             self.states[id(part)] = part
-            is_odd = (type(part) is Object and part.name != "collections.Counter") or not all(type(key) is str for key in names)
-            if (is_known and is_odd) or any(type(key) is str and key in _MAKES_ANOTHER for key in names):
+            is_dict = part is None or type(part) is Dict or (type(part) is Object and part.name == "collections.Counter")
+            is_odd = is_known and not (is_dict and all(type(key) is str for key in names))
+            if is_odd or any(type(key) is str and key in _MAKES_ANOTHER for key in names):
                 raise TensorError("The state of a tensor sets more than attributes of its own, or is not known.")
 
     def check_elements(self, args: tuple[Node, ...]) -> None:

@@ -9,20 +9,22 @@ Source for every opcode: CPython's Lib/pickle.py, Lib/pickletools.py and Modules
 from __future__ import annotations
 
 import _compat_pickle
+import codecs
 import re
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError
 from ckpt_tools.pickling.fused import NODES, ORDERED_DICT, REBUILD, tensor
-from ckpt_tools.pickling.lines import LongNumber, Malformed, value, whole
 from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, NO_CLASSES, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
 PersistentLoad: TypeAlias = Callable[[Node], Node]
+Behind: TypeAlias = "Callable[[Machine, Object, int], Node]"  # what stands behind an object in the stream
 
 _SET, _FROZENSET, _BYTEARRAY = (Global("builtins", name) for name in ("set", "frozenset", "bytearray"))
 _COUNTER = Global("collections", "Counter")
@@ -32,7 +34,6 @@ _BYTES_MADE, _ITEMS_READ = 64, 4  # by a call, and of its arguments, that count 
 _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
 _NEW_GLOBAL = 9  # nodes: each is looked up, rated and told
 _MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
-EXTENSION = "<extension"  # what the name begins with of a global that has a number
 
 # What weights_only refuses, but for those that the loop notes itself: MEMOIZE, SHORT_BINUNICODE.
 _UNUSUAL = {
@@ -45,16 +46,22 @@ _OUTSIDE = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98:
 _U8, _U16, _U32, _I32, _U64, _F64 = (struct.Struct(code).unpack_from for code in ("<B", "<H", "<I", "<i", "<Q", ">d"))
 
 
+class Malformed(Exception):  # noqa: N818  it becomes a PickleError that tells where
+    """Why no reader goes on; where the position is behind the end, the pickle is cut off."""
+
+
 class Machine:
     """One reading of one pickle, from `offset` in `data` on."""
 
-    strict, arrays = True, False
+    strict = True
 
     def __init__(
-        self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0
+        self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0,
+        *, arrays: Behind | None = None,
     ) -> None:  # fmt: skip
         self.data, self.start, self.position, self.end = data, offset, offset, len(data)
         self.makers, self.persistent_load = makers, persistent_load
+        self.arrays, self.has_arrays = arrays, False
         self.budget = limits.budget(self.end - offset)
         self.room = self.left = self.budget.room(limits.NODES)
         # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
@@ -64,8 +71,7 @@ class Machine:
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}  # of long bytes, by their ids
-        self.cut, self.needed, self.two_ways = False, 0, False
-        self.two_names: Global | None = None
+        self.cut, self.needed, self.two_ways, self.unread = False, 0, False, False
 
     def load(self) -> Node:
         if self.budget.room(limits.MEMORY) < 0:
@@ -79,7 +85,6 @@ class Machine:
             is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
             self.cut = is_cut or isinstance(error, struct.error)
             self.needed = self.position if self.position > self.end else 0
-            self.two_ways |= isinstance(error, LongNumber)
             told = _TOLD.get(type(error), str(error))
             raise PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.") from None
         except DamagedFileError as error:
@@ -87,8 +92,8 @@ class Machine:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
         finally:  # pickles that break at their end take as long as others
-            self.budget.add(limits.MEMORY, min(self.position, self.end) - self.start)
-            self.budget.add(limits.NODES, self.room - max(0, self.left))
+            self.budget.taken[limits.MEMORY.name] += min(self.position, self.end) - self.start
+            self.budget.taken[limits.NODES.name] += self.room - max(0, self.left)
         self.settle()
         return root
 
@@ -117,58 +122,76 @@ class Machine:
             raise Malformed("names a global by something that is not text")
         taken = Global(*python3_name(module, name))
         found = taken if self.protocol < 3 else Global(module, name)
-        if _BY_TEXT.get(str(taken), found) != found:
-            self.two_names = found
+        if self.strict and _BY_TEXT.get(str(taken), found) != found:
+            raise PickleError(f"The pickle names {name!r} of {module!r}: weights_only takes it for another.", why=TWO_FILES)
         self.left -= 1 if found in self.globals else _NEW_GLOBAL
         self.globals[found] = None
         return ORDERED_DICT if found == ORDERED_DICT else found  # `tensor` compares by identity
 
-    def persistent(self, pid: Node) -> Node:
+    def note(self, does: str, what: Node, given: tuple[Node, ...]) -> Node:
+        """What a reading that lists calls writes down; what a call gives where that is known."""
+        return None
+
+    def _arguments(self, function: Node, args: Node) -> tuple[Node, ...]:
+        """The arguments of a call; Python's own unpickler takes a list as well, and whatever else has elements."""
         self.left -= 1
-        return self.persistent_load(pid)
+        if type(function) is not Global and type(function) is not Object:
+            raise Malformed("calls a value, which cannot be called")
+        if type(args) is tuple:
+            return args
+        if self.strict:
+            raise Malformed("calls with arguments that are not a tuple")
+        return tuple(args.items) if type(args) is List else (args,)
 
     def call(self, function: Node, args: Node) -> Node:
         """What `function(*args)` would make: by a maker where the global is known, else an inert Object."""
-        if type(args) is not tuple:
-            raise Malformed("calls with arguments that are not a tuple")
-        self.left -= 1
+        given = self._arguments(function, args)
+        if not self.strict and (known := self.note("runs", function, given)) is not None:
+            return known
         if type(function) is Global:
             maker = self.makers.get(function)
-            made = maker(args) if maker is not None else None
+            try:
+                made = maker(given) if maker is not None else None
+            except CkptError:
+                if self.strict:
+                    raise
+                made = None  # Python may go on
             if made is not None:
                 self.left -= _size(made)
                 if type(made) is Entry and made.extras is not None:
-                    self._note_given(args)
+                    self._note_given(given)
                 return made
             if function in READS_AT_ONCE:
-                self._note_given(args)
-        elif type(function) is Object:
-            self.unusual["call of something that is not a global"] = None
+                self._note_given(given)
         else:
-            raise Malformed("calls a value, which cannot be called")
-        return Object("reduce", function, args)
+            self.unusual["call of something that is not a global"] = None
+        return Object("reduce", function, given)
 
     def new(self, cls: Node, args: Node, kwargs: Node = None) -> Node:
         """An instance made by `cls.__new__`, which makes an OrderedDict empty whatever it is given."""
-        if type(args) is not tuple:
-            raise Malformed("makes an object with arguments that are not a tuple")
-        self.left -= 1
+        given = self._arguments(cls, args)
+        self.note("makes", cls, given if kwargs is None else (*given, kwargs))
         if type(cls) is not Global or cls in NO_CLASSES:
             self.unusual["an instance of something that is not a class"] = None
-        if type(cls) is Global and cls in READS_AT_ONCE:
-            self._note_given(args)
+        elif cls in READS_AT_ONCE:
+            self._note_given(given)
         if cls == ORDERED_DICT:
             return Dict(ordered=True)
-        return Object("new" if kwargs is None else "new_ex", cls, args, kwargs)
+        return Object("new" if kwargs is None else "new_ex", cls, given, kwargs)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
-        """INST and OBJ: without arguments Python 3 calls `cls.__new__(cls)`, with some it calls `cls(*args)`."""
-        return self.call(cls, args) if args else self.new(cls, ())
+        """INST and OBJ: `cls(*args)`; Python 3 makes an instance without arguments by `cls.__new__(cls)`."""
+        return self.call(cls, args) if args or not self.strict else self.new(cls, ())
 
     def build(self, target: Node, state: Node) -> Node:
         """The target, given a state, which Python reads at once."""
         self.left -= 1
-        if type(target) is Object:
+        self.note("changes", target, (state,))
+        if type(target) is Global:
+            self.unusual["BUILD of a global"] = None
+            target = Object("none", target, None)
+            target.steps.append(Build(state))
+        elif type(target) is Object:
             if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
                 self.unusual[f"BUILD of {target.function}"] = None
             target.steps.append(step := Build(state))
@@ -179,48 +202,42 @@ class Machine:
                 or (type(target.function) is Global and target.function in BUILT)
             ):
                 self._note_given(state)
-        elif type(target) is Dict and target.ordered and type(state) is Dict:
+        elif type(target) is Dict and ((target.ordered and type(state) is Dict) or not self.strict):
             if target.attributes is None:
                 target.attributes = Dict()
-            self.left -= len(state.items)  # one state can be set again and again
-            target.attributes.items.extend(state.items)
-        elif type(target) is Global:
-            self.unusual["BUILD of a global"] = None
-            target = Object("none", target, None)
-            target.steps.append(Build(state))
-        else:
+            items = state.items if type(state) is Dict else [(None, state)]
+            self.left -= len(items)  # one state can be set again and again
+            target.attributes.items.extend(items)
+        elif self.strict:
             raise Malformed("sets the state of something that has none")
         return target
 
-    def append(self, target: Node, items: list[Node]) -> None:
-        if type(target) is not Object:
-            raise Malformed("appends to something that is not a list")
+    def change(self, opcode: str, target: Node, items: list[Node]) -> None:
+        """APPEND, SETITEM or ADDITEMS on something other than a plain list or dict."""
         self.left -= 1
-        self.unusual["APPEND to something that is not a list"] = None
-        target.append(items)
-
-    def set(self, target: Node, items: list[Node]) -> None:
-        if type(target) is not Object:
-            raise Malformed("sets items of something that is not a dict")
-        self.left -= 1
-        if target.function != _COUNTER:
-            self.unusual["SETITEM on something that is not a dict"] = None
-        target.set(pairs_of(items))
-
-    def add(self, target: Node, items: list[Node]) -> None:
-        if type(target) is not Object or target.function is not _SET or type(target.args) is not tuple:
-            raise Malformed("adds items to something that is not a new set")
-        (elements,) = target.args
-        assert type(elements) is List
-        elements.items.extend(items)
+        self.note("changes", target, ())
+        elements = target.args[0] if type(target) is Object and target.function is _SET and type(target.args) is tuple else None
+        if opcode == "ADDITEMS" and type(elements) is List:
+            elements.items.extend(items)
+        elif self.strict and (type(target) is not Object or opcode == "ADDITEMS"):
+            raise Malformed("changes the items of something that has none")
+        elif type(target) is Object:
+            if opcode == "APPEND" or target.function != _COUNTER:
+                self.unusual[f"{opcode} on something that is not a list or dict"] = None
+            target.set(pairs_of(items)) if opcode == "SETITEM" else target.append(items)
 
     def outside(self, op: int, stack: list[Node], at: int) -> int:
-        """What refers to something outside the file; returns where the next opcode is."""
-        raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it refers to something outside the file")
-
-    def array(self, target: Object, frame: int) -> Node:
-        """What stands behind an object in the stream, where `arrays` says that some may."""
-        return target
+        """A global that a program has given a number, by `copyreg.add_extension`, or bytes that it hands over."""
+        if self.strict:
+            raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it refers to something outside the file")
+        width = {0x82: 1, 0x83: 2, 0x84: 4}.get(op, 0)
+        if width:
+            number = int.from_bytes(self.data[at : at + width], "little")
+            stack.append(self.name("copyreg", f"<extension {number}>"))
+        elif op == 0x97:
+            self.left -= 1
+            stack.append(b"")
+        return at + width
 
     def _note_given(self, args: tuple[Node, ...]) -> None:
         """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""
@@ -234,11 +251,12 @@ class Machine:
 
     def settle(self) -> None:
         """Refuse at the end what another reader takes for something else."""
-        if self.two_names is not None:
-            raise PickleError(
-                f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
-                why=TWO_FILES,
-            )
+        if self.two_ways:
+            raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
+        if self.unread:
+            raise PickleError("The pickle holds a number that cannot be read.")
+        if not self.strict:
+            return
         if self.remains:
             raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
         if any(len(node.items) != length for node, length in self.given):
@@ -285,7 +303,7 @@ class Machine:
                     else:
                         unusual["opcode PUT"] = None
                         line, at = self._line(at)
-                        n = whole(line, 10)
+                        n = _place(line)
                     if n == len(memo):
                         memo.append(stack[-1])
                         if far:
@@ -347,7 +365,8 @@ class Machine:
                         at = row.end()
                 elif op == 0x51:  # BINPERSID
                     self.position = at
-                    stack[-1] = self.persistent(stack[-1])
+                    self.left -= 1
+                    stack[-1] = self.persistent_load(stack[-1])
                 elif op in _NUMBERS:  # BININT2, BININT, BINFLOAT
                     read, width, four = _NUMBERS[op]
                     stack.append(read(data, at)[0])
@@ -370,7 +389,7 @@ class Machine:
                     if type(target) is Dict:
                         target.items.extend(pairs_of(items))
                     else:
-                        self.set(target, items)
+                        self.change("SETITEM", target, items)
                 elif op == 0x61 or op == 0x65:  # APPEND, APPENDS
                     self.position = at
                     if op == 0x65:
@@ -381,7 +400,7 @@ class Machine:
                     if type(target) is List:
                         target.items += items
                     else:
-                        self.append(target, items)
+                        self.change("APPEND", target, items)
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append(Dict())
                     self.left -= 1
@@ -403,9 +422,9 @@ class Machine:
                     self.position = at
                     state = stack.pop()
                     target = stack[-1] = self.build(stack[-1], state)
-                    if self.arrays and type(target) is Object:
+                    if self.arrays is not None and type(target) is Object:
                         try:
-                            stack[-1] = self.array(target, frame)
+                            stack[-1] = self.arrays(self, target, frame)
                         finally:
                             if self.position != at:
                                 at, limit = self.position, end + 1
@@ -473,25 +492,22 @@ class Machine:
                     elif op == 0x8F:  # EMPTY_SET
                         stack.append(Object("reduce", _SET, (List(),)))
                         self.left -= 1
-                    elif op == 0x90:  # ADDITEMS
+                    elif op in b"\x90\x91ldo":
                         items, stack = stack, marks.pop()
-                        self.add(stack[-1], items)
-                    elif op == 0x91:  # FROZENSET
-                        items, stack = stack, marks.pop()
-                        stack.append(self.call(_FROZENSET, (List(items),)))
-                    elif op == 0x6C or op == 0x64:  # LIST, DICT
-                        items, stack = stack, marks.pop()
-                        stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                         self.left -= 1
+                        if op == 0x90:  # ADDITEMS
+                            self.change("ADDITEMS", stack[-1], items)
+                        elif op == 0x91:  # FROZENSET
+                            stack.append(self.call(_FROZENSET, (List(items),)))
+                        elif op == 0x6F:  # OBJ
+                            stack.append(self.instance(items[0], tuple(items[1:])))
+                        else:  # LIST, DICT
+                            stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                     elif op == 0x92:  # NEWOBJ_EX
                         kwargs, args = stack.pop(), stack.pop()
                         if strict and type(kwargs) is not Dict:
                             raise Malformed("calls with keyword arguments that are not a dict")
                         stack[-1] = self.new(stack[-1], args, kwargs)
-                    elif op == 0x6F:  # OBJ
-                        items, stack = stack, marks.pop()
-                        cls = items.pop(0)
-                        stack.append(self.instance(cls, tuple(items)))
                     elif op == 0x30 or op == 0x31:  # POP, POP_MARK
                         self.left -= 1
                         if op == 0x30 and stack:
@@ -503,15 +519,17 @@ class Machine:
                         self.left -= 1
                     elif op == 0x67:  # GET
                         line, at = self._line(at)
-                        n = whole(line, 10)
+                        n = _place(line)
                         stack.append(memo[n] if 0 <= n < len(memo) else far[n])
                     elif op == 0x50:  # PERSID
                         line, at = self._line(at)
                         self.position = at
-                        stack.append(self.persistent(line.decode("utf-8", "surrogatepass")))
+                        self.left -= 1
+                        stack.append(self.persistent_load(line.decode("utf-8", "surrogatepass")))
                     elif op in b"IFLSV":
                         line, at = self._line(at)
-                        made = value(op, line)
+                        made = _value(op, line, strict=strict)
+                        self.unread |= made is None
                         stack.append(self._byte_string(made) if type(made) is bytes else made)
                     elif op in _OUTSIDE:
                         at = self.outside(op, stack, at)
@@ -551,6 +569,34 @@ def pairs_of(items: list[Node]) -> list[tuple[Node, Node]]:
         raise Malformed("takes pairs, and finds an odd number of values")
     values = iter(items)
     return list(zip(values, values, strict=True))
+
+
+def _place(line: bytes) -> int:
+    """A place in the memo, a text that ends at a NUL."""
+    try:
+        return int(line.partition(b"\0")[0])
+    except ValueError:
+        raise Malformed("holds a whole number that cannot be read") from None
+
+
+def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes | None:
+    """A value in a line of text, as protocol 0 writes them all; None for a number of which readers differ whether it is one."""
+    try:
+        if op == 0x49 or op == 0x4C:  # INT, LONG
+            return line == b"01" if line in (b"00", b"01") and op == 0x49 else int(line.removesuffix(b"L"), 0)
+        if op == 0x46:  # FLOAT
+            return float(line)
+        if op == 0x56:  # UNICODE
+            return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise Malformed("holds a string without its quotes")
+        with warnings.catch_warnings():  # of escapes that are none: warnings can be errors
+            warnings.simplefilter("ignore")
+            return codecs.escape_decode(line[1:-1])[0] if b"\\" in line else line[1:-1]
+    except ValueError:
+        if strict or op == 0x56 or op == 0x53:
+            raise Malformed("holds a value that cannot be read") from None
+        return None
 
 
 _ROWS = {

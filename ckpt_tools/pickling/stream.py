@@ -64,7 +64,7 @@ class Pickles:
             self._fill(self.window)
         budget = limits.budget(self.left)
         while True:
-            before = dict(budget.taken)
+            before = budget.taken.copy()
             machine = make(self.data, self.position - self.anchor)
             try:
                 root = machine.load()
@@ -85,21 +85,11 @@ class Pickles:
 
     def description(self) -> Node:
         """The next pickle, which describes others. torch runs it like any other, so what it names is told too."""
-        machine: Machine | None = None
-
-        def make(data: bytes, offset: int) -> Machine:
-            nonlocal machine
-            machine = Machine(data, MAKERS, _refuse, offset)
-            return machine
-
-        try:
-            node = self.load(make)[1]
-            validate(node)
-            return node
-        finally:
-            if machine is not None:
-                self.globals.update(machine.globals)
-                self.unusual.update(machine.unusual)
+        machine, node = self.load(lambda data, offset: Machine(data, MAKERS, _refuse, offset))
+        self.globals.update(machine.globals)
+        self.unusual.update(machine.unusual)
+        validate(node)
+        return node
 
     def tell(self, machine: Machine) -> None:
         machine.globals.update(self.globals)

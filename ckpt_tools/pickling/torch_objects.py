@@ -49,13 +49,11 @@ class Storages:
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
     def storage(self, pid: Node) -> Storage:
-        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            found = f"a tuple of {len(pid)}" if type(pid) is tuple else _brief(pid)
-            why = f"Expected ('storage', class, key, location, size), found {found}."
+        is_id = type(pid) is tuple and [type(part) for part in (*pid[:1], *pid[2:])] == [str, str, str, int]
+        word, kind, key, device, numel = cast("tuple[str, Node, str, str, int]", pid if is_id else ("", None, "", "", 0))
+        if word != "storage" or not key or not 0 <= numel < _TOO_MANY:
+            why = "Expected ('storage', class, key, location, size)."
             raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
-        _, kind, key, device, numel = pid
-        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
-            raise PickleError("The pickle refers to a storage by a malformed id.")
         known = self.by_key.get(key)
         if known is not None:
             if known[0] != pid:
@@ -67,7 +65,7 @@ class Storages:
             raise on_meta(key)
         content = self.locate(key, 0 if device == META else nbytes)
         storage = Storage(self.prefix + key, dtype, nbytes, device, _NOT_THERE if content is None else content)
-        self.by_key[key] = (pid, storage)
+        self.by_key[key] = cast("tuple[Node, ...]", pid), storage
         return storage
 
     def check_found(self) -> None:
@@ -200,19 +198,12 @@ def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None)
         raise Untaken
     grad, extras = _gradient(data.dtype, requires_grad), extras_of(hooks)
     if state is not None:
-        _check_attributes(state)
         extras = replace(extras or Extras(), state=state)
     if (inner := data.extras) is not None:
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
         extras = replace(extras or Extras(), metadata=inner.metadata)
     return replace(data, requires_grad=grad, kind="parameter", extras=extras)
-
-
-def _check_attributes(state: Node) -> None:
-    """A tensor's attributes: by name, or those of a dict and those of slots (torch._utils._set_obj_state)."""
-    for part in state if type(state) is tuple and len(state) == 2 else (state,):
-        need(part is None or (type(part) is Dict and all(type(name) is str for name, _ in part.items)))
 
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
@@ -224,8 +215,6 @@ def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> N
     if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
         raise Untaken
     need(function.name.startswith("_rebuild") or function not in ALLOWED)
-    if python_type in (_TENSOR, _PARAMETER):
-        _check_attributes(state)
     if function.module != "torch._utils" or function.name not in _DENSE:
         return None
     entry = MAKERS[function](inner)

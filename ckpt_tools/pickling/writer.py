@@ -64,23 +64,15 @@ class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go 
 
 @final
 class _Done:
-    """What remains to be emitted once the parts of a node are written: opcodes, then the memo."""
+    """What remains to be emitted once the parts of a node are written: plain values, opcodes, then the memo."""
 
-    __slots__ = ("node", "opcodes")
+    __slots__ = ("node", "opcodes", "values")
 
-    def __init__(self, opcodes: bytes, node: Node = None) -> None:
-        self.opcodes, self.node = opcodes, node
-
-
-@final
-class _Values:
-    __slots__ = ("items",)
-
-    def __init__(self, items: Sequence[Node]) -> None:
-        self.items = items
+    def __init__(self, opcodes: bytes, node: Node = None, values: Sequence[Node] = ()) -> None:
+        self.opcodes, self.node, self.values = opcodes, node, values
 
 
-_Todo: TypeAlias = Node | _Done | _Values
+_Todo: TypeAlias = Node | _Done
 
 
 class _Writer:
@@ -109,8 +101,6 @@ class _Writer:
                 self.finish(node)
             elif type(node) is Dict or type(node) is List or type(node) is Object or type(node) is tuple:
                 todo.extend(reversed(self.open(node)))
-            elif type(node) is _Values:
-                self.values(node.items)
             elif type(node) is Entry:
                 todo.extend(reversed(self.entry(node)))
             else:
@@ -126,11 +116,8 @@ class _Writer:
         index = self.memo.get(key)
         if index is None:
             return False
-        self.out += self.again(index)
+        self.out += _get(index)
         return True
-
-    def again(self, index: int) -> bytes:
-        return b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
 
     def begin(self, node: Node) -> None:
         """Note that the parts of a tuple or call are being written, before it can be in the memo."""
@@ -142,15 +129,15 @@ class _Writer:
 
     def finish(self, done: _Done) -> None:
         node = done.node
-        if node is not None:
-            self.opened[id(node)] -= 1
-        if node is not None and id(node) in self.memo:
-            # A cycle led back here, and the inner writing has built it already: drop this one, as pickle does.
-            self.out += done.opcodes + b"0"
-            self.recall(id(node))
-            return
+        self.values(done.values)
         self.out += done.opcodes
-        if node is not None and id(node) in self.shared:
+        if node is None:
+            return
+        self.opened[id(node)] -= 1
+        if id(node) in self.memo:  # a cycle led back here, and the inner writing has built it: drop this one, as pickle does
+            self.out += b"0"
+            self.recall(id(node))
+        elif id(node) in self.shared:
             self.remember(id(node))
 
     # --- nodes with parts: each returns what is to be written next, in order
@@ -204,9 +191,7 @@ class _Writer:
         self.begin(node)
         todo: list[_Todo] = [node.function]
         given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
-        if (
-            node.call == "reduce" and node.function in _SETS and type(given) is List
-        ):  # which the set copies, and nothing else sees
+        if node.call == "reduce" and node.function in _SETS and type(given) is List:  # which nothing but the set sees
             todo += [_Done(b"]"), *self.elements(given.items), _Done(b"\x85R", node)]
         elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
@@ -284,7 +269,7 @@ class _Writer:
         return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
 
     def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
-        return [_Values(items)] if len(items) >= _FEW and PLAIN.issuperset(map(type, items)) else list(items)
+        return [_Done(b"", None, items)] if len(items) >= _FEW and PLAIN.issuperset(map(type, items)) else list(items)
 
     # --- nodes without parts
 
@@ -326,7 +311,7 @@ class _Writer:
     def short_text(self, text: str) -> bytes:
         """A text as it is, from the third time on from the memo: what refers to one text a million times stays small."""
         if text in self.memo:
-            return self.again(self.memo[text])
+            return _get(self.memo[text])
         written = text_of(text)
         if text in self.texts:
             index = self.memo[text] = len(self.memo)
@@ -374,7 +359,11 @@ class _Writer:
 
 
 def _put(index: int) -> bytes:
-    return b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
+    return b"q%c" % index if index < 256 else b"r" + U32(index)
+
+
+def _get(index: int) -> bytes:
+    return b"h%c" % index if index < 256 else b"j" + U32(index)
 
 
 # --- what has to be known of a tree before it is written

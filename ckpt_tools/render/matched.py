@@ -48,10 +48,7 @@ def _seen(seen: Seen) -> str:
     """What was seen of the computations."""
     if seen.problem:
         return f"not compared: {seen.problem}"
-    parts = [f"read in {' and '.join(seen.read)}"] if seen.read else []
-    if seen.ran:
-        parts.append(f"{' and '.join(seen.ran)} ran on {', '.join(seen.inputs)}")
-    return "; ".join(parts)
+    return f"{' and '.join(seen.ran)} ran on {', '.join(seen.inputs)}"
 
 
 def _reasons(matching: Matching) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from ckpt_tools.edit.renaming import restore_named_ties
-from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.formats.contents import Tensor
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import place_in
@@ -43,6 +43,7 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
                 )
             self._tensors[name] = tensor
         self._map_location = map_location
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +54,7 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
     def close(self) -> None:
         """Close the file; tensors that were taken out of it stay."""
         self._stack.close()
+        self._is_closed = True
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -65,6 +67,8 @@ class LazyFile(Mapping[str, "torch.Tensor"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         need_torch("Live tensors are PyTorch's.")
+        if self._is_closed:
+            raise UsageError(f"{self._checkpoint.path} is closed.", fix="Take tensors out inside the `with` block.")
         from ckpt_tools.torch.building import Builder
 
         entry, checkpoint = self._entry(name), self._checkpoint
@@ -116,6 +120,6 @@ def open(path: File, *, select: str | None = None, map_location: MapLocation = "
 
     Raises:
         NothingMatchedError: no such name, a KeyError too. ConvertError: a sparse or quantised tensor is asked for.
-        CkptError: the file cannot be read.
+        CkptError: the file cannot be read, or is closed.
     """
     return LazyFile(path, select, map_location)

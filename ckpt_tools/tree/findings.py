@@ -43,9 +43,9 @@ CODES = frozenset((
     "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
-    "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
+    "other-members", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
     "null-metadata", "tied-names", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
-    "cut-archive", "distributed-tensors", "no-index",
+    "distributed-tensors", "no-index",
     "beside-the-weights", "stacked-layers", "adapter", "lightning-run", "newest", "passed-over",
 ))  # fmt: skip
 

@@ -14,10 +14,9 @@ _SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d++(?:x\d++)*+)(?::(?P
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One tensor of a computation; `shape` is None where it is not known. Whether it has integers counts for inputs only."""
+    """One tensor of a computation; `shape` is None where it is not known."""
 
     shape: tuple[int, ...] | None = None
-    integers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

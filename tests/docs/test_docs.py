@@ -85,15 +85,10 @@ def test_commands_print_what_is_shown(block: str, folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize(("code", "shown"), EXAMPLES, ids=[code.splitlines()[-1] for code, _ in EXAMPLES])
 def test_python_prints_what_is_shown(code: str, shown: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python block of a page runs as written, without a warning, and prints the block below it."""
-    if "cryptography" in code:
-        pytest.importorskip("cryptography", reason="the extra `sign`")
-    frameworks = re.findall(r"^(?:import|from) (lightning|transformers|accelerate)\b", code, re.MULTILINE)
-    for framework in frameworks:
-        pytest.importorskip(framework)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if frameworks else "error")  # theirs are their own
+        warnings.simplefilter("error")
         assert run_python(code, {"__name__": "__main__"}).strip() == shown.strip()
 
 

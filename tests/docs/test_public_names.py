@@ -46,8 +46,8 @@ def named() -> Iterator[tuple[str, Any]]:
 
 
 def in_type(hint: Any) -> Iterator[type]:
-    """The records that a type is made of, those of options apart."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not hint.__name__.endswith("Options"):
+    """The records that a type is made of, but for options and open checkpoints."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not hint.__name__.endswith(("Options", "Checkpoint")):
         yield hint
     for part in typing.get_args(hint):
         yield from in_type(part)
@@ -56,7 +56,7 @@ def in_type(hint: Any) -> Iterator[type]:
 def reports() -> list[type]:
     """The public records, and the records that their fields hold."""
     found: dict[type, None] = {}
-    left = [value for _, value in named() if dataclasses.is_dataclass(value)]
+    left = [record for _, value in named() for record in in_type(value)]
     while left:
         record = left.pop()
         if record not in found and isinstance(record, type):

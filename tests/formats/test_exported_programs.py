@@ -227,23 +227,9 @@ def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
         ckpt_tools.inspect(program.with_name("edited.pt2"))
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
-    """One empty record for all weights, which have no values; on a record of another device's they are refused."""
-    path = tmp_path / "in.pt2"
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    """Its weights have no values."""
     model = nn.Linear(3, 2).to("meta")
-    torch.export.save(torch.export.export(model, (torch.ones(1, 3, device="meta"),)), path)
-    loaded = torch.export.load(path).state_dict
-    found = ckpt_tools.inspect(path).tensors
-    assert [(row["name"], row["kind"], tuple(row["shape"])) for row in found] == [
-        (name, "meta", tuple(value.shape)) for name, value in loaded.items()
-    ]
-    assert ckpt_tools.check(path, digest=True).digests == []
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
-    assert all(value.is_meta for value in torch.load(tmp_path / "out.pth").values())
-
-    def moved(name: str, data: bytes) -> bytes:
-        return b'"cpu"'.join(data.rsplit(b'"meta"', 1)) if name == TABLE else data
-
-    rewrite(path, tmp_path / "moved.pt2", change=moved)
-    with pytest.raises(TensorError, match="on the meta device and on another"):
-        ckpt_tools.inspect(tmp_path / "moved.pt2")
+    torch.export.save(torch.export.export(model, (torch.ones(1, 3, device="meta"),)), tmp_path / "in.pt2")
+    with pytest.raises(TensorError, match="meta device, where nothing has values"):
+        ckpt_tools.inspect(tmp_path / "in.pt2")

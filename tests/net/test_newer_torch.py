@@ -30,7 +30,7 @@ def test_it_is_said_and_harmless(newer: Path) -> None:
     described = ckpt_tools.inspect(newer)
     assert [(row["name"], row["dtype"]) for row in described.tensors] == [("module.w", "bcomplex32"), ("module.v", "float32")]
     said = ckpt("check", newer, code=1).stdout
-    assert "written by a newer PyTorch, with torch.bcomplex32" in said
+    assert "it needs a newer PyTorch, for torch.bcomplex32" in said
     assert "plain" in ckpt("scan", newer, code=0).stdout
 
 

@@ -75,7 +75,7 @@ def test_a_whole_peft_model(whole: bool, tmp_path: Path) -> None:
     """A model that was saved with its adapter in it is a model; an adapter alone is none."""
     torch.save(peft(whole=whole), tmp_path / "in.pth")
     found = next(row.found for row in ckpt_tools.inspect(tmp_path / "in.pth").findings if row.code == "adapter")
-    assert found.startswith("a model of PEFT" if whole else "an adapter (LoRA), not a model by itself")
+    assert found.startswith("a PEFT model" if whole else "an adapter (LoRA), not a whole model")
 
 
 def test_an_adapter_of_experts(tmp_path: Path) -> None:

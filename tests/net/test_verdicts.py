@@ -100,11 +100,11 @@ def test_what_is_looked_through_is_limited(tmp_path: Path) -> None:
             archive.writestr(f"{number}.pkl", pickle.dumps(number))
     assert ckpt_tools.scan(path)[0].verdict == "plain"
     with limits.raised(nodes=200):
-        assert "The limit nodes is 200 containers" in why(path)
+        assert "(--limit nodes). The limit is 200 containers" in why(path)
     path.write_bytes(gzip.compress(gzip.compress(path.read_bytes())))
     assert ckpt_tools.scan(path)[0].verdict == "plain"
     with limits.raised(nested=2):
-        assert "The limit nested is 2 archives" in why(path)
+        assert "(--limit nested). The limit is 2 archives" in why(path)
     data = pickle.dumps(1)
     for _ in range(1000):
         data = gzip.compress(data, 0)

@@ -1,8 +1,5 @@
 """`--from`: the model that the checkpoint was made by runs beside the target, and nothing else does."""
 
-import json
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckpt_tools import Matched, convert, match
-from ckpt_tools.errors import CkptError, ConvertError, DamagedFileError, UsageError
+from ckpt_tools import convert, match
+from ckpt_tools.errors import CkptError, ConvertError, UsageError
 from ckpt_tools.torch import load_state_dict
 from tests.support import attention
 from tests.support.terminal import run
@@ -83,7 +80,11 @@ def test_an_input_that_would_decide_is_not_guessed(tmp_path: Path) -> None:
     assert report.graphs.problem.startswith("both run on 1x8 and on 1x16x8")
     assert not report.matching.matched
     told = match(path, like=Counted(), from_=Single(), input="1x16x8")
-    assert pairs(told) == {"alpha": "x", "beta": "w", "gamma": "y"}
+    assert {row.old.partition(".")[0]: row.new.partition(".")[0] for row in told.matching.matched} == {
+        "alpha": "x",
+        "beta": "w",
+        "gamma": "y",
+    }
 
 
 class Picky(nn.Module):
@@ -169,91 +170,3 @@ def test_the_command_line_says_it_in_its_words(alpha: Path) -> None:
     done = run("match", alpha, "--like", NEW, "--input", "1x8")
     assert done.exit_code == 3 or done.exit_code == 2
     assert "--input needs --from, the model of IN" in done.output
-
-
-# --- programs
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both models as torch.export saves them, each with its numbers."""
-    found = {}
-    for name, model in (("old", attention.Old()), ("new", attention.New())):
-        program = torch.export.export(model.eval(), (torch.randn(2, 5, 8),))
-        found[name] = tmp_path_factory.mktemp("programs") / f"{name}.pt2"
-        torch.export.save(program, found[name])
-    return found
-
-
-def pairs(report: Matched) -> dict[str, str]:
-    """The layers of a complete report."""
-    assert report.matching.complete
-    return {row.old.removeprefix("module.").partition(".")[0]: row.new.partition(".")[0] for row in report.matching.matched}
-
-
-TRUTH = {"gamma": "w", "alpha": "x", "delta": "y", "beta": "z"}
-
-
-def test_a_program_says_what_it_computes(exported: dict[str, Path], alpha: Path) -> None:
-    """A program's graph is read on either side; only a callable that the user named runs, on inputs of the program's sizes."""
-    report = match(exported["old"], like=NEW, match="structure")
-    assert pairs(report) == TRUTH
-    assert report.graphs is not None
-    assert (report.graphs.ran, report.graphs.read, report.graphs.inputs) == ((NEW,), (str(exported["old"]),), ("2x5x8",))
-    report = match(exported["old"], like=exported["new"], match="structure")
-    assert pairs(report) == TRUTH
-    assert report.graphs is not None
-    assert (report.graphs.ran, report.graphs.inputs) == ((), ())
-    assert pairs(match(alpha, like=exported["new"], from_=OLD)) == TRUTH
-
-
-def test_a_program_is_converted_by_its_graph(exported: dict[str, Path], tmp_path: Path) -> None:
-    """A .pt2 becomes the new model's state dict."""
-    convert(exported["old"], tmp_path / "new.pth", like=NEW, match="structure", objects="plain")
-    new = attention.New()
-    new.load_state_dict(load_state_dict(tmp_path / "new.pth"))
-    sample = torch.randn(2, 5, 8)
-    torch.testing.assert_close(new(sample), torch.export.load(exported["old"]).module()(sample))
-
-
-def changed(path: Path, out: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A program with another graph."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
-        for row in old.infolist():
-            data = old.read(row)
-            if row.filename.endswith("/models/model.json"):
-                model = json.loads(data)
-                change(model)
-                data = json.dumps(model).encode()
-            new.writestr(row.filename, data)
-    return out
-
-
-BROKEN: list[Callable[[dict[str, Any]], object]] = [
-    lambda model: model.pop("graph_module"),
-    lambda model: model["graph_module"]["graph"].update(nodes=[{"target": 1}]),
-    lambda model: model["graph_module"]["signature"].update(input_specs=[{}]),
-    lambda model: model["graph_module"]["graph"]["nodes"][0].update(inputs=[{"arg": {"as_tensor": {}}}]),
-    lambda model: model["graph_module"]["graph"].update(tensor_values=[]),
-]
-
-
-@pytest.mark.parametrize("number", range(len(BROKEN)))
-def test_a_malformed_graph_is_refused(exported: dict[str, Path], tmp_path: Path, number: int) -> None:
-    """A graph that cannot be read is named; what does not look at it reads the file all the same."""
-    path = changed(exported["old"], tmp_path / "broken.pt2", BROKEN[number])
-    with pytest.raises(DamagedFileError, match=r"model.json is malformed"):
-        match(path, like=exported["new"], match="structure")
-    assert len(match(path, like=exported["old"]).matching.matched) == 8
-
-
-def test_odd_sizes_in_a_graph_are_not_believed(exported: dict[str, Path], tmp_path: Path) -> None:
-    """Values of unknown or negative sizes, or of a thousand dimensions: no evidence by rows, and no wrong pair."""
-
-    def change(model: dict[str, Any]) -> None:
-        rows = model["graph_module"]["graph"]["tensor_values"]
-        for number, row in enumerate(rows.values()):
-            row["sizes"] = [[{"as_int": -1}], [{"as_expr": {}}], [{"as_int": 1}] * 1000][number % 3]
-
-    report = match(changed(exported["old"], tmp_path / "odd.pt2", change), like=exported["new"], match="structure")
-    assert all(TRUTH[row.old.partition(".")[0]] == row.new.partition(".")[0] for row in report.matching.matched)

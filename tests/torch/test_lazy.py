@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from tests.support.samples import FIXTURES
 
 KINDS = ["ddp.pth", "single.safetensors", "training.pth", "views.pth", "whole_module.pth", "float8.pth"]
@@ -102,3 +102,13 @@ def test_two_tensors_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="two tensors are called"):
         ckpt_tools.open(tmp_path / "two.pth")
     assert ckpt_tools.open(FIXTURES / "single.pth").get(3) is None  # type: ignore[call-overload]
+
+
+def test_a_closed_file() -> None:
+    """Names stay; a tensor is refused in a sentence."""
+    with ckpt_tools.open(FIXTURES / "single.pth") as file:
+        kept = file["fc1.bias"].clone()
+    assert "fc1.bias" in file
+    assert kept.numel()
+    with pytest.raises(UsageError, match=r"single\.pth is closed"):
+        file["fc1.bias"]

@@ -38,7 +38,6 @@ from ckpt_tools.values.pytorch import need_torch
 
 MAGIC = b"GGUF"
 _MAX_NAME = 1 << 16
-_MAX_NESTING = 4  # arrays of arrays
 STRING, ARRAY = 8, 9
 # A key's type -> its name and the code of `struct`.
 NUMBERS = {
@@ -113,31 +112,29 @@ class _Values:
                 types[key] = kind
         return metadata | ({GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
 
-    def _value(self, kind: int, key: str, depth: int = 0) -> tuple[str, Any]:
+    def _value(self, kind: int, key: str) -> tuple[str, Any]:
         if kind == STRING:
             return "string", self._text(key)
         if kind == ARRAY:
-            return self._array(key, depth)
+            return self._array(key)
         if kind not in NUMBERS:
             raise DamagedFileError(f"The key {key!r} of the GGUF file has the unknown type {kind}.")
         name, code = NUMBERS[kind]
         return name, self.cursor.numbers(code, 1)[0]
 
-    def _array(self, key: str, depth: int) -> tuple[str, list[Any]]:
+    def _array(self, key: str) -> tuple[str, list[Any]]:
         kind, count = self.cursor.number("I"), self.cursor.number("Q")
-        if depth == _MAX_NESTING:
-            raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays in arrays in arrays.")
         self.cursor.check(count)  # an item takes a byte at least
         self.budget.take(limits.NODES, count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
-        if kind in NUMBERS:
-            name, code = NUMBERS[kind]
-            self.budget.take(limits.MEMORY, count, f"The GGUF file has {count} numbers under {key!r}.")
-            return f"[{name}]", list(self.cursor.numbers(code, count))
-        found = [self._value(kind, key, depth + 1) for _ in range(count)]
-        inner = found[0][0] if found else "string" if kind == STRING else "[string]"
-        if kind == ARRAY and any(name != inner for name, _ in found):
-            raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays of several types.")
-        return f"[{inner}]", [value for _, value in found]
+        if kind == STRING:
+            return "[string]", [self._text(key) for _ in range(count)]
+        if kind not in NUMBERS:
+            raise UnsupportedContainerError(
+                f"The key {key!r} of the GGUF file is an array of the type {kind}, which ckpt does not read."
+            )
+        name, code = NUMBERS[kind]
+        self.budget.take(limits.MEMORY, count, f"The GGUF file has {count} numbers under {key!r}.")
+        return f"[{name}]", list(self.cursor.numbers(code, count))
 
     def _text(self, key: str) -> str:
         length = self.cursor.number("Q")
@@ -200,16 +197,13 @@ def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int)
 
 
 def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Entry:
-    raw = Range(source, start + info.offset, info.nbytes)
-    content: Content = raw
+    content: Content = Range(source, start + info.offset, info.nbytes)
     dtype = info.kind.dtype
-    if dtype is not None and order == ">":
-        content = swapped(raw, dtype.swap_width)
-    elif dtype is None:
-        if order == ">":
-            what = f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
-            raise UnsupportedContainerError(what)
-        content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
+    if dtype is None and order == ">":
+        raise UnsupportedContainerError(f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read.")
+    if dtype is None:
+        return row_major(key, DTYPES["float32"], info.shape, numbers_of(content, info.kind), repr(info.name))
+    content = swapped(content, dtype.swap_width) if order == ">" else content
     return row_major(key, dtype, info.shape, content, repr(info.name))
 
 
@@ -320,18 +314,13 @@ def _value(kind: str, key: str, text: str) -> bytes:
 
 
 def _encoded(kind: str, key: str, value: Any) -> tuple[int, bytes]:
-    if kind == "string":
-        return STRING, _text(key, value)
     if not kind.startswith("["):
         number, code = _CODES[kind]
         return number, struct.pack(f"<{code}", value)
-    inner = kind[1:-1]
-    if inner in _CODES:
-        number, code = _CODES[inner]
-        return ARRAY, struct.pack(f"<IQ{len(value)}{code}", number, len(value), *value)
-    found = [_encoded(inner, key, one) for one in value]
-    number = STRING if inner == "string" else ARRAY
-    return ARRAY, struct.pack("<IQ", number, len(value)) + b"".join(raw for _, raw in found)
+    if kind == "[string]":
+        return ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(_text(key, text) for text in value)
+    number, code = _CODES[kind[1:-1]]
+    return ARRAY, struct.pack(f"<IQ{len(value)}{code}", number, len(value), *value)
 
 
 def _text(key: str, text: str) -> bytes:

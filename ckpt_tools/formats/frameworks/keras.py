@@ -153,35 +153,17 @@ def _content(h5py: Any, data: Any, where: str, opened: Callable[[], Any], source
     budget, too_large = limits.budget(source.size), f"The arrays of the HDF5 file up to {what[:100]} are too large."
     budget.take(limits.NODES, _CHUNKED, "The HDF5 file has too many arrays in chunks.")
     budget.take(limits.MEMORY, nbytes // limits.STREAMED, too_large)
-    if _at_once(tuple(data.shape), data.chunks) * dtype.itemsize > max(_MOST_AT_ONCE, source.size):
-        raise UnsupportedContainerError(
-            f"{what} is in larger chunks than fit in memory.", fix="Write it without: h5repack -l CONTI IN.h5 OUT.h5"
-        )
+    if _rows_at_once(data) * prod(data.shape[1:]) * dtype.itemsize > max(_MOST_AT_ONCE, limits.MEMORY.most(source.size)):
+        fix = "Write it without: h5repack -l CONTI IN.h5 OUT.h5"
+        raise UnsupportedContainerError(f"{what} is in larger chunks than fit in memory.", fix=fix)
     return Computed(nbytes, lambda: _rows(where, opened))
 
 
-def _at_once(shape: tuple[int, ...], chunks: tuple[int, ...] | None) -> int:
-    """How many elements must be read together for every chunk to be inflated once."""
-    if chunks is None or not shape:
-        return 0
-    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1)
-    return max(prod(chunks), min(chunks[first], shape[first]) * prod(shape[first + 1 :]))
-
-
-def _boxes(shape: tuple[int, ...], chunks: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Boxes of about so many elements, whole chunks where there are some, in the order of the elements."""
-    if not shape:
-        yield ()
-        return
-    row, chunk = prod(shape[1:]), chunks[0] if chunks else 1
-    if shape[0] == 1 or (not chunks and row > most):
-        for place in range(shape[0]):
-            for rest in _boxes(shape[1:], chunks[1:], most):
-                yield (slice(place, place + 1), *rest)
-        return
-    step = max(1, most // row // chunk) * chunk
-    for start in range(0, shape[0], step):
-        yield (slice(start, start + step),)
+def _rows_at_once(data: Any) -> int:
+    """How many rows are read together: about a megabyte, whole chunks where there are some, so that each is inflated once."""
+    chunk = data.chunks[0] if data.chunks else 1
+    row: int = prod(data.shape[1:]) * data.dtype.itemsize
+    return int(min(max(1, CHUNK // max(row, 1) // chunk) * chunk, data.shape[0])) if data.shape else 1
 
 
 def _rows(path: str, opened: Callable[[], Any]) -> Iterator[bytes]:
@@ -189,10 +171,10 @@ def _rows(path: str, opened: Callable[[], Any]) -> Iterator[bytes]:
 
     try:
         data = opened()[path]
-        kind = data.dtype.newbyteorder("<")
-        shape = tuple(data.shape) if data.size else (0,)
-        for box in _boxes(shape, data.chunks or (), CHUNK // kind.itemsize):
-            yield np.asarray(data[box]).astype(kind, copy=False).tobytes()
+        kind, step = data.dtype.newbyteorder("<"), _rows_at_once(data)
+        for start in range(0, data.shape[0] if data.shape else 1, step) if data.size else ():
+            rows = data[start : start + step] if data.shape else data[()]
+            yield np.asarray(rows).astype(kind, copy=False).tobytes()
     except _ERRORS as error:
         raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None
 

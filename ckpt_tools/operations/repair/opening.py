@@ -23,7 +23,7 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, is_zip
+from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.formats.single import HEAD, collector_paused, may_be_packed, naming
@@ -233,13 +233,10 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         return _salvaged(source, error, keep_damaged, scratch, stack)
     if checkpoint.packed is not None:
         refuse_packed(checkpoint.packed.source)
-    if checkpoint.container == "dcp-part" or checkpoint.path.suffix == _PART:
+    if checkpoint.path.suffix == _PART:
         raise _several_archives(checkpoint.path)
     if checkpoint.container not in _REPAIRED:
         raise _not_repaired(path, checkpoint.container)
-    cut = next((warned.found for warned in checkpoint.warnings if warned.code == CUT_ARCHIVE), "")
-    if cut:
-        return _salvage(checkpoint.source, DamagedFileError(f"{cut}."), keep_damaged), cut
     salvaged = proved(checkpoint)
     return (_searched(salvaged, keep_damaged) if checkpoint.container == "torch-zip" else salvaged), ""
 
