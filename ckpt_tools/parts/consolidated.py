@@ -14,7 +14,7 @@ Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
@@ -25,7 +25,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Merger, along, by_rank, check_not_twice, check_world, merged
-from ckpt_tools.parts.sharded import renewed
+from ckpt_tools.parts.sharded import partly, renewed
 from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry
 from ckpt_tools.values.boxes import Sizes
@@ -34,17 +34,22 @@ CONTAINER = "consolidated"
 _COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
 _ROWS = frozenset(("wo", "w2"))
 _FREQUENCIES = "rope.freqs"
+_NAME = "consolidated.{:02d}.pth"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
-def decode(names: Sequence[str], files: Files) -> Checkpoint:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     found = by_rank((int(name.split(".")[1]), name) for name in names)
-    check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1)
-    keys = Keys()
-    parts = renewed((decode_file(files.open(found[rank])) for rank in sorted(found)), keys)
-    model = _Model(parts, files, Merger(keys))
-    root = Dict([(name, model.merged(name)) for name in model.ranks[0]], ordered=True)
-    return merged(CONTAINER, root, files, parts, model.compare)
+    world = max(found) + 1
+    missing = check_world(f"{names[-1]} is one of {world} parts at least", found, world, partial=partial)
+    keys, ranks = Keys(), sorted(found)
+    parts = renewed((decode_file(files.open(found[rank])) for rank in ranks), keys)
+    merger = Merger(keys, partial=partial)
+    model = _Model(dict(zip(ranks, map(_flat, parts), strict=True)), files, merger, [_NAME.format(rank) for rank in missing])
+    root = Dict([(name, model.merged(name)) for name in model.first], ordered=True)
+    made = merged(CONTAINER, merger.leave_out(root), files, parts, merger, model.check_not_twice)
+    made.warnings += [partly("files of ranks are", model.missing)] if model.missing else []
+    return made
 
 
 def _flat(part: Checkpoint) -> dict[str, Entry]:
@@ -71,14 +76,17 @@ def _read_params(source: Source) -> dict[str, int]:
 class _Model:
     """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(self, parts: Sequence[Checkpoint], files: Files, merger: Merger) -> None:
-        self.ranks, self.merger = [_flat(part) for part in parts], merger
+    def __init__(
+        self, ranks: Mapping[int, Mapping[str, Entry]], files: Files, merger: Merger, missing: list[str]
+    ) -> None:
+        self.ranks, self.merger, self.missing = ranks, merger, missing
+        self.first = next(iter(ranks.values()))
         self.cut: dict[int, list[Entry]] = {}
-        every = dict.fromkeys(name for tensors in self.ranks for name in tensors)
-        for rank, tensors in enumerate(self.ranks):
+        every = dict.fromkeys(name for tensors in ranks.values() for name in tensors)
+        for rank, tensors in ranks.items():
             if missing := [name for name in every if name not in tensors]:
                 raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
-        norm = self.ranks[0].get(_NORM)
+        norm = self.first.get(_NORM)
         length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
         said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
         self.width = said.get("dim", length)
@@ -90,25 +98,31 @@ class _Model:
 
     def _check_heads(self, heads: int | None) -> None:
         """As many files are there as the model was cut into, by the matrices that tell it."""
-        for name in (name for name in self.ranks[0] if name.endswith(_ATTENTION)):
-            held = sum(tensors[name].shape[-1] for tensors in self.ranks if tensors[name].shape)
+        for name in (name for name in self.first if name.endswith(_ATTENTION)):
+            held = sum(tensors[name].shape[-1] for tensors in self.ranks.values() if tensors[name].shape)
             whole = held if self.width is None or heads is None else heads
-            if held != whole and (len(self.ranks) > 1 or (held and whole % held == 0)):
+            if held == whole or not (len(self.ranks) > 1 or self.missing or (held and whole % held == 0)):
+                continue
+            if not self.merger.partial or held > whole:
                 raise PartError(
-                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.ranks)))}.",
+                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(list(self.ranks))}.",
                     why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
+                    rest=held < whole,
                 )  # fmt: skip
+            self.missing = self.missing or ["those behind the last"]
 
-    def compare(self) -> None:
-        self.merger.check_replicas()
-        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
+    def check_not_twice(self) -> None:
+        check_not_twice(self.cut, _NAME.format)
 
     def merged(self, name: str) -> Entry:
-        held = [(rank, tensors[name]) for rank, tensors in enumerate(self.ranks)]
+        held = [(rank, tensors[name]) for rank, tensors in self.ranks.items()]
         kind = name.rpartition(".")[0].rpartition(".")[2]
-        is_bias_of_rows = kind in _ROWS and not name.endswith(".weight")
-        if len(held) == 1 or name == _FREQUENCIES or kind.endswith("norm") or is_bias_of_rows:
+        is_whole = name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))
+        if is_whole or (len(held) == 1 and not self.missing):
             return self.merger.replicated(name, held)
+        if self.missing:
+            self.merger.lost[name] = "cut among the ranks, of which some are missing"
+            return held[0][1]
         for rank, entry in held:
             self.cut.setdefault(rank, []).append(entry)
         axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, kind, held[0][1].shape)

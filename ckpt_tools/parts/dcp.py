@@ -86,7 +86,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
     for file in dict.fromkeys(place.file for place in places.values() if place.file not in missing):
         files.open(file)
-    reader, paths, lost = _Reader(files, places, missing), _paths(fields.get("planner_data")), list[tuple[str, str]]()
+    reader, paths, lost = _Reader(files, places, missing), _paths(fields.get("planner_data")), dict[str, str]()
     nested = _Nested()
     for name, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
         if type(name) is not str:
@@ -97,10 +97,11 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
         except PartError as error:
             if type(path[-1]) is int:  # what stands behind it in the list would move up
                 raise
-            lost.append((name, error.what.rstrip(".")))
+            lost[name] = error.what.rstrip(".")
     root = nested.root
     if lost and not root.items:
-        raise PartError(f"Nothing is whole in the files that are there: {lost[0][0]!r} {lost[0][1]}.")
+        name, why = next(iter(lost.items()))
+        raise PartError(f"Nothing is whole in the files that are there: {name!r} {why}.")
     restore_state_numbers(root)
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})

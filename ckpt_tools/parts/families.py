@@ -164,16 +164,18 @@ ROWS = {
         "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names, beside=_beside_zero, part=parts.of_zero
+        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names,
+        beside=_beside_zero, part=parts.of_zero, partial=True,
     ),
-    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
+    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item, partial=True),
     "shards": Family("ckpt_tools.parts.sharded", _shards, partial=True, decode="decode_loose"),
     "gguf-splits": Family(
         "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),
         stands_for=_of_split, decode="decode_splits",
     ),
     "consolidated": Family(
-        "ckpt_tools.parts.consolidated", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated
+        "ckpt_tools.parts.consolidated", _consolidated,
+        beside=_beside_consolidated, part=parts.of_consolidated, partial=True,
     ),
     "megatron": Family(
         "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
@@ -182,7 +184,7 @@ ROWS = {
     "training": Family("ckpt_tools.parts.training", training.find, partial=True),
     "rank-files": Family(
         "ckpt_tools.parts.rank_files", lambda _, names: group.every if (group := by_name.model_group(names)) else (),
-        beside=_beside_rank,
+        beside=_beside_rank, partial=True,
     ),
 }  # fmt: skip
 

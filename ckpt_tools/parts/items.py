@@ -25,7 +25,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
-from ckpt_tools.parts.merge import Piece, merged
+from ckpt_tools.parts.merge import Merger, Piece, merged
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
 from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at, row_of
 from ckpt_tools.tree.dtypes import DTYPES
@@ -39,23 +39,15 @@ Sizes = tuple[int, ...]
 Row = Mapping[str, Any]
 
 
-def decode(names: Sequence[str], files: Files) -> Checkpoint:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
-    described, groups = _items_of(files)
+    (described, groups), merger = _items_of(files), Merger(Keys(), partial=partial)
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.every)
-        groups = {only: groups[only]}
-    parts = {name: rank_files.merge(group, files, places=_places(described.get(name))) for name, group in groups.items()}
-    if files.path != files.folder:
-        return parts[only]
-    keys = Keys()
-    root = Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
-
-    def compare() -> None:
-        for part in parts.values():
-            part.locate()
-
-    return merged(rank_files.CONTAINER, root, files, list(parts.values()), compare)
+        return rank_files.merge(groups[only], files, merger, _places(described.get(only)))
+    parts = [rank_files.merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
+    root = Dict([(name, part.root) for name, part in zip(groups, parts, strict=True)])
+    return merged(rank_files.CONTAINER, root, files, parts, merger)
 
 
 def describes(path: Path, group: Group) -> bool:

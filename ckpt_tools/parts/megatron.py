@@ -158,7 +158,7 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     _check_world(sizes, parts)
     _check_agreeing(parts)
     merging = _Merging(parts, sizes, keys)
-    made = merged(CONTAINER, merging.run(), files, [part.decoded for part in parts], merging.merger.check_replicas)
+    made = merged(CONTAINER, merging.run(), files, [part.decoded for part in parts], merging.merger)
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
     if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
         left.append(_OPTIMIZER)

@@ -17,17 +17,20 @@ from typing import Any, TypeVar
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
 from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.io.content import read
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.sharded import joined
-from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.text import dotted, listed, some, these_ranks
+from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
-_Rank = TypeVar("_Rank")
+_Rank, _Made = TypeVar("_Rank"), TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +47,14 @@ class Piece:
 
 
 class Merger:
-    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied."""
+    """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
 
-    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None) -> None:
-        self.keys, self.called = keys, called or {}
+    With `partial` what is not whole is no error: `lost` has it by name, with why, and `leave_out` removes it.
+    """
+
+    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
+        self.keys, self.called, self.partial = keys, called or {}, partial
+        self.lost: dict[str, str] = {}
         self.tied: dict[Any, Entry] = {}
         self.replicas: list[tuple[str, Piece, Piece]] = []
 
@@ -60,7 +67,7 @@ class Merger:
         for piece in (piece for piece in pieces if piece.entry.numel):
             if piece.entry.dtype.name != dtype.name:
                 there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
-                raise PartError(f"{name!r} is {dtype.name}, and {there}.")
+                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
             first = boxes.setdefault((piece.offsets, piece.sizes), piece)
             if first is not piece:
                 self.replicas.append((name, first, piece))
@@ -68,7 +75,7 @@ class Merger:
         if (count := sum(entry.numel for entry in held.values())) < prod(whole):
             where = f"on {self.shown(*sorted({piece.rank for piece in pieces}))}" if pieces else "here"
             why = "A part is missing, or is of another job."
-            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why)
+            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why, rest=True)
         views = ((box, id(entry.storage), entry.offset, entry.stride) for box, entry in held.items())
         key = (dtype.name, shape, tuple(views))
         if prod(shape) and key in self.tied:
@@ -93,20 +100,66 @@ class Merger:
         return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
+        if wrong := self._differing():
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+
+    def _differing(self) -> dict[str, set[int]]:
+        """The names of which ranks hold different values, with these ranks."""
         wrong: dict[str, set[int]] = {}
         for name, one, other in self.replicas:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
                 wrong.setdefault(name, set()).update((one.rank, other.rank))
         self.replicas.clear()
-        if wrong:
-            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+        return wrong
+
+    # --- what is not whole
+
+    def unless_lost(self, name: str, make: Callable[[], _Made]) -> _Made | None:
+        """What is made under a name; None where that is not whole and no error."""
+        try:
+            return make()
+        except PartError as error:
+            if not (self.partial and error.rest):
+                raise
+            self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
+            return None
+
+    def compared(self, root: Node) -> Node:
+        """The tree, once what several ranks hold was read and compared."""
+        if not self.partial:
+            self.check_replicas()
+            return root
+        wrong = self._differing()
+        self.lost |= {name: f"different values on {self.shown(*sorted(ranks))}" for name, ranks in wrong.items()}
+        return self.leave_out(root)
+
+    def leave_out(self, root: Node, inside: Where = ()) -> Node:
+        """The tree without what is lost, and without what is the same tensor under another name; `inside`: where it will be."""
+        if not self.lost:
+            return root
+        tensors = [(dotted((*inside, *tensor.where)), tensor) for tensor in find_tensors(root)]
+        gone = {id(tensor.node): self.lost[name] for name, tensor in tensors if name in self.lost}
+        out = [(name, tensor.where) for name, tensor in tensors if id(tensor.node) in gone]
+        if not inside and len(out) == len(tensors):
+            (name, why), *more = self.lost.items()
+            raise PartError(f"No tensor is whole in these files: {name!r} {why}{f', and {len(more)} more' if more else ''}.")
+        self.lost |= {name: gone[id(tensor.node)] for name, tensor in tensors if id(tensor.node) in gone}
+        if name := next((name for name, where in out if not is_named(where)), None):
+            raise PartError(f"{name!r} {self.lost[name]}.", why="It is in a list, of which nothing can be left out.")
+        return exchange.replace(root, lambda node: DROP if id(node) in gone else node)
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
         return PartError(
             f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
             why="All of them have it whole, and it must be the same.",
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
+            rest=True,
         )
+
+
+def is_named(where: Where) -> bool:
+    """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
+    return bool(where) and type(where[-1]) is str
 
 
 def by_rank(rows: Iterable[tuple[_Rank, str]]) -> dict[_Rank, str]:
@@ -126,19 +179,21 @@ def check_same(what: str, said: Mapping[str, object]) -> None:
 
 
 _NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
+MOST_MISSING = 1 << 16  # a world, where some of its ranks are missing
 
 
-def check_world(what: str, there: Collection[int], world: int) -> None:
+def check_world(what: str, there: Collection[int], world: int, *, partial: bool = False) -> list[int]:
+    """No rank is there but those of the world, and all of them; those that are missing, if some may be (`partial`)."""
     missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
     beyond = sorted(rank for rank in there if rank >= world)
-    if not (missing or beyond):
-        return
+    if not beyond and (not missing or (partial and world <= MOST_MISSING)):
+        return [rank for rank in range(world) if rank not in there] if missing else []
     wrong = f"{these_ranks(beyond)} would be beyond it"
     if missing:
         wrong = f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
     raise PartError(
         f"{what}; {wrong}.", why=f"{len(there)} of {world} are there.",
-        fix="Get the others too: a model needs the parts of all ranks.",
+        fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
     )  # fmt: skip
 
 
@@ -178,14 +233,18 @@ def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count
 # --- several files as one
 
 
-def merged(container: str, root: Node, files: Files, parts: Sequence[Checkpoint], compare: Callable[[], None]) -> Checkpoint:
-    """One Checkpoint of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
+def merged(
+    container: str, root: Node, files: Files, parts: Sequence[Checkpoint], merger: Merger, also: Callable[[], None] | None = None
+) -> Checkpoint:
+    """One Checkpoint of what ranks hold, which is compared before anything is made of it; `also` compares more."""
     made = joined(container, root, files, parts, {})
     made.has_checksums = False  # those of the ranks' records are not looked at
+    made.lost = merger.lost
 
     def compared(root: Node) -> Node:
-        compare()
-        return root
+        if also is not None:
+            also()
+        return merger.compared(root)
 
     made.locator = compared
     return made

@@ -13,17 +13,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Keys, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import is_tensor
+from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Merger, Piece, check_world, merged
+from ckpt_tools.parts.merge import MOST_MISSING, Merger, Piece, check_world, is_named, merged
 from ckpt_tools.parts.names import Group, group_of, item_group_of
 from ckpt_tools.parts.rank_parts import Part, PartReader
+from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
@@ -39,63 +41,76 @@ _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
-def decode(names: Sequence[str], files: Files) -> Checkpoint:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     group = group_of(names[0], names) or item_group_of(names[0], names)
     assert group is not None, "they were found by their ranks"
-    return merge(group, files)
+    return merge(group, files, Merger(Keys(), partial=partial))
 
 
-def merge(group: Group, files: Files, *, places: Places | None = None) -> Checkpoint:
-    """Read the structure of every rank's file and put the tensors together; no tensor bytes."""
+def merge(group: Group, files: Files, merger: Merger, places: Places | None = None, inside: Where = ()) -> Checkpoint:
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes. `inside`: where they will be."""
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     world = group.world or max(group.names) + 1
-    check_world(f"{next(iter(group.names.values()))} is one of {world} parts", group.names, world)
-    keys, ranks = Keys(), sorted(group.names)
+    check_world(f"{next(iter(group.names.values()))} is one of {world} parts", group.names, world, partial=merger.partial)
+    ranks = sorted(group.names)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     roots = {rank: decoded.root for rank, decoded in parts.items()}
-    roots[ranks[0]] = keys.renew(roots[ranks[0]])
-    merging = _Merging(group, roots, Merger(keys), places, world)
-    root = merging.run()
-    made = merged(CONTAINER, root, files, list(parts.values()), merging.merger.check_replicas)
+    roots[ranks[0]] = merger.keys.renew(roots[ranks[0]])
+    merging = _Merging(group, roots, merger, places, world, inside)
+    root = merger.leave_out(merging.run(), inside)
+    made = merged(CONTAINER, root, files, list(parts.values()), merger)
     gone = _globals(tuple(merging.objects)) - _globals(root)  # what parts alone name, which are whole tensors now
     made.globals = [name for name in made.globals if name not in gone]
     if merging.differing:
         text = f"values differ between ranks, the first rank's are taken: {some(merging.differing)}"
         made.warnings.append(Warned("parts-differ", text))
+    if missing := [rank for rank in range(merging.world) if rank not in parts]:
+        made.warnings.append(partly(f"of {merging.world} ranks' files are", [these_ranks(missing)]))
     return made
 
 
 class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
-    def __init__(self, group: Group, roots: Mapping[int, Node], merger: Merger, places: Places | None, world: int) -> None:
-        self.group, self.roots, self.ranks, self.world = group, roots, sorted(roots), world
+    def __init__(
+        self, group: Group, roots: Mapping[int, Node], merger: Merger, places: Places | None, world: int, inside: Where
+    ) -> None:
+        self.group, self.roots, self.ranks, self.world, self.inside = group, roots, sorted(roots), world, inside
         self.merger, self.places, self.reader = merger, places, PartReader()
         self.objects: list[Object] = []
         self.differing: list[str] = []
 
     def run(self) -> Node:
-        tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
+        tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
         for where in tensors[self.ranks[0]]:
             _refuse_flat(where)
-        self._check_names(tensors)
+        uneven = self._check_names(tensors)
         self._check_values()
-        new = {
-            id(node): self._merged(where, [tensors[rank][where] for rank in self.ranks])
-            for where, node in tensors[self.ranks[0]].items()
-        }
-        return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
+        new = dict[int, Node]()
+        for where, node in tensors[self.ranks[0]].items():
+            if where not in uneven:
+                make = partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
+                new[id(node)] = self.merger.unless_lost(self._name(where), make)
+        return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node)) or node)
 
-    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> None:
-        every = dict.fromkeys(where for found in tensors.values() for where in found)
+    def _name(self, where: Where) -> str:
+        return dotted((*self.inside, *where))
+
+    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
+        """The tensors that not every rank has, where they may be left out."""
+        every, uneven = dict.fromkeys(where for found in tensors.values() for where in found), set[Where]()
         for rank, found in tensors.items():
-            if missing := [dotted(where) for where in every if where not in found]:
+            missing = [where for where in every if where not in found]
+            if missing and not (self.merger.partial and all(map(is_named, missing))):
                 raise PartError(
-                    f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.",
+                    f"Rank {rank} does not have {some(list(map(self._name, missing)))}.", why="The files of other ranks have it.",
+                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
                 )  # fmt: skip
+            self.merger.lost.update((self._name(where), f"not on rank {rank}") for where in missing)
+            uneven.update(missing)
+        return uneven
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
@@ -110,7 +125,7 @@ class _Merging:
             self.differing += [dotted(where)] if ranks else []
 
     def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
-        name = dotted(where)
+        name = self._name(where)
         entries = [(rank, node) for rank, node in zip(self.ranks, nodes, strict=True) if type(node) is Entry]
         if len(entries) == len(nodes):
             first = entries[0][1]
@@ -132,9 +147,9 @@ class _Merging:
         try:
             part = self.reader.read(node)
         except TensorError as error:
-            raise PartError(f"{name!r} in {file} cannot be placed.", why=str(error)) from None
+            raise PartError(f"{name!r} in {file} cannot be placed.", why=str(error), rest=True) from None
         if part is None:
-            raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.")
+            raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.", rest=True)
         if part.rank is not None and part.rank != rank:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
         return part
@@ -143,13 +158,17 @@ class _Merging:
         first = parts[self.ranks[0]]
         for rank, part in parts.items():
             if (part.kind, part.shape, part.dtype.name) != (first.kind, first.shape, first.dtype.name):
-                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.")
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
             if part.is_partial:
-                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).")
+                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
             last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
             if last >= self.world:
                 other = max(part.world, last + 1)
-                raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}.")
+                rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
+                if not (rest and self.merger.partial):
+                    text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
+                    raise PartError(text, rest=rest)
+                self.world = other
 
 
 def _refuse_flat(where: Where) -> None:
@@ -163,10 +182,6 @@ def _refuse_flat(where: Where) -> None:
 
 def _globals(root: Node) -> set[Global]:
     return {node for node in reachable(root) if type(node) is Global}
-
-
-def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:
-    return ((where, node) for where, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
 
 
 def _values(root: Node) -> Iterator[tuple[Where, Node]]:

@@ -53,7 +53,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
             fix=f"Name one of them: {index.path}",
         )
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
-    lost = [(name, f"in {file}, which is missing") for name, file in weight_map.items() if file in missing]
+    lost = {name: f"in {file}, which is missing" for name, file in weight_map.items() if file in missing}
     weight_map = {name: file for name, file in weight_map.items() if file not in missing}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")

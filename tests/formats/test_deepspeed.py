@@ -290,6 +290,8 @@ def test_a_stage_of_a_pipeline_is_missing(tmp_path: Path) -> None:
     tag = genuine("pipeline-z1-bf16", tmp_path / "in")
     (tag / "layer_01-model_states.pt").rename(tmp_path / "layer_01")
     expect_refused(tmp_path / "in", r"Layers have no file: layer_01-model_states\.pt")
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "some.pth", partial=True)
+    assert torch.load(tmp_path / "some.pth", weights_only=True)["1.bias"].shape == (11,)
     for path in tag.glob("*mp_rank_01_*"):
         path.unlink()
     with pytest.raises(PartError, match=r"2 slices mp_rank_.*missing: rank 1"):

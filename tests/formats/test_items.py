@@ -74,6 +74,9 @@ def test_a_missing_rank_is_named(folder: Path) -> None:
     (folder / "model_1.pt").unlink()
     with pytest.raises(PartError, match="missing: rank 1"):
         load_state_dict(folder, select="model")
+    report = ckpt_tools.convert(folder, folder.parent / "rest.pth", partial=True)
+    assert "model.0.weight" in dict(report.dropped)
+    assert list(torch.load(folder.parent / "rest.pth")["model"]) == ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
 
 
 # --- plain tensors, which only metadata.pkl places

@@ -1,8 +1,9 @@
-"""`--partial` writes what is whole of shards and of a distributed checkpoint, and lists the rest."""
+"""`--partial` writes what is whole of the files of ranks, lists the rest, and refuses files that do not belong together."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,16 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import PartError
 from tests.support.commands import ckpt
-from tests.support.rank_files import fsdp2, save_ranks
+from tests.support.rank_files import Cut, fsdp1, fsdp2, hsdp, save_ranks, tp
+from tests.support.samples import edit
+from tests.support.zero_files import save_zero, trained
 
 ROOT = Path(__file__).parents[2]
+
+
+def change(path: Path, **values: Any) -> None:
+    """One rank's file with other values under some names."""
+    edit(path, lambda state: state.update(values))
 
 
 def written(folder: Path) -> tuple[dict[str, torch.Tensor], ckpt_tools.Converted]:
@@ -22,27 +30,168 @@ def written(folder: Path) -> tuple[dict[str, torch.Tensor], ckpt_tools.Converted
     return torch.load(target, weights_only=True), report
 
 
-def test_a_missing_rank(tmp_path: Path) -> None:
-    """Files of ranks are read all or not at all; nothing offers what would not help. A whole folder is as ever."""
+def rank_file(folder: Path, rank: int, world: int = 3) -> Path:
+    """A rank's file."""
+    return folder / f"model_world_size_{world}_rank_{rank}.pt"
+
+
+@pytest.mark.parametrize(("cut", "replicated"), [
+    (fsdp1, {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}),
+    (fsdp2, {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}),
+    (tp, {"emb.weight", "bn.weight", "bn.bias", "head.weight", "b.bias", "bn.running_mean",
+          "bn.running_var", "bn.num_batches_tracked"}),
+])  # fmt: skip
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_missing_rank(cut: Cut, replicated: set[str], gone: int, tmp_path: Path) -> None:
+    """What the other ranks have whole equals the model; every other tensor is listed, and the ranks that are missing."""
+    expected = save_ranks(tmp_path / "in", cut, 3)
+    rank_file(tmp_path / "in", gone).unlink()
+    with pytest.raises(PartError, match=rf"(?s)missing: rank {gone}\..*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert set(found) == replicated
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert {name for name, _ in report.dropped} == set(expected) - replicated
+    assert all("elements are on rank" in why for _, why in report.dropped)
+    assert f"of 3 ranks' files are missing: rank {gone};" in next(
+        row.text for row in report.notes if row.code == "parts-missing"
+    )
+
+
+def test_a_missing_replica(tmp_path: Path) -> None:
+    """HSDP without one of its groups is whole, bit for bit."""
+    expected = save_ranks(tmp_path / "in", hsdp, 4)
+    for rank in (2, 3):
+        rank_file(tmp_path / "in", rank, 4).unlink()
+    found, report = written(tmp_path / "in")
+    assert list(found) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert report.dropped == []
+    assert "parts-missing" in [note.code for note in report.notes]
+
+
+def test_buffers_that_every_rank_counts_by_itself(tmp_path: Path) -> None:
+    """A batch norm that was not synchronised: its buffers are left out by name, with the ranks; all else is there."""
+    expected = save_ranks(tmp_path / "in", fsdp2, 3)
+    change(rank_file(tmp_path / "in", 2), **{"bn.running_mean": torch.ones(5), "bn.running_var": torch.zeros(5)})
+    with pytest.raises(PartError, match=r"(?s)bn.running_mean.*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    why = "different values on ranks 0, 2"
+    assert report.dropped == [("bn.running_mean", why), ("bn.running_var", why)]
+    assert set(found) == set(expected) - {"bn.running_mean", "bn.running_var"}
+
+
+def test_a_name_that_one_rank_lacks(tmp_path: Path) -> None:
+    """Is left out, also where the first rank is the one without it; so is one with another shape."""
+    for lacking in (0, 2):
+        folder = tmp_path / str(lacking) / "in"
+        save_ranks(folder, fsdp2, 3)
+        edit(rank_file(folder, lacking), lambda state: state.pop("a.bias"))
+        change(rank_file(folder, 1), **{"bn.running_var": torch.zeros(4)})
+        found, report = written(folder)
+        assert ("a.bias", f"not on rank {lacking}") in report.dropped
+        assert {name for name, _ in report.dropped} == {"a.bias", "bn.running_var"}
+        assert not {"a.bias", "bn.running_var"} & set(found)
+
+
+def test_names_that_tell_no_world(tmp_path: Path) -> None:
+    """The last ranks are missing, and only the meshes inside say that there were more."""
+    expected = save_ranks(tmp_path / "in", fsdp2, 3, name="model.rank_{rank}.pth")
+    (tmp_path / "in" / "model.rank_2.pth").unlink()
+    with pytest.raises(PartError, match=r"(?s)a job of 3 ranks.*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert set(found) == {name for name in expected if name.startswith("bn.") and name[3:] not in ("weight", "bias")}
+    assert "of 3 ranks' files are missing: rank 2;" in next(row.text for row in report.notes if row.code == "parts-missing")
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    """A rank's file under another's name, and values of other steps: mixing them is never whole."""
     save_ranks(tmp_path / "in", fsdp2, 3)
-    assert ckpt_tools.convert(tmp_path / "in", tmp_path / "whole.pth", partial=True).dropped == []
-    (tmp_path / "in" / "model_world_size_3_rank_1.pt").unlink()
-    for partial in (False, True):
-        with pytest.raises(PartError, match=r"missing: rank 1\.") as caught:
-            ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", partial=partial)
-        assert "partial" not in str(caught.value)
+    rank_file(tmp_path / "in", 1).write_bytes(rank_file(tmp_path / "in", 0).read_bytes())
+    with pytest.raises(PartError, match="holds the part of rank 0") as caught:
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", partial=True)
+    assert "partial" not in str(caught.value)
+    save_ranks(tmp_path / "steps", fsdp2, 2)
+    for rank in (0, 1):
+        change(rank_file(tmp_path / "steps", rank, 2), step=rank)
+    with pytest.raises(PartError, match="different steps"):
+        ckpt_tools.convert(tmp_path / "steps", tmp_path / "out.pth", partial=True)
     assert not (tmp_path / "out.pth").exists()
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
-    """Exit code 0 comes with the list, as text and as JSON; into a folder too."""
-    torch.save({f"layer{number}.weight": torch.ones(5) for number in range(3)}, tmp_path / "one.pth")
-    ckpt_tools.convert(tmp_path / "one.pth", tmp_path / "in", shard_size="20B")
-    next((tmp_path / "in").glob("*00002-of-00003*")).unlink()
+    """Exit code 0 comes with the list, as text and as JSON; into a folder too; a whole folder has none."""
+    save_ranks(tmp_path / "in", tp, 3)
+    rank_file(tmp_path / "in", 2).unlink()
+    assert "--partial" in ckpt("convert", tmp_path / "in", tmp_path / "a.pth", code=3).output
     shown = ckpt("convert", tmp_path / "in", tmp_path / "a.pth", "--partial")
-    assert "layer1.weight (in model-00002-of-00003.safetensors, which is missing)" in shown.output
+    assert "a.weight (is not whole: 28 of its 35 elements are on ranks 0, 1)" in shown.output
     shown = ckpt("convert", tmp_path / "in", tmp_path / "b", "--partial", "--shard-size", "1GB", "--json")
-    assert [row[0] for row in json.loads(shown.output)["dropped"]] == ["layer1.weight"]
+    assert [row[0] for row in json.loads(shown.output)["dropped"]] == ["a.weight", "a.bias", "b.weight"]
+    save_ranks(tmp_path / "whole", tp, 2)
+    assert ckpt_tools.convert(tmp_path / "whole", tmp_path / "c.pth", partial=True).dropped == []
+
+
+# --- other families
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_zero_without_a_rank(stage: int, gone: int, tmp_path: Path) -> None:
+    """DeepSpeed: what the other ranks' rows hold, buffers, what is frozen and whole: equal to the model; the rest is listed."""
+    tag = save_zero(tmp_path / "in", trained(), stage, 3)
+    for path in tag.glob(f"zero_pp_rank_{gone}_*"):
+        path.unlink()
+    with pytest.raises(PartError, match=rf"(?s)missing: rank {gone}\..*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    expected = trained().whole
+    assert {*found} | {name for name, _ in report.dropped} == {*expected}
+    assert not {*found} & {name for name, _ in report.dropped}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    own = {"steps", "mean"} | ({"frozen.weight", "frozen.bias"} if stage < 3 else set())
+    assert own <= {*found}
+    assert "emb.weight" in dict(report.dropped)
+    assert "head.weight" in dict(report.dropped)
+    assert f"zero_pp_rank_{gone}_mp_rank_00_*" in next(row.text for row in report.notes if row.code == "parts-missing")
+    one = next(path for path in tag.iterdir() if "optim" in path.name)
+    assert ckpt_tools.convert(one, tmp_path / "one.pth", partial=True).dropped == report.dropped
+    with pytest.raises(PartError, match="The optimizer's state needs the files of all ranks"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "o.pth", select="optimizer", partial=True)
+
+
+def test_a_pipeline_without_a_stage(tmp_path: Path) -> None:
+    """The other stages' layers are whole, and so are the 16-bit weights of layers that nobody trains."""
+    shutil.copytree(ROOT / "fixtures" / "deepspeed" / "pipeline-z1-bf16", tmp_path / "in")
+    expected = torch.load(tmp_path / "in" / "reference.pth", weights_only=True)
+    (tmp_path / "in" / "reference.pth").unlink()
+    for path in (tmp_path / "in" / "global_step2").glob("*mp_rank_01_*"):
+        path.unlink()
+    for number in (2, 3):
+        (tmp_path / "in" / "global_step2" / f"layer_{number:02d}-model_states.pt").unlink()
+    found, report = written(tmp_path / "in")
+    assert {*found} == {"tied_modules.emb.weight", "1.weight", "1.bias"}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert "mp_rank_01_*" in next(row.text for row in report.notes if row.code == "parts-missing")
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_consolidated_without_a_rank(gone: int, tmp_path: Path) -> None:
+    """Meta: norms and frequencies are whole on every rank; the last rank's absence shows in the columns of `wo` alone."""
+    norms = {"norm.weight": torch.ones(6), "rope.freqs": torch.arange(3.0)}
+    for rank in range(3):
+        part = {"layers.0.attention.wo.weight": torch.ones(6, 2), "output.weight": torch.ones(4, 6)}
+        if rank != gone:
+            (tmp_path / "in").mkdir(exist_ok=True)
+            torch.save({**norms, **part}, tmp_path / "in" / f"consolidated.{rank:02d}.pth")
+    (tmp_path / "in" / "params.json").write_text('{"dim": 6}')
+    with pytest.raises(PartError, match=r"(?s)`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert {*found} == {*norms}
+    assert {name for name, _ in report.dropped} == {"layers.0.attention.wo.weight", "output.weight"}
 
 
 @pytest.mark.parametrize("index", [True, False])

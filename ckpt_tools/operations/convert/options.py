@@ -182,7 +182,7 @@ class OutputOptions(Options):
         "Write a folder of shards, each of at most this size (5GB, 500MiB).", metavar="SIZE",
         in_code="Or a number of bytes.",
     )  # fmt: skip
-    partial: bool = flag("If shards or files of a dcp are missing: write the complete tensors and list the others.")
+    partial: bool = flag("If ranks or shards are missing: write the complete tensors and list the others.")
     overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
 
