@@ -76,9 +76,7 @@ def _read_params(source: Source) -> dict[str, int]:
 class _Model:
     """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(
-        self, ranks: Mapping[int, Mapping[str, Entry]], files: Files, merger: Merger, missing: list[str]
-    ) -> None:
+    def __init__(self, ranks: Mapping[int, Mapping[str, Entry]], files: Files, merger: Merger, missing: list[str]) -> None:
         self.ranks, self.merger, self.missing = ranks, merger, missing
         self.first = next(iter(ranks.values()))
         self.cut: dict[int, list[Entry]] = {}

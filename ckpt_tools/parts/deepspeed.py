@@ -17,10 +17,10 @@ file says, deepspeed_slice.py makes a model of the ranks of one slice.
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys, Warned
@@ -40,7 +40,9 @@ from ckpt_tools.parts.deepspeed_files import (
 from ckpt_tools.parts.deepspeed_slice import Slice
 from ckpt_tools.parts.merge import Merger, check_same, check_world, merged
 from ckpt_tools.parts.names import ZeroFiles, zero_files
+from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import listed, some
+from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair
 from ckpt_tools.tree.visit import reachable
 
@@ -53,22 +55,21 @@ _OF_PARTS = frozenset((
 ))  # fmt: skip
 
 
-def decode(names: Sequence[str], files: Files) -> Checkpoint:
+def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     found = zero_files(names)
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    model = _Model(found, files)
+    model = _Model(found, files, partial)
 
     def compare() -> None:
         for own in model.slices.values():
             own.check_evidence(model.layers)
-        wrong = [name for own in model.slices.values() for name in own.differing_buffers()]
-        model.merger.check_replicas()
-        if wrong:
+        if wrong := [name for own in model.slices.values() for name in own.differing_buffers()]:
             text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
             made.warnings.append(Warned("parts-differ", text))
 
-    made = merged(CONTAINER, model.weights, files, model.read_files, compare)
+    made = merged(CONTAINER, model.merger.leave_out(model.weights), files, model.read_files, model.merger, compare)
+    made.warnings += [partly("files of ranks are", list(model.missing))] if model.missing else []
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
     made.unusual = []  # these are said of the ranks' files, not of the whole
     said = {"module": "" if model.first.is_stage_3 else "the weights as they were trained with"}
@@ -88,8 +89,9 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
 class _Model:
     """The files of a folder as one model: of one slice, of tensor parallel ranks, or of the stages of a pipeline."""
 
-    def __init__(self, found: ZeroFiles, files: Files) -> None:
-        self.found, self.files = found, files
+    def __init__(self, found: ZeroFiles, files: Files, partial: bool) -> None:
+        self.found, self.files, self.partial = found, files, partial
+        self.missing: dict[str, None] = {}  # files that are not there
         self.keys, self.read_files = Keys(), list[Checkpoint]()
         self.experts, layers = found.kinds["expert"], found.kinds["layer"]
         if self.experts and (layers or len(found.slices) > 1):
@@ -101,9 +103,9 @@ class _Model:
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
         self.slices = {number: self._slice(number) for number in found.slices}
         self.first = next(iter(self.slices.values()))
-        self._check_slices()
+        self._check_slices(in_stages=bool(layers))
         self.rules = self._rules()
-        self.merger = Merger(self.keys, {number: f"mp_rank_{number:02d}" for number in self.slices})
+        self.merger = Merger(self.keys, {number: f"mp_rank_{number:02d}" for number in self.slices}, partial=partial)
         self.layers: Mapping[str, Node] | None = None  # the 16-bit weights of a pipeline
         if layers:
             shapes = {name: shape for own in self.slices.values() for row in own.model.shapes for name, shape in row.items()}
@@ -125,14 +127,19 @@ class _Model:
         check_same("number of the optimizer's steps", {state.file: state.steps for state in optimizers.values()})
         world = next((state.world for state in optimizers.values()), 1)
         if optimizers:
-            check_world(f"The checkpoint has {world} files *_optim_states.pt, one a rank", optimizers, world)
+            self._check_ranks(number, "optim", optimizers, world)
         models = self._models(number, optimizers, world)
         if not optimizers and any(model.shapes for model in models.values()):
             raise PartError(
                 "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
                 fix="Get the files of all ranks. A model file by itself, in a folder of its own, is the 16-bit weights.",
             )
-        return Slice(models, optimizers, self.keys, world)
+        return Slice(models, optimizers, Merger(self.keys, partial=self.partial), world)
+
+    def _check_ranks(self, number: int, kind: str, there: Collection[int], world: int) -> None:
+        what = f"The checkpoint has {world} files *_{kind}_states.pt, one a rank"
+        missing = check_world(what, there, world, partial=self.partial)
+        self.missing |= dict.fromkeys(f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for rank in missing)
 
     def _models(self, number: int, optimizers: Mapping[int, OptimizerState], world: int) -> dict[int, ModelState]:
         """The model files by rank: one for all but under stage 3."""
@@ -157,7 +164,7 @@ class _Model:
             check_experts(first, {(layer, expert) for layer, expert, _ in self.experts})
             models[min(models)] = replace(first, module=with_experts(first.module, roots))
         if is_stage_3:
-            check_world(f"The checkpoint has {world} files *_model_states.pt, one a rank", models, world)
+            self._check_ranks(number, "model", models, world)
         worlds = {model.file: model.world for model in models.values() if model.world is not None}
         if optimizers:
             check_same("number of ranks", {next(iter(optimizers.values())).file: world, **worlds})
@@ -165,14 +172,15 @@ class _Model:
         check_same("parameters", {model.file: (model.shapes, model.frozen, model.names) for model in models.values()})
         return models
 
-    def _check_slices(self) -> None:
+    def _check_slices(self, *, in_stages: bool) -> None:
         """All are there, of one step, and of as many ranks."""
         steps = {f"mp_rank_{number:02d}": (own.model.step, own.world) for number, own in self.slices.items()}
         check_same("step and number of ranks", steps)
         said = self.first.model.root.get("mp_world_size")
         count = said if type(said) is int else max(self.slices) + 1
         what = f"The checkpoint has {count} slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
-        check_world(what, self.slices, count)
+        missing = check_world(what, self.slices, count, partial=self.partial and in_stages)
+        self.missing |= dict.fromkeys(f"mp_rank_{number:02d}_*" for number in missing)
 
     def _rules(self) -> Rules | None:
         """How tensor parallel ranks are joined; None for the stages of a pipeline, and for one slice."""
@@ -196,20 +204,27 @@ class _Model:
         names = [name for own in self.slices.values() for name in own.model.names]
         numbers = dict.fromkeys(number for name in names if (number := name.partition(".")[0]).isdecimal())
         if missing := [f"layer_{int(number):02d}-model_states.pt" for number in numbers if number not in there]:
-            why = "Frozen weights and buffers of a pipeline are in there alone."
-            raise PartError(f"Layers have no file: {listed(missing)}.", why=why, fix="Get the files of all layers.")
+            self.missing |= dict.fromkeys(missing)
+            if not self.partial:
+                why = "Frozen weights and buffers of a pipeline are in there alone."
+                raise PartError(
+                    f"Layers have no file: {listed(missing)}.", why=why, fix="Get the files of all layers.", rest=True
+                )
 
     # --- what it gives
 
-    @cached_property
+    @functools.cached_property
     def weights(self) -> Dict:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
-        if len(self.slices) == 1 and self.layers is None:
-            return self.first.weights
-        found = self._joined({number: own.weights for number, own in self.slices.items()})
-        return Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
+        roots = {number: own.weights for number, own in self.slices.items()}
+        is_one = len(roots) == 1 and self.layers is None
+        found = self.first.weights.named if is_one else self._joined(roots)
+        lost = {name: why for own in self.slices.values() for name, why in own.merger.lost.items() if name not in found}
+        self.merger.lost |= lost
+        return self.first.weights if is_one else Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
 
-    def module(self) -> Dict:
+    def module(self) -> Node:
+        self.merger.lost.clear()  # which is said of the fp32 weights
         if self.layers is not None:
             if missing := [name for name in self.weights.named if name not in self.layers]:
                 raise PartError(f"No file layer_*-model_states.pt has {listed(missing)}.", fix="Get the files of all layers.")
@@ -217,8 +232,7 @@ class _Model:
         if len(self.slices) == 1:
             return self.first.module()
         found = self._joined({number: own.module() for number, own in self.slices.items()})
-        self.merger.check_replicas()
-        return Dict(list(found.items()), ordered=True)
+        return self.merger.compared(Dict(list(found.items()), ordered=True))
 
     @property
     def has_state(self) -> bool:
@@ -261,7 +275,8 @@ class _Model:
         for number, root in roots.items():
             for name, value in root.named.items():
                 every.setdefault(name, []).append((number, value))
-        return {name: self._one(name, held) for name, held in every.items()}
+        made = {name: self.merger.unless_lost(name, functools.partial(self._one, name, held)) for name, held in every.items()}
+        return {name: value for name, value in made.items() if value is not DROP}
 
     def _one(self, name: str, held: Sequence[tuple[int, Node]]) -> Node:
         """One tensor, or value, of what the slices have under a name."""
@@ -270,9 +285,9 @@ class _Model:
         entries = [(number, entry) for number, entry in held if type(entry) is Entry]
         if self.rules is not None and len(held) < len(self.slices):
             lacking = [f"mp_rank_{number:02d}" for number in self.slices if number not in dict(held)]
-            raise PartError(f"{name!r} is not whole: {listed(lacking)} do not have it.")
+            raise PartError(f"{name!r} is not whole: {listed(lacking)} do not have it.", rest=True)
         if not entries:
             return held[0][1]
         if len(entries) < len(held):
-            raise PartError(f"{name!r} is a tensor in some slices, and something else in others.")
+            raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
         return self.merger.replicated(name, entries) if self.rules is None else self.rules.join(self.merger, name, entries)

@@ -10,23 +10,25 @@ Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_exp
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, islice, product
 from math import prod
+from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Keys
 from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState, listed_in
 from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice, check_same
 from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair
 from ckpt_tools.values.boxes import Sizes
 from ckpt_tools.values.same_bytes import same_bytes
 
 _ALIGNMENT = 2  # elements a rank, to which stages 1 and 2 fill a group up
 _MOST_EXPERTS = 1 << 16
+Cut: TypeAlias = tuple[str, Callable[[], Entry]]
 _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
 
 
@@ -34,31 +36,35 @@ _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
 
 
 class _Row:
-    """Entries of one dimension, one behind the other: an element's place tells its entry."""
+    """One rank's entries of one dimension, one behind the other: an element's place tells its entry."""
 
-    def __init__(self, runs: Iterable[tuple[int, Entry]]) -> None:
-        self.runs = [(rank, entry) for rank, entry in runs if entry.numel]
-        self.ends = list(accumulate(entry.numel for _, entry in self.runs))
+    def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
+        self.rank, self.runs = rank, [entry for entry in entries if entry.numel]
+        self.ends = list(accumulate(entry.numel for entry in self.runs))
 
     def cut(self, start: int, count: int, at: int) -> Iterator[Piece]:
         """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
         number = bisect_right(self.ends, start)
         while count > 0 and number < len(self.ends):
-            rank, entry = self.runs[number]
+            entry = self.runs[number]
             inside = start - (self.ends[number] - entry.numel)
             taken = min(count, entry.numel - inside)
-            yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), self.rank)
             start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself."""
+    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself.
+
+    `part`: elements of each rank's part of all, but for the last one's, which may be shorter.
+    """
 
     shapes: Mapping[str, Sizes]
     rows: tuple[int, ...]
     ranks: Sequence[int]
     paddings: Sizes | None = None
+    part: int = 0
 
     @property
     def numel(self) -> int:
@@ -68,16 +74,22 @@ class Group:
         return sum(map(prod, self.shapes.values())) + sum(self.paddings)
 
     def cut(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
-        """Each parameter with its shape and where it lies."""
-        runs = [[(rank, entry) for entry in held[rank]] for rank in self.ranks]
-        rows = [_Row(run) for run in (runs if self.paddings is None else [chain.from_iterable(runs)])]
+        """Each parameter with its shape and where it lies on the ranks that are there."""
+        rows = {number: _Row(rank, held[rank]) for number, rank in enumerate(self.ranks) if rank in held}
         start = 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
             numel = prod(shape)
-            part = -(-numel // len(rows))  # the last part is filled up; rows behind it hold nothing but filling
-            cuts = (row.cut(start, min(part, numel - at * part), at * part) for at, row in enumerate(rows))
-            yield name, shape, list(chain.from_iterable(cuts))
-            start += part + padding
+            if self.paddings is None:
+                part = -(-numel // len(self.ranks))  # the last part is filled up; rows behind it hold nothing but filling
+                cuts = [(row, start, number * part, part) for number, row in rows.items()]
+                start += part
+            else:
+                first, behind = start // self.part, -(-(start + numel) // self.part)
+                begins = [(rows[number], number * self.part - start) for number in range(first, behind) if number in rows]
+                cuts = [(row, max(0, -begin), max(0, begin), self.part) for row, begin in begins]
+                start += numel + padding
+            pieces = (row.cut(begin, min(most, numel - at), at) for row, begin, at, most in cuts)
+            yield name, shape, list(chain.from_iterable(pieces))
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -112,19 +124,23 @@ def _groups_in_rows(model: ModelState, optimizers: Mapping[int, OptimizerState],
     found = list[Group]()
     for number, (shapes, padding) in enumerate(zip(model.shapes, paddings, strict=True)):
         for ranks, names in _holders(model, shapes, first.counts[number], world):
-            found.append(Group(names, (number,), ranks, padding))
-            _check_parts(found[-1], {rank: optimizers[rank].flat[number].numel for rank in ranks})
+            held = {rank: optimizers[rank].flat[number].numel for rank in ranks if rank in optimizers}
+            group = Group(names, (number,), ranks, padding)
+            found.append(replace(group, part=_part_of(group, held)))
     return found
 
 
-def _check_parts(group: Group, held: Mapping[int, int]) -> None:
-    """The parts are of one length, but for the last one's filling, which some versions leave out."""
-    last, part = group.ranks[-1], held[group.ranks[0]]
+def _part_of(group: Group, held: Mapping[int, int]) -> int:
+    """The one length of the parts, but for the last one's filling, which some versions leave out."""
+    last, count = group.ranks[-1], len(group.ranks)
+    longest = -(-group.numel // (_ALIGNMENT * count)) * _ALIGNMENT
+    part = next((held[rank] for rank in held if rank != last or count == 1), longest)  # `check_casts` sees one that is wrong
     if wrong := {rank: held[rank] for rank in held if (held[rank] != part if rank != last else held[rank] > part)}:
         raise _not_adding_up(group, wrong, f"rank {group.ranks[0]} {part}")
-    longest = -(-group.numel // (_ALIGNMENT * len(held))) * _ALIGNMENT * len(held)
-    if not group.numel <= sum(held.values()) <= longest:
+    total = part * (count - 1) + held.get(last, part)
+    if not group.numel <= total <= longest * count:
         raise _not_adding_up(group, held, f"{group.numel} in all")
+    return max(part, 1)
 
 
 def _not_adding_up(group: Group, held: Mapping[int, int], wanted: str) -> PartError:
@@ -169,25 +185,24 @@ class Slice:
     """What the files of one slice say: a tensor parallel rank, a stage of a pipeline, or all of the model."""
 
     def __init__(
-        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], keys: Keys, world: int
+        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], merger: Merger, world: int
     ) -> None:
-        self.models, self.optimizers, self.keys, self.world = models, optimizers, keys, world
+        self.models, self.optimizers, self.merger, self.world = models, optimizers, merger, world
         self.model = next(iter(models.values()))
         self.first = next(iter(optimizers.values()), None)
         self.is_stage_3 = self.first is not None and self.first.is_stage_3
-        self.merger = Merger(keys)
         self.groups = groups_of(self.model, optimizers, world) if optimizers else []
+        there = set(optimizers) & set(models) if self.is_stage_3 else set(optimizers)
+        self.missing = [rank for rank in range(world) if rank not in there] if optimizers else []
 
     @cached_property
     def weights(self) -> Dict:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
         if self.first is None:  # without ZeRO the model file has them
             return self.model.module
-        made: dict[str, Node] = {}
-        for group in self.groups:
-            made.update(self._cut(group, self._flat_of(group), "the weights"))
-        for name, shape in self.model.frozen.items():
-            made.update(self._frozen(name, shape))
+        trained = chain.from_iterable(self._cut(group, self._flat_of(group), "the weights") for group in self.groups)
+        frozen = chain.from_iterable(self._frozen(name, shape) for name, shape in self.model.frozen.items())
+        made: dict[str, Node | Drop] = {name: self.merger.unless_lost(name, make) for name, make in chain(trained, frozen)}
         module, buffers = self.model.module.named, self.model.buffers
         tied = {_place(entry): name for name in made if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
@@ -196,31 +211,38 @@ class Slice:
             if name not in buffers and _place(value) in tied:
                 made[name] = made[tied[_place(value)]]
             elif self.is_stage_3 and type(value) is Entry and name not in buffers and value.shape == (0,):
-                why = "The files say neither its shape nor where it lies."
-                raise PartError(f"The model has {name!r}, and no rank holds a part of it.", why=why)
+                made[name] = self.merger.unless_lost(name, partial(self._nowhere, name))
             else:  # buffers, extra states, under stage 1 frozen weights
                 made[name] = value
         for name in self.model.shared:
             if name not in made:
                 made[name] = made[self._holder_of(name, made)]
         order = dict.fromkeys((*module, *made))
-        root = Dict([(name, made[name]) for name in order], ordered=True)
+        root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
+        tied_to = "is tied to what is not whole"
+        self.merger.lost.update((name, self.merger.lost.get(name, tied_to)) for name in order if made[name] is DROP)
         root.attributes = self.model.module.attributes
         return root
 
     def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
-        return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in group.ranks}
+        there = [rank for rank in group.ranks if rank in self.optimizers]
+        return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in there}
 
-    def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
-        """The parameters of a group, put together from each rank's rows of it."""
-        dtypes = {entry.dtype.name: entry.dtype for entries in held.values() for entry in entries}
+    def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[Cut]:
+        """The parameters of a group, and what puts each together from the ranks' rows of it."""
+        rows = list(chain.from_iterable(held.values()))  # none of experts whose ranks are all missing
+        dtypes = {entry.dtype.name: entry.dtype for entry in rows or next(iter(self.optimizers.values())).flat[:1]}
         if len(dtypes) != 1:
             raise PartError(f"The ranks have {what} of {some(list(group.shapes))} in several dtypes: {listed(list(dtypes))}.")
         (dtype,) = dtypes.values()
         for name, shape, pieces in group.cut(held):
-            yield name, self.merger.tensor(name, dtype, shape, pieces, measured=(prod(shape),))
+            yield name, partial(self.merger.tensor, name, dtype, shape, pieces, measured=(prod(shape),))
 
-    def _frozen(self, name: str, shape: Sizes) -> Iterator[tuple[str, Entry]]:
+    def _nowhere(self, name: str) -> Node:
+        why = "The files say neither its shape nor where it lies."
+        raise PartError(f"The model has {name!r}, and no rank holds a part of it.", why=why, rest=bool(self.missing))
+
+    def _frozen(self, name: str, shape: Sizes) -> Iterator[Cut]:
         """A weight that is not trained: whole under stage 2, a part on each rank under stage 3."""
         fragments = {rank: model.fragments.get(name) for rank, model in self.models.items()}
         if missing := [rank for rank, entry in fragments.items() if entry is None]:
@@ -232,7 +254,7 @@ class Slice:
             raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {group.numel}.")
         yield from self._cut(group, parts, "a frozen weight")
 
-    def _holder_of(self, name: str, made: Mapping[str, Node]) -> str:
+    def _holder_of(self, name: str, made: Collection[str]) -> str:
         """The weight that a tied name stands for."""
         holder, seen = self.model.shared[name], {name}
         while holder not in made and holder in self.model.shared and holder not in seen:
@@ -256,6 +278,8 @@ class Slice:
         """The optimizer's state by the parameters' names, and its groups: their values, and the names of their parameters."""
         if self.first is None or not self.first.states:
             raise PartError("The files have no optimizer state.")
+        if self.missing:
+            raise PartError(f"The optimizer's state needs the files of all ranks; missing: {these_ranks(self.missing)}.")
         state = dict(pair for group in self.groups for pair in self._states(group))
         names: dict[int, list[str]] = {}
         for group in self.groups:
@@ -273,10 +297,10 @@ class Slice:
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
         for key, value in first.items:
             if type(value) is Entry and value.shape:
-                for name, entry in self._cut(group, self._rows(group, key), f"{key!r}"):
-                    made[name].append((key, entry))
+                for name, make in self._cut(group, self._rows(group, key), f"{key!r}"):
+                    made[name].append((key, make()))
             else:
-                kept = self.keys.renew(value)
+                kept = self.merger.keys.renew(value)
                 for items in made.values():
                     items.append((key, kept))
         yield from ((name, Dict(items)) for name, items in made.items())

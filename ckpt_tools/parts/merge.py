@@ -24,13 +24,13 @@ from ckpt_tools.parts.sharded import joined
 from ckpt_tools.text import dotted, listed, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
-_Rank, _Made = TypeVar("_Rank"), TypeVar("_Made")
+_Rank = TypeVar("_Rank")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Merger:
             where = f"on {self.shown(*sorted({piece.rank for piece in pieces}))}" if pieces else "here"
             why = "A part is missing, or is of another job."
             raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why, rest=True)
-        views = ((box, id(entry.storage), entry.offset, entry.stride) for box, entry in held.items())
+        views = ((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items())
         key = (dtype.name, shape, tuple(views))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
@@ -114,15 +114,15 @@ class Merger:
 
     # --- what is not whole
 
-    def unless_lost(self, name: str, make: Callable[[], _Made]) -> _Made | None:
-        """What is made under a name; None where that is not whole and no error."""
+    def unless_lost(self, name: str, make: Callable[[], Node]) -> Node | Drop:
+        """What is made under a name; DROP where that is not whole and no error."""
         try:
             return make()
         except PartError as error:
             if not (self.partial and error.rest):
                 raise
             self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
-            return None
+            return DROP
 
     def compared(self, root: Node) -> Node:
         """The tree, once what several ranks hold was read and compared."""
@@ -139,13 +139,13 @@ class Merger:
             return root
         tensors = [(dotted((*inside, *tensor.where)), tensor) for tensor in find_tensors(root)]
         gone = {id(tensor.node): self.lost[name] for name, tensor in tensors if name in self.lost}
-        out = [(name, tensor.where) for name, tensor in tensors if id(tensor.node) in gone]
+        out = [(name, tensor) for name, tensor in tensors if id(tensor.node) in gone]
         if not inside and len(out) == len(tensors):
             (name, why), *more = self.lost.items()
-            raise PartError(f"No tensor is whole in these files: {name!r} {why}{f', and {len(more)} more' if more else ''}.")
-        self.lost |= {name: gone[id(tensor.node)] for name, tensor in tensors if id(tensor.node) in gone}
-        if name := next((name for name, where in out if not is_named(where)), None):
-            raise PartError(f"{name!r} {self.lost[name]}.", why="It is in a list, of which nothing can be left out.")
+            raise PartError(f"No tensor is whole in these files: {name!r} ({why}){f', and {len(more)} more' if more else ''}.")
+        self.lost |= {name: gone[id(tensor.node)] for name, tensor in out}
+        if fixed := [name for name, tensor in out if not is_named(tensor.where)]:
+            raise PartError(f"{fixed[0]!r} cannot be left out of its list: {self.lost[fixed[0]]}.")
         return exchange.replace(root, lambda node: DROP if id(node) in gone else node)
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
@@ -234,7 +234,12 @@ def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count
 
 
 def merged(
-    container: str, root: Node, files: Files, parts: Sequence[Checkpoint], merger: Merger, also: Callable[[], None] | None = None
+    container: str,
+    root: Node,
+    files: Files,
+    parts: Sequence[Checkpoint],
+    merger: Merger,
+    also: Callable[[], None] | None = None,
 ) -> Checkpoint:
     """One Checkpoint of what ranks hold, which is compared before anything is made of it; `also` compares more."""
     made = joined(container, root, files, parts, {})

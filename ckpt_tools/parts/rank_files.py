@@ -10,10 +10,10 @@ Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError, TensorError
@@ -28,6 +28,7 @@ from ckpt_tools.parts.rank_parts import Part, PartReader
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
+from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
 from ckpt_tools.values.boxes import Sizes
@@ -91,9 +92,10 @@ class _Merging:
         new = dict[int, Node]()
         for where, node in tensors[self.ranks[0]].items():
             if where not in uneven:
-                make = partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
-                new[id(node)] = self.merger.unless_lost(self._name(where), make)
-        return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node)) or node)
+                make = functools.partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
+                whole = self.merger.unless_lost(self._name(where), make)
+                new[id(node)] = node if whole is DROP else whole
+        return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
 
     def _name(self, where: Where) -> str:
         return dotted((*self.inside, *where))
@@ -105,7 +107,8 @@ class _Merging:
             missing = [where for where in every if where not in found]
             if missing and not (self.merger.partial and all(map(is_named, missing))):
                 raise PartError(
-                    f"Rank {rank} does not have {some(list(map(self._name, missing)))}.", why="The files of other ranks have it.",
+                    f"Rank {rank} does not have {some(list(map(self._name, missing)))}.",
+                    why="The files of other ranks have it.",
                     fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
                 )  # fmt: skip
             self.merger.lost.update((self._name(where), f"not on rank {rank}") for where in missing)
