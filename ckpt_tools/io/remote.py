@@ -211,6 +211,10 @@ class _HttpSource(RemoteSource):
         for left in reversed(range(_TRIES)):
             try:
                 return self._request(start, end)
+            except CkptError:
+                raise
+            except ValueError as error:  # not an address, a host that has no name, a size that is no number
+                raise _unreadable(self.url, f"{error}.") from None
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code == 416 and not start:  # an empty file has no range
@@ -220,10 +224,6 @@ class _HttpSource(RemoteSource):
                 if not left or not (error.code >= 500 or error.code == 429 or moved):
                     kind = MissingFileError if error.code in (404, 410) else RemoteError
                     raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
-            except CkptError:
-                raise
-            except ValueError as error:  # not an address, a host that has no name, a size that is no number
-                raise _unreadable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
                     raise _unreadable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
@@ -232,8 +232,16 @@ class _HttpSource(RemoteSource):
 
     def _request(self, start: int, end: int) -> bytes:
         with self._answer(f"bytes={start}-{end - 1}") as response:
-            if response.status != 206:
-                return self._take_whole(response)[start:end]
+            if response.status != 206:  # a server without ranges, which sends all of it
+                length = int(response.headers.get("Content-Length") or -1)
+                if not 0 <= length <= _TAKEN_WHOLE:
+                    raise RemoteError(
+                        f"{self.url} cannot be read in parts: the server ignores range requests.",
+                        why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
+                        fix="Download it, and name the local file.",
+                    )
+                self.whole = self._taken(response, length, length)
+                return self.whole[start:end]
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
             if not span.startswith(f"{start}-"):
                 raise _unreadable(self.url, "The server does not say which range it sent.")
@@ -261,17 +269,6 @@ class _HttpSource(RemoteSource):
                 self.place = place
                 return response
         raise _unreadable(self.url, f"It redirects more than {_REDIRECTS} times.")
-
-    def _take_whole(self, response: Any) -> bytes:
-        length = int(response.headers.get("Content-Length") or -1)
-        if not 0 <= length <= _TAKEN_WHOLE:
-            raise RemoteError(
-                f"{self.url} cannot be read in parts: the server ignores range requests.",
-                why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
-                fix="Download it, and name the local file.",
-            )
-        self.whole = self._taken(response, length, length)
-        return self.whole
 
     def _taken(self, response: Any, size: int, length: int) -> bytes:
         version = (size, response.headers.get("ETag"), response.headers.get("Last-Modified"))

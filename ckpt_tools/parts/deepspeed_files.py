@@ -69,15 +69,14 @@ class OptimizerState:
     @property
     def steps(self) -> list[object]:
         """How often each group was stepped, by the state (torch) or by the group (Apex)."""
-        every = (*(values for _, values in sorted(self.states.items())), *self.groups)
-        return [step for values in every for step in _step(values.get("step"))]
-
-
-def _step(step: Node) -> Iterator[object]:
-    if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
-        yield struct.unpack(_CODES[step.dtype.name], read(row_major(step)))[0]
-    elif type(step) in (int, float):
-        yield step
+        found = list[object]()
+        for values in (*(values for _, values in sorted(self.states.items())), *self.groups):
+            step = values.get("step")
+            if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
+                found += struct.unpack(_CODES[step.dtype.name], read(row_major(step)))
+            elif type(step) in (int, float):
+                found.append(step)
+        return found
 
 
 def read_model(file: str, root: Node, *, in_layers: bool = False) -> ModelState:

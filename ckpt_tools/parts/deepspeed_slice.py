@@ -94,14 +94,11 @@ class Group:
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    groups = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
-    check_same("groups of weights, cut among as many ranks", groups)
-    is_stage_3 = next(iter(optimizers.values())).is_stage_3
-    return _groups_one_by_one(model, optimizers, world) if is_stage_3 else _groups_in_rows(model, optimizers, world)
-
-
-def _groups_one_by_one(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
+    said = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
+    check_same("groups of weights, cut among as many ranks", said)
     first, ranks = next(iter(optimizers.values())), range(world)
+    if not first.is_stage_3:
+        return _groups_in_rows(model, optimizers, world)
     groups = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
     if [group.numel for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
         shapes = {name: shape for group in model.shapes for name, shape in group.items()}
@@ -340,21 +337,18 @@ class Slice:
                     run = replace(cast, shape=piece.sizes, stride=(1,), offset=cast.offset + piece.offsets[0])
                     yield self.optimizers[piece.rank].file, name, piece.entry, run
 
-    def differing_buffers(self) -> list[str]:
+    def differing_buffers(self) -> Iterator[str]:
         """Compare the buffers of all ranks, which each of them may count by itself (batch norm)."""
         _, *others = self.models.values()
-        every = ((name, self.model.module.get(name)) for name in self.model.buffers)
-        return [
-            name
-            for name, own in every
-            if type(own) is Entry and not all(_same(own, other.module.get(name)) for other in others)
-        ]
-
-
-def _same(one: Entry, other: Node) -> bool:
-    if type(other) is not Entry or (one.shape, one.dtype.name) != (other.shape, other.dtype.name):
-        return False
-    return not one.numel or same_bytes(one, other)
+        for name in self.model.buffers:
+            own = self.model.module.get(name)
+            if type(own) is not Entry:
+                continue
+            for other in (model.module.get(name) for model in others):
+                alike = type(other) is Entry and (own.shape, own.dtype.name) == (other.shape, other.dtype.name)
+                if not alike or (type(other) is Entry and own.numel and not same_bytes(own, other)):
+                    yield name
+                    break
 
 
 def _flat(entry: Entry) -> Entry:

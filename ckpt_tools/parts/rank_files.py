@@ -35,6 +35,7 @@ from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
+_FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
@@ -86,7 +87,12 @@ class _Merging:
     def run(self) -> Node:
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
         for where in tensors[self.ranks[0]]:
-            _refuse_flat(where)
+            if where and str(where[-1]).rpartition(".")[2] in _FLAT:
+                what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
+                raise PartError(
+                    f"{dotted(where)!r} is {what}.",
+                    fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
+                )
         uneven = self._check_names(tensors)
         self._check_values()
         new = dict[int, Node]()
@@ -172,15 +178,6 @@ class _Merging:
                     text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
                     raise PartError(text, rest=rest)
                 self.world = other
-
-
-def _refuse_flat(where: Where) -> None:
-    """FSDP1's LOCAL_STATE_DICT has rows without names or shapes (torch/distributed/fsdp/_flat_param.py)."""
-    if where and str(where[-1]).rpartition(".")[2] in ("_flat_param", "flat_param"):
-        raise PartError(
-            f"{dotted(where)!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
-            fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
-        )
 
 
 def _globals(root: Node) -> set[Global]:
