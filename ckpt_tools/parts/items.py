@@ -41,12 +41,12 @@ Row = Mapping[str, Any]
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
-    (described, groups), merger = _items_of(files), Merger(Keys(), partial=partial)
+    (described, groups), merger, keys = _items_of(files), Merger(Keys(), partial=partial), Keys()
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.every)
         return rank_files.merge(groups[only], files, merger, _places(described.get(only)))
     parts = [rank_files.merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
-    root = Dict([(name, part.root) for name, part in zip(groups, parts, strict=True)])
+    root = Dict([(name, keys.renew(part.root)) for name, part in zip(groups, parts, strict=True)])
     return merged(rank_files.CONTAINER, root, files, parts, merger)
 
 
