@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 MAX_SHOWN = 5000
 
@@ -133,10 +134,38 @@ def natural(text: str) -> tuple[object, ...]:
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-def brief(report: object) -> str:
-    """The repr of a report: short values as they are, of long texts and collections how much there is of them."""
-    shown = [f"{name}={_brief(value)}" for name, value in ((name, getattr(report, name)) for name in _fields(report)) if value]
-    return f"{type(report).__name__}({', '.join(shown)})"
+class Report:
+    """The base of reports, which are dataclasses: a short repr, a table for notebooks, and plain data."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Short values as they are, of long texts and collections how much there is of them."""
+        values = {name: getattr(self, name) for name in _fields(self)}
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in values.items() if value)})"
+
+    def _repr_html_(self) -> str:
+        """A row a field, longer ones folded. What comes from a file is escaped."""
+        cells = []
+        for name in _fields(self):
+            if (value := getattr(self, name)) not in (None, "", [], {}, (), False):
+                cells.append(f"<tr><th>{name}</th><td>{_cell(value)}</td></tr>")
+        return f"<table><caption>{type(self).__name__}</caption>{''.join(cells)}</table>"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {name: _as_data(getattr(self, name)) for name in _fields(self)}
+
+
+def _as_data(value: Any) -> Any:
+    """What a field holds as plain data: records become dicts, those with a `to_json` by that."""
+    if isinstance(value, list | tuple):
+        made = [_as_data(one) for one in value]
+        return tuple(made) if isinstance(value, tuple) else made
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    names = _fields(value)
+    return {name: _as_data(getattr(value, name)) for name in names} if names else value
 
 
 def _fields(report: object) -> tuple[str, ...]:
@@ -150,15 +179,6 @@ def _brief(value: object) -> str:
 
 
 _NOTEBOOK_ROWS = 200
-
-
-def notebook(report: object) -> str:
-    """A report as a notebook shows it: a row a field, longer ones folded. What comes from a file is escaped."""
-    cells = []
-    for name in _fields(report):
-        if (value := getattr(report, name)) not in (None, "", [], {}, (), False):
-            cells.append(f"<tr><th>{name}</th><td>{_cell(value)}</td></tr>")
-    return f"<table><caption>{type(report).__name__}</caption>{''.join(cells)}</table>"
 
 
 def _cell(value: object) -> str:

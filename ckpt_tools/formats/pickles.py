@@ -48,7 +48,7 @@ _COST_OF_PICKLE = 5  # in members
 _NODES_OF_MEMBER = 20  # each is looked at in several ways
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
-_IMPORTED = re.compile(r"[\w.+-]+:(?!<)\S+")  # a name that Python may import
+_MODULE = re.compile(r"[\w.+-]+")
 _BLOCK = 4 << 20
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
@@ -58,11 +58,8 @@ _JOBLIB = Kind("zlib of joblib 0.8", "", b"ZF", "", "", zlib.decompressobj)
 _ZFILE = 2 + len(hex(2**64))
 _KINDS = (*EVERY_KIND, _JOBLIB)
 # What may stand behind such a run and is read on, where that is not another one of its own kind.
-_AGAIN: dict[str, tuple[bytes, ...]] = {
-    "zlib": (b"x",),
-    _JOBLIB.name: (),
-    **dict.fromkeys(("xz", "lzma"), (b"\xfd7zXZ\x00", b"]\x00")),
-}
+_XZ = (b"\xfd7zXZ\x00", b"]\x00")
+_AGAIN: dict[str, tuple[bytes, ...]] = {"zlib": (b"x",), _JOBLIB.name: (), "xz": _XZ, "lzma": _XZ}
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
 _BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
@@ -141,7 +138,7 @@ class _Walk:
     def texts(self, source: Source, where: str, depth: int) -> None:
         for at, data in texts.bytes_in(source):
             name = _inside(where, f"text at byte {at}")
-            if texts.is_code(data):
+            if texts.CODE.match(data):
                 self.skip(name, "it is code of Python's, written by marshal")
             elif _is_meant(data):
                 self.examine(_InMemory(data, source), name, depth + 1, of_text=True)
@@ -343,13 +340,13 @@ def _is_pickle(pickle: Pickle, head: bytes) -> bool:
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
     imported = next((name for name in pickle.names if "Storage" not in name.name), None)
-    if imported is not None and not _can_be_imported(imported):  # Python would go no further than such an import
+    if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
         return any(call.does == "changes" for call in pickle.calls)  # maybe a storage, before it
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
 def _can_be_imported(name: Global) -> bool:
-    return _IMPORTED.fullmatch(f"{name.module}:{name.name}") is not None
+    return name.name[:1] != "<" and not any(map(str.isspace, name.name)) and _MODULE.fullmatch(name.module) is not None
 
 
 def _is_meant(data: bytes) -> bool:

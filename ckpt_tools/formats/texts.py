@@ -37,7 +37,7 @@ _LETTER = re.compile(rb"[A-Za-z_]")  # in whatever a pickle is in; a table has l
 _HEX = re.compile(r"[0-9a-fA-F\s]+")
 _PLAIN = re.compile(r"[\w+/=\s-]*", re.ASCII)
 _URL_SAFE = str.maketrans("-_", "+/")
-_CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many arguments a function has, of three kinds
+CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many arguments a function has, of three kinds
 
 
 def is_text(head: bytes) -> bool:
@@ -66,10 +66,6 @@ def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
         if not _PLAIN.fullmatch(text):  # what is base64 alone is no pickle by its characters
             with contextlib.suppress(UnicodeEncodeError):
                 yield at, text.encode("latin-1")
-
-
-def is_code(data: bytes) -> bool:
-    return _CODE.match(data) is not None
 
 
 def _texts(source: Source) -> Iterator[tuple[int, str]]:
@@ -106,29 +102,20 @@ def _whole(data: bytes, start: int, form: re.Pattern[bytes], is_last: bool) -> G
 
 
 def _unescaped(found: bytes) -> str:
-    if not found.startswith(b'"'):
-        return found.decode("ascii")
-    if b"\\" not in found:
-        return found[1:-1].decode(errors="replace")
-    try:
-        return str(json.loads(found.decode(errors="replace"), strict=False))
-    except ValueError:  # no JSON
-        return found[1:-1].decode(errors="replace")
+    text = found.decode(errors="replace")
+    if not text.startswith('"'):
+        return text
+    with contextlib.suppress(ValueError):  # no JSON
+        return str(json.loads(text, strict=False)) if "\\" in text else text[1:-1]
+    return text[1:-1]
 
 
 def _readings(text: str) -> Iterator[bytes]:
     """The bytes that a text may stand for. Python decodes base64 whatever else stands between its characters."""
     for part in (text, *(run for run in _PART.findall(text) if len(run) < len(text))):
-        yield from _decoded(part)
-        if "-" in part or "_" in part:
-            yield from _decoded(part.translate(_URL_SAFE))
+        for written in dict.fromkeys((part, part.translate(_URL_SAFE))):
+            with contextlib.suppress(binascii.Error):
+                yield binascii.a2b_base64(written.encode("ascii", "ignore") + b"==")
         if _HEX.fullmatch(part):
             with contextlib.suppress(ValueError):  # half a byte
                 yield bytes.fromhex(part)
-
-
-def _decoded(text: str) -> Iterator[bytes]:
-    try:
-        yield binascii.a2b_base64(text.encode("ascii", "ignore") + b"==")
-    except binascii.Error:
-        return

@@ -1,25 +1,48 @@
-"""What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files."""
+"""What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files.
+
+Several torch-zips one after another in one file are what one rank of `torch.distributed.checkpoint` writes (`__0_0.distcp`):
+only the `.metadata` beside it says which tensor is which; alone it is shown as the list of what its archives hold.
+"""
 
 from __future__ import annotations
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import is_zip
+from ckpt_tools.formats.base import Keys, Warned, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
-from ckpt_tools.formats.zip_directory import END, END64, LOCATOR64, Directory, read_directory
+from ckpt_tools.formats.zip_directory import (
+    END,
+    END64,
+    LOCAL,
+    LOCATOR64,
+    SIGNATURE_LOCAL,
+    Directory,
+    LocalHeader,
+    MissingDirectoryError,
+    read_directory,
+)
 from ckpt_tools.formats.zip_inner import is_npz, is_torchscript, refuse_two_readings, single_folder
+from ckpt_tools.io.content import Literal
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
+from ckpt_tools.pickling.checks import validate
+from ckpt_tools.pickling.machine import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
-from ckpt_tools.tree.nodes import as_dict
+from ckpt_tools.tree.nodes import Entry, Global, List, as_dict
+from ckpt_tools.tree.visit import walk
 
-_COST = 8  # nodes, of a record
+_COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
 
 
 def decode(source: Source) -> Checkpoint:
     """Read the directory of a zip, and what the zip is in turn."""
-    directory = read_directory(source)
+    try:
+        directory = read_directory(source)
+    except MissingDirectoryError:
+        raise describe_cut(source) from None
     what = f"{source.path} holds more records than a file of its size may have."
     limits.budget(source.size).take(limits.NODES, _COST * len(directory.records), what)
     refuse_two_readings(directory.records)
@@ -52,20 +75,17 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     )
 
 
-def _decode_one(source: Source) -> Checkpoint:
+def _one_or_several(source: Source) -> Checkpoint:
     try:
         return decode(source)
     except DamagedFileError:
-        if not (spans := split(source)):
+        spans = split(source)
+        if not spans:
             raise
-        raise UnsupportedContainerError(
-            f"{source.path} is {len(spans)} archives one after another.",
-            why="It is one rank's part of a distributed checkpoint, without the names of its tensors.",
-            fix="Give ckpt the folder that it is from, with its .metadata.",
-        ) from None
+        return _decode_several(source, spans)
 
 
-CONTAINER = Container(is_zip, _decode_one)
+CONTAINER = Container(is_zip, _one_or_several)
 
 _ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
 
@@ -84,3 +104,96 @@ def split(source: Source) -> list[tuple[int, int]]:
         limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         end = begin
     return found[::-1] if len(found) > 1 and end == 0 else []
+
+
+def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Checkpoint:
+    first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, spans[0][1]) else ""
+    decoded, keys = Checkpoint("dcp-part", List(), source, has_checksums=True), Keys()
+    roots, byteorders = [], set()
+    names, uses = dict[Global, None](), dict[str, None]()
+    for start, size in spans:
+        limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
+        part = decode(Window(source, start, size))
+        roots.append(keys.renew(part.root))
+        byteorders.add(part.byteorder)
+        names |= dict.fromkeys(part.globals)
+        uses |= dict.fromkeys(part.unusual)
+        decoded.storage_bytes += part.storage_bytes
+        decoded.has_checksums &= part.has_checksums
+    if len(byteorders) > 1:
+        raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
+    found = f"{len(spans)} archives one after another: one rank's part of a distributed checkpoint, without names{first}"
+    decoded.root, decoded.byteorder = List(roots), byteorders.pop()
+    decoded.globals, decoded.unusual = [*names], [*uses]
+    decoded.warnings = [Warned("several-archives", found, "the folder that it is from, with its .metadata")]
+    return decoded
+
+
+def _torch_reads_the_first(source: Source, first: int) -> bool:
+    """Whether torch opens the file, as the first archive, which is so long; mostly it opens none."""
+    _, _, at, _ = LOCATOR64.unpack(source.read(source.size - LOCATOR64.size - END.size, LOCATOR64.size))
+    *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
+    wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)
+    start = wide[-1] if wide[0] == b"PK\x06\x06" else plain
+    if start + 4 > source.size or source.read(start, 4) != b"PK\x01\x02":
+        return False
+    if at != first - _ENDS:
+        raise DamagedFileError(
+            f"{source.path} is several archives one after another, and torch.load would find another one in it.", why=TWO_FILES
+        )
+    return True
+
+
+# --- a torch-zip whose end is missing: sizes stand in the pickle, since `torch.save` writes none in the headers before records
+
+_SMALL = 4096  # bytes between what is known of a record and the header of the next: descriptor, small records
+
+
+def describe_cut(source: Source) -> DamagedFileError:
+    """The error for a torch-zip without a directory, with how many of its tensors are complete."""
+    what = "The zip directory at the end of the file is missing"
+    ends = f"The file ends after {source.size} bytes"
+    try:
+        whole, count, last = _count(source)
+    except CkptError as error:
+        why = f"{ends}. {error.what}"
+        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=why, whole=0)
+    why = f"{ends}, in the record {last!r}." if last else f"{ends}."
+    return DamagedFileError(f"{what}: {whole} of {count} tensors complete.", why=why, whole=whole)
+
+
+def _count(source: Source) -> tuple[int, int, str]:
+    """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
+    sizes: dict[str, int] = {}
+    from ckpt_tools.pickling.stream import Part, Pickles  # few files need it
+
+    entries: list[str] | None = None
+    storages = Storages(lambda _key, _nbytes: Literal(b""))
+    whole: set[str] = set()
+    at, name, end = 0, "", 0
+    while 0 <= at <= source.size - LOCAL.size:
+        header = LocalHeader.at(source, at)
+        name = source.read(at + LOCAL.size, min(header.name_length, source.size - at - LOCAL.size)).decode("utf-8", "replace")
+        data = at + header.length
+        if entries is None:
+            if data > source.size or not name.endswith("/data.pkl"):
+                break
+            folder = name.removesuffix(".pkl")
+            pickles = Pickles(Part(source, data, source.size))
+            try:
+                root = pickles.load(lambda stream, offset: Machine(stream, MAKERS, storages.storage, offset))[1]
+            except PickleError:
+                break
+            validate(root)
+            entries = [f"{folder}/{node.storage.key}" for _, node in walk(root, plain=False) if type(node) is Entry]
+            sizes = {f"{folder}/{key}": storage.nbytes for key, (_, storage) in storages.by_key.items()}
+            sizes[name] = pickles.position - data
+        end = data + sizes.get(name, header.compressed)
+        if end > source.size:
+            break
+        whole.add(name)
+        found = source.read(end, min(_SMALL, source.size - end)).find(SIGNATURE_LOCAL)
+        at = end + found if found >= 0 else -1
+    if entries is None:
+        raise DamagedFileError("The pickle that lists them is cut off or missing.")
+    return sum(entry in whole for entry in entries), len(entries), name if end > source.size else ""

@@ -19,7 +19,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.tree.findings import getting_again
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 LOCAL = Struct("<4s5H3I2H")
@@ -152,10 +151,14 @@ class Directory:
     folders: Sequence[str] = ()
 
 
+class MissingDirectoryError(DamagedFileError):
+    """The file ends without an end record: it was cut off."""
+
+
 def read_directory(source: Source) -> Directory:
     tail_start = max(0, source.size - _MAX_COMMENT - END.size)
     tail = source.read(tail_start, source.size - tail_start)
-    end = _find_end(source, tail, tail_start)
+    end = _find_end(tail, tail_start)
     narrow = END.unpack_from(tail, end - tail_start)[1:7]
     trailing = source.size - end - END.size - _comment_length(tail, end - tail_start)
     directory_end, fields = _read_zip64(source, end) or (end, narrow)
@@ -185,14 +188,13 @@ def _comment_length(tail: bytes, at: int) -> int:
     return int.from_bytes(tail[at + 20 : at + 22], "little")
 
 
-def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
+def _find_end(tail: bytes, tail_start: int) -> int:
     """The offset of the end record: the last signature, unless it lies inside the comment of an earlier one."""
     last = len(tail)
     while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
         pass
     if last < 0:
-        fix = getting_again(str(source.path), 1)
-        raise DamagedFileError("The zip directory at the end of the file is missing.", why="The file was cut off.", fix=fix)
+        raise MissingDirectoryError("The zip directory at the end of the file is missing.")
     if last + END.size + _comment_length(tail, last) > len(tail):
         raise DamagedFileError("The zip's end record claims a comment longer than the file.")
     earlier = last

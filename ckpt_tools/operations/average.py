@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
@@ -30,7 +30,7 @@ from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.text import brief, dotted, listed, notebook
+from ckpt_tools.text import Report, dotted, listed
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
@@ -46,8 +46,8 @@ from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 COUNTER = "num_batches_tracked"
 
 
-@dataclass(slots=True)
-class Averaged:
+@dataclass(slots=True, repr=False)
+class Averaged(Report):
     """The report of an average.
 
     Attributes:
@@ -64,13 +64,6 @@ class Averaged:
     largest: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
     output: Converted = field(default_factory=lambda: Converted("", ""))
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 @as_keywords(AverageOptions)

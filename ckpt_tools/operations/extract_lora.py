@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
@@ -29,7 +29,7 @@ from ckpt_tools.io.output_folder import check_folder, replacing_folder
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.options import ExtractOptions
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.text import brief, listed, notebook
+from ckpt_tools.text import Report, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
@@ -59,8 +59,8 @@ class ExtractedModule:
     error: float
 
 
-@dataclass(slots=True)
-class Extracted:
+@dataclass(slots=True, repr=False)
+class Extracted(Report):
     """The report of `extract_lora`.
 
     Attributes:
@@ -85,13 +85,6 @@ class Extracted:
     size: float = 0.0
     error: float = 0.0
     bytes: int = 0
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 @as_keywords(ExtractOptions)

@@ -276,4 +276,8 @@ def _warnings(facts: Facts) -> Iterator[_Advised]:
     programs = {code for code, _ in PROGRAMS.values()}
     for warned in facts.checkpoint.warnings:
         fix = warned.fix or facts.fix(_PLAIN if warned.code in programs else "")
+        if warned.code == "several-archives" and facts.checkpoint.path.suffix == ".distcp":
+            from ckpt_tools.operations.in_folders import whole_folder
+
+            fix = whole_folder(facts.checkpoint.path)
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix), ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +25,7 @@ from ckpt_tools.parts.families import partition
 from ckpt_tools.parts.open import open_checkpoint
 from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.text import brief, dotted, notebook
+from ckpt_tools.text import Report, dotted
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import is_module, settings
 from ckpt_tools.tree.names import wrappers_in
@@ -97,8 +97,8 @@ _ENTRIES = frozenset((Entry,))
 _ROW = frozenset((type(None), bool, int, float, str))
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Description:
+@dataclass(slots=True, unsafe_hash=True, repr=False)
+class Description(Report):
     """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`; docs/json.md says what is in each row.
 
     Attributes:
@@ -135,15 +135,6 @@ class Description:
     packed: dict[str, str] | None = None
     quantised: dict[str, Any] | None = None
     adapter: dict[str, Any] | None = None
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The description as plain data."""
-        return {row.name: getattr(self, row.name) for row in fields(self)} | {
-            "safety": self.safety.to_json(), "findings": [asdict(row) for row in self.findings]
-        }  # fmt: skip
 
 
 @natural

@@ -32,7 +32,7 @@ _ELSEWHERE = (
 )  # calls of files that are not for torch.load
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
-    "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP,
+    "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
     "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
     "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load", "keras": "h5py.File", "hdf5": "h5py.File",
     "flax": "flax.serialization.msgpack_restore",
@@ -51,6 +51,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "torch-tar": "it is in the tar format, which weights_only does not take",
     "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
     **dict.fromkeys(PART_CONTAINERS, "it is a file for each rank, each with that rank's parts of the tensors"),
+    "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
 }
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 

@@ -15,13 +15,13 @@ from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.text import Report
 from ckpt_tools.tree.nodes import as_dict
 from ckpt_tools.tree.options import as_keywords
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
+@dataclass(frozen=True, slots=True, repr=False)
+class Matched(Report):
     """A matching, with what was matched.
 
     Attributes:
@@ -39,9 +39,6 @@ class Matched:
     def __bool__(self) -> bool:
         """Whether nothing is left over: what exit code 0 means."""
         return self.matching.complete_with_offers
-
-    __repr__ = brief
-    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.text import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Unproved:
     numel: int
 
 
-@dataclass(slots=True)
-class Proved:
+@dataclass(slots=True, repr=False)
+class Proved(Report):
     """Whether two models compute the same; true when they do, and no tensor with other numbers is left unproved.
 
     Attributes:
@@ -110,10 +110,3 @@ class Proved:
 
     def __bool__(self) -> bool:
         return self.equal and not self.unproved
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data. `largest` and `relative` are null where an output is infinite or has another shape."""
-        return asdict(self)

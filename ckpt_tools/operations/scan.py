@@ -18,7 +18,7 @@ from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import LINE, Safety, Verdict, examine
 from ckpt_tools.parts.open import open_source
-from ckpt_tools.text import brief, notebook, printable
+from ckpt_tools.text import Report, printable
 from ckpt_tools.tree.options import natural
 
 # Worst first. The first two make the exit code 1.
@@ -27,8 +27,8 @@ _FAILING = frozenset(VERDICTS[:2])
 _MANY = 200  # files from which on several processes are faster than one
 
 
-@dataclass(frozen=True, slots=True)
-class Scanned:
+@dataclass(frozen=True, slots=True, repr=False)
+class Scanned(Report):
     """One file, scanned. The fields are the contract of `ckpt scan --json`, see docs/json.md.
 
     Attributes:
@@ -58,9 +58,6 @@ class Scanned:
     def __bool__(self) -> bool:
         """Whether it is not dangerous, and all of it could be examined: what exit code 0 means."""
         return not self.failed
-
-    __repr__ = brief
-    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

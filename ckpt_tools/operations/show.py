@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
@@ -17,7 +17,7 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
+from ckpt_tools.text import Report, did_you_mean, dotted, listed, some
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.options import natural
 from ckpt_tools.values import windows
@@ -32,8 +32,8 @@ _MOST = 1_000_000  # so many fit a report
 _EDGE = 3  # values at either end of a dimension, where not all are shown
 
 
-@dataclass(slots=True)
-class Shown:
+@dataclass(slots=True, repr=False)
+class Shown(Report):
     """What `ckpt show` tells of one tensor.
 
     Attributes:
@@ -61,12 +61,9 @@ class Shown:
     output: str | None = None
     written: str | None = None
 
-    __repr__ = brief
-    _repr_html_ = notebook
-
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; a complex number is a pair, what is not finite is text."""
-        return asdict(self) | {"values": _plain(self.values)}
+        return Report.to_json(self) | {"values": _plain(self.values)}
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import os
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from ckpt_tools.operations.inspect import describe
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.scan import Scanned, files_of, scan_files
 from ckpt_tools.parts.open import open_checkpoint
-from ckpt_tools.text import brief, dotted, listed, notebook
+from ckpt_tools.text import Report, dotted, listed
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
@@ -185,16 +185,9 @@ class NotSigned:
     files: list[str]
     not_plain: list[Scanned]
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "values": self.values, "metadata": self.metadata, "files": self.files,
-            "not_plain": [report.to_json() for report in self.not_plain],
-        }  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Signed:
+@dataclass(frozen=True, slots=True, repr=False)
+class Signed(Report):
     """A signature that was written.
 
     Attributes:
@@ -208,19 +201,9 @@ class Signed:
     tensors: int
     not_signed: NotSigned
 
-    __repr__ = brief
-    _repr_html_ = notebook
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "path": self.path, "signature": self.signature, "keyid": self.keyid, "tensors": self.tensors,
-            "not_signed": self.not_signed.to_json(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verified(Report):
     """A checkpoint, compared with what was signed; true when all tensors of both are the same and nothing in it can run.
 
     Attributes:
@@ -248,16 +231,9 @@ class Verified:
     def __bool__(self) -> bool:
         return self.same_tensors and (self.tensors_only or not self.not_plain)
 
-    __repr__ = brief
-    _repr_html_ = notebook
-
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `verified` is the verdict."""
-        return {
-            "verified": bool(self), "path": self.path, "signature": self.signature, "keyid": self.keyid, "signed": self.signed,
-            "tensors": self.tensors, "compared": asdict(self.compared),
-            "not_plain": [report.to_json() for report in self.not_plain], "tensors_only": self.tensors_only,
-        }  # fmt: skip
+        return {"verified": bool(self), **Report.to_json(self)}
 
 
 @natural

@@ -64,9 +64,8 @@ class Machine:
         self.arrays, self.has_arrays = arrays, False
         self.budget = limits.budget(self.end - offset)
         self.room = self.left = self.budget.room(limits.NODES)
-        # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
-        self.given: list[tuple[List | Dict, int]] = []
-        self.states: list[tuple[Build, Dict, int]] = []
+        # lists and dicts that were read at once by a call, with their lengths then; states of objects, with what sets them
+        self.given: list[tuple[List | Dict, int, Build | None]] = []
         self.protocol, self.remains = 0, False
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -75,9 +74,7 @@ class Machine:
 
     def load(self) -> Node:
         if self.budget.room(limits.MEMORY) < 0:
-            raise limits.MEMORY.error(
-                "The file's pickles come to far more bytes than the file has, or are read again and again."
-            )
+            raise limits.MEMORY.error("The file's pickles come to far more bytes than the file has.")
         try:
             root: Node = self.run()
         except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
@@ -196,7 +193,7 @@ class Machine:
                 self.unusual[f"BUILD of {target.function}"] = None
             target.steps.append(step := Build(state))
             if type(state) is Dict:
-                self.states.append((step, state, len(state.items)))
+                self._note_given((state,), step)
             elif type(state) is tuple and (
                 (len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)})  # of an object with slots
                 or (type(target.function) is Global and target.function in BUILT)
@@ -239,34 +236,34 @@ class Machine:
             stack.append(b"")
         return at + width
 
-    def _note_given(self, args: tuple[Node, ...]) -> None:
+    def _note_given(self, args: tuple[Node, ...], step: Build | None = None) -> None:
         """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""
         self.left -= len(args) // _ITEMS_READ
         for arg in args if len(args) <= _MOST_ARGUMENTS else ():
             if type(arg) is List or type(arg) is Dict:
                 self.left -= 1 + len(arg.items) // _ITEMS_READ
-                self.given.append((arg, len(arg.items)))
+                self.given.append((arg, len(arg.items), step))
             elif type(arg) is tuple:
                 self._note_given(arg)
 
     def settle(self) -> None:
         """Refuse at the end what another reader takes for something else."""
-        if self.two_ways:
-            raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
-        if self.unread:
-            raise PickleError("The pickle holds a number that cannot be read.")
+        if self.two_ways or self.unread:
+            self.two_ways, what = True, "holds a number that cannot be read" if self.unread else "does not keep to its frames"
+            raise PickleError(f"The pickle {what}.", why=TWO_FILES)
         if not self.strict:
             return
         if self.remains:
             raise PickleError("The pickle ends with more than one value on its stack, and gives the last.")
-        if any(len(node.items) != length for node, length in self.given):
-            raise PickleError("The pickle changes a list or dict after a call has read it.")
-        for step, state, length in self.states:  # what came later is not in them
-            if len(state.items) != length:
-                self.left -= length
-                if self.left < 0:
-                    raise limits.NODES.error(_TOO_MUCH)
-                step.state = Dict(state.items[:length], ordered=state.ordered)
+        for node, length, step in self.given:
+            if len(node.items) == length:
+                continue
+            if step is None or type(node) is List:
+                raise PickleError("The pickle changes a list or dict after a call has read it.")
+            self.left -= length
+            if self.left < 0:
+                raise limits.NODES.error(_TOO_MUCH)
+            step.state = Dict(node.items[:length], ordered=node.ordered)  # what came later is not in a state
 
     # --- the loop
 
@@ -590,9 +587,11 @@ def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes |
             return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
             raise Malformed("holds a string without its quotes")
+        if b"\\" not in line:
+            return line[1:-1]
         with warnings.catch_warnings():  # of escapes that are none: warnings can be errors
             warnings.simplefilter("ignore")
-            return codecs.escape_decode(line[1:-1])[0] if b"\\" in line else line[1:-1]
+            return codecs.escape_decode(line[1:-1])[0]
     except ValueError:
         if strict or op == 0x56 or op == 0x53:
             raise Malformed("holds a value that cannot be read") from None

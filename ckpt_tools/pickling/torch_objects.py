@@ -17,20 +17,7 @@ from ckpt_tools.pickling.machine import Maker
 from ckpt_tools.pickling.weights_only import ALLOWED, NOT_CALLABLE, named
 from ckpt_tools.text import shortened, some
 from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES, UINT8, DType, newer_dtype
-from ckpt_tools.tree.nodes import (
-    MAX_DIMENSIONS,
-    Dict,
-    Entry,
-    Extras,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    check,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Dict, Entry, Extras, Global, List, Node, Object, Pair, Storage, check
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 Locate = Callable[[str, int], Content | None]
@@ -441,7 +428,7 @@ def _meta(args: Any) -> UnusualTensor:
 def _from_cpu_tensor(args: Any) -> UnusualTensor:
     """`tensor.to(dtype, device)`, which may lay out anew what is not contiguous."""
     tensor = args[0]
-    stride = tensor.stride if tensor.stride == contiguous_stride(tensor.shape) else None
+    stride = tensor.stride if tensor.is_contiguous else None
     return UnusualTensor("device", dtype_of(args[1]), tensor.shape, stride)
 
 

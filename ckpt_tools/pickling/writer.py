@@ -15,23 +15,10 @@ from typing import Any, TypeAlias, final
 from ckpt_tools.errors import ConvertError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.machine import python3_name
-from ckpt_tools.tree.nodes import (
-    CONTAINERS,
-    PLAIN,
-    Append,
-    ByteString,
-    Dict,
-    Entry,
-    Extras,
-    Global,
-    List,
-    Node,
-    Object,
-    SetItems,
-    Storage,
-)
+from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
 from ckpt_tools.tree.visit import parts
 
+_SEVERAL = frozenset((Dict, List, Object, tuple, Entry))  # what may stand in several places
 _ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
@@ -384,7 +371,7 @@ class Survey:
                     self.protocol = 4
             elif type(node) is Storage:
                 found[id(node)] = node
-            elif type(node) in CONTAINERS or type(node) is Entry or is_long(node):
+            elif type(node) in _SEVERAL or is_long(node):
                 if id(node) in seen:
                     shared.add(id(node))
                     continue

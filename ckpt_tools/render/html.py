@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ckpt_tools.operations.compare.stats import Stats, TensorStats
 from ckpt_tools.operations.inspect import Description, inspect
 from ckpt_tools.render.text import container_text, counted, counts_text, loading_row, path_text, size_text, state_dict_text
 from ckpt_tools.render.wording import as_options, found_in
-from ckpt_tools.text import brief, listed, notebook, printable, shape_text
+from ckpt_tools.text import Report, listed, printable, shape_text
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
@@ -41,8 +41,8 @@ _LEGEND = (
 _SPECIAL = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+@dataclass(frozen=True, slots=True, repr=False)
+class Reported(Report):
     """What `report` wrote.
 
     Attributes:
@@ -53,13 +53,6 @@ class Reported:
     other: str | None
     output: str
     bytes: int
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 @natural

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 
 from ckpt_tools.errors import MatchError, UsageError
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
+from ckpt_tools.text import Report, did_you_mean, listed, printable
 from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.origins import Library, Live, Tracer, as_bytes, cast, ends, sample
 from ckpt_tools.tree.dtypes import DTYPES
@@ -200,7 +200,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(init=False, repr=False, eq=False)
-class Guard:
+class Guard(Report):
     """What `guard` gives. After its block it is true when every tensor of the model is from a file; it prints as a table.
 
     Attributes:
@@ -284,13 +284,6 @@ class Guard:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{title:{widths[0]}}  {count:>{widths[1]}}  {what}".rstrip() for title, count, what in rows]
         return "\n".join(map(printable, [*lines, *(f"note: {note}" for note in self.notes)]))
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {"fates": [asdict(fate) for fate in self.fates], "files": self.files, "notes": self.notes}
 
 
 def _what(fates: list[Fate]) -> str:

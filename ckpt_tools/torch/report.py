@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.text import brief, notebook, printable
+from ckpt_tools.text import Report, printable
 
 _SHOWN = 6
 
 
-@dataclass(slots=True)
-class LoadReport:
+@dataclass(slots=True, repr=False)
+class LoadReport(Report):
     """The fate of every tensor of a model and of a checkpoint; true when all of both were loaded as they are.
 
     Attributes:
@@ -64,13 +63,6 @@ class LoadReport:
         """Raise MatchError unless every tensor of the model and of the file was loaded."""
         if not self:
             raise MatchError("The checkpoint was not loaded whole.", why="; ".join(str(self).splitlines()[1:]))
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 def _lines(label: str, rows: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ CODES = frozenset((
     "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
-    "other-members", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
+    "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
     "null-metadata", "tied-names", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
     "distributed-tensors", "no-index",
     "beside-the-weights", "stacked-layers", "adapter", "lightning-run", "newest", "passed-over",

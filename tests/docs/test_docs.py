@@ -99,6 +99,12 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_docs_are_short() -> None:
+    """At most 20,000 words, tables' bars among them; what changed has a page of its own."""
+    pages = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
+    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= 20_000
+
+
 MENDED = {  # what the README's table names -> a file that PyTorch says such a thing about
     "ckpt convert IN OUT --unwrap": "compiled_parallel.pth", "ckpt convert IN OUT --map-location cpu": "cuda.pth",
     "ckpt convert IN OUT --objects plain": "whole_module.pth", "ckpt repair IN OUT": "cut.pth", "ckpt check IN": "ddp.pth",

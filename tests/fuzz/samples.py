@@ -55,7 +55,7 @@ def _write(folder: Path) -> None:
         folder / "small.safetensors",
         {"format": "pt"},
     )
-    for name in ("torch-tar", "torchscript", "npz", "npy", "zip-bundle", "pickled model"):
+    for name in ("torch-tar", "torchscript", "npz", "npy", "zip-bundle", "dcp-part", "pickled model"):
         containers.MAKERS[name](folder)
     shutil.rmtree(folder / "dcp", ignore_errors=True)
     (folder / "plain.pkl").write_bytes(pickle.dumps({"a": np.arange(3.0), "b": [1, 2.0, "x"]}))

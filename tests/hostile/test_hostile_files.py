@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, MissingFileError, NotACheckpointError, ObjectsError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, MissingFileError, NotACheckpointError, ObjectsError
 from tests.hostile.refusals import expect_convert_refused, expect_refused, info, safetensors, write
 from tests.hostile.zips import Rec, build
 from tests.support.legacy import saved
@@ -78,10 +78,12 @@ def test_11_torchscript(tmp_path: Path) -> None:
 
 
 def test_13_two_zips(tmp_path: Path) -> None:
-    """Two archives, one behind the other, as in a .distcp shard: neither is taken for the file's, and it is said what it is."""
+    """Two archives, one behind the other, as in a .distcp shard: both are shown, and the warning says what the file is."""
     for second in (SAVED, saved({"b": torch.zeros(100)})):
-        with pytest.raises(UnsupportedContainerError, match="is 2 archives one after another"):
-            ckpt_tools.inspect(write(tmp_path, SAVED + second))
+        found = ckpt_tools.inspect(write(tmp_path, SAVED + second))
+        assert found.container == "dcp-part"
+        assert {row["where"][0] for row in found.tensors} == {0, 1}
+        assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["several-archives"]
 
 
 def test_13_two_zips_and_more(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ AUDITED = textwrap.dedent("""
             except ckpt_tools.CkptError:
                 pass
 
-    work(good)
-    work(bad.pop(0))  # whatever our own code imports late, datetime for a date, is imported now
+    # Whatever our own code imports late, datetime for a date, is imported now.
+    for path in (good, bad.pop(0), bad.pop(0)):
+        work(path)
     events = []
 
     def hook(event, arguments):
@@ -98,7 +99,7 @@ def test_nothing_runs(tmp_path: Path) -> None:
     """No import, no exec, no socket, no process, no file for writing, whatever a pickle asks for. Rows 46 to 52, 67, 68."""
     evil = tmp_path / "evil"
     date = p.dict_of(**{"a.w": p.tensor(), "x": p.call("datetime", "datetime", b"C\x0a\x07\xe8\x01\x01" + bytes(6))})
-    bad = [write(tmp_path, torch_zip(p.pickle(date), FLOATS), "date.pth")]
+    bad = [write(tmp_path, torch_zip(p.pickle(date), FLOATS), "date.pth"), write(tmp_path, torch_zip(b"", FLOATS), "empty.pth")]
     for number, (opcodes, _) in enumerate(CALLS.values()):
         value = opcodes.replace(b"touch /tmp/evil", b"touch " + str(evil).encode()[-9:].rjust(9, b"x"))
         body = p.dict_of(**{"a.w": p.tensor(), "x": value})
@@ -161,6 +162,7 @@ def test_every_record_and_archive_counts(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(number)}, tmp_path / f"{number}.pth")
     several = tmp_path / "several.pth"
     several.write_bytes(b"".join((tmp_path / f"{number}.pth").read_bytes() for number in range(3)))
+    ckpt_tools.inspect(several)
     with limits.raised(records=5), pytest.raises(LimitError, match="lists 7 records"):
         ckpt_tools.inspect(tmp_path / "0.pth")
     with limits.raised(records=2), pytest.raises(LimitError, match="more archives"):

@@ -61,11 +61,15 @@ def test_what_is_no_reason_to_refuse(name: str, tmp_path: Path) -> None:
 
 
 def test_14_truncated_anywhere(tmp_path: Path) -> None:
-    """No length of a cut file gives anything but an error of ours."""
-    data = saved({f"layer.{index}": torch.arange(2.0) for index in range(3)})
+    """No length of a cut file gives anything but an error of ours, and the count only grows."""
+    data, counts = saved({f"layer.{index}": torch.arange(2.0) for index in range(3)}), []
     for length in range(4, len(data), 7):
-        with pytest.raises(CkptError):
+        with pytest.raises(CkptError) as caught:
             ckpt_tools.inspect(write(tmp_path, data[:length]))
+        told = str(caught.value).partition("missing: ")[2].partition(" of 3 ")[0]
+        counts += [int(told)] if told else []
+    assert counts == sorted(counts)
+    assert set(counts) == {0, 1, 2, 3}
 
 
 # --- 17 to 23: the end record

@@ -31,7 +31,7 @@ def test_it_is_said_and_harmless(newer: Path) -> None:
     assert [(row["name"], row["dtype"]) for row in described.tensors] == [("module.w", "bcomplex32"), ("module.v", "float32")]
     said = ckpt("check", newer, code=1).stdout
     assert "it needs a newer PyTorch, for torch.bcomplex32" in said
-    assert "plain" in ckpt("scan", newer, code=0).stdout
+    assert "safe" in ckpt("scan", newer, code=0).stdout
 
 
 def test_bytes_are_copied(newer: Path, tmp_path: Path) -> None:

@@ -143,4 +143,5 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "pickle": _written("state.pkl", lambda: pickle.dumps(state())), "npz": _npz, "npy": _npy, "safetensors": _safetensors,
     "zip-bundle": _bundle, "index": lambda folder: _shards(folder) / "model.safetensors.index.json", "sharded": _shards,
     "dcp": _dcp, "rank-files": _rank_files, "dcp-safetensors": _dcp_safetensors, "packed": _packed,
+    "dcp-part": lambda folder: _dcp(folder) / "__0_0.distcp",
 }  # fmt: skip

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt_tools.operations.check.digests import Compared, Digest
 from ckpt_tools.operations.safety import Safety
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.text import Report
 from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]
 
 
-@dataclass(slots=True)
-class Checked:
+@dataclass(slots=True, repr=False)
+class Checked(Report):
     """One checkpoint, checked.
 
     Attributes:
@@ -48,13 +48,6 @@ class Checked:
     def __bool__(self) -> bool:
         """Whether it is healthy: what exit code 0 means."""
         return self.exit_code == 0
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(replace(self, safety=None)) | {"safety": self.safety.to_json() if self.safety is not None else None}
 
     @property
     def exit_code(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.formats.contents import StateDict, tensors_by_name
@@ -11,7 +11,7 @@ from ckpt_tools.matching import match
 from ckpt_tools.matching.records import Param
 from ckpt_tools.operations.compare.sides import Side
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.text import brief, dotted, notebook
+from ckpt_tools.text import Report, dotted
 from ckpt_tools.tree.names import wrappers_in
 from ckpt_tools.tree.nodes import Entry, Node
 
@@ -69,8 +69,8 @@ class TensorChange:
     reason: str = ""
 
 
-@dataclass(slots=True)
-class Difference:
+@dataclass(slots=True, repr=False)
+class Difference(Report):
     """What `ckpt diff` tells. `same` is false when anything below differs but the notes.
 
     Attributes:
@@ -108,13 +108,6 @@ class Difference:
     def __bool__(self) -> bool:
         """Whether the two are the same: what exit code 0 means."""
         return self.same
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 # --- the sentence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
@@ -15,7 +15,7 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.text import brief, dotted, notebook
+from ckpt_tools.text import Report, dotted
 from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.tree.options import natural
@@ -50,8 +50,8 @@ class ModuleStats:
     numbers: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Stats:
+@dataclass(slots=True, repr=False)
+class Stats(Report):
     """What `ckpt stats` tells.
 
     Attributes:
@@ -66,13 +66,6 @@ class Stats:
     modules: list[ModuleStats] = field(default_factory=list)
     total: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
 
 @natural

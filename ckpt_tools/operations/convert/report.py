@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.text import Report
 
 if TYPE_CHECKING:
     from ckpt_tools.edit.lora.planning import Merged
@@ -42,8 +42,8 @@ class Note:
     text: str
 
 
-@dataclass(slots=True)
-class Converted:
+@dataclass(slots=True, repr=False)
+class Converted(Report):
     """The report of a conversion.
 
     Attributes:
@@ -96,10 +96,3 @@ class Converted:
     files: int = 1
     bytes: int = 0
     seconds: float = 0.0
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)

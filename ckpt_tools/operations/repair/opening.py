@@ -233,7 +233,7 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         return _salvaged(source, error, keep_damaged, scratch, stack)
     if checkpoint.packed is not None:
         refuse_packed(checkpoint.packed.source)
-    if checkpoint.path.suffix == _PART:
+    if checkpoint.container == "dcp-part" or checkpoint.path.suffix == _PART:
         raise _several_archives(checkpoint.path)
     if checkpoint.container not in _REPAIRED:
         raise _not_repaired(path, checkpoint.container)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from ckpt_tools.operations.repair.mends import Mended
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.text import Report
 
 # Notes about what could not be saved, or what was written and is not to be loaded.
 _UNSAVED = (
@@ -25,8 +24,8 @@ class Missing:
     kept: bool = False
 
 
-@dataclass(slots=True)
-class Repaired:
+@dataclass(slots=True, repr=False)
+class Repaired(Report):
     """The report of a repair.
 
     Attributes:
@@ -57,13 +56,6 @@ class Repaired:
     def __bool__(self) -> bool:
         """Whether all was saved: what exit code 0 means."""
         return self.exit_code == 0
-
-    __repr__ = brief
-    _repr_html_ = notebook
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return asdict(self)
 
     @property
     def exit_code(self) -> int:
