@@ -176,12 +176,11 @@ class PartError(ConvertError):
 
     Args:
         rest: whether what else is there is whole, so that `convert(..., partial=True)` can write it.
-        unnamed: whether it needs a target's names and shapes.
     """
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", rest: bool = False, unnamed: bool = False) -> None:
+    def __init__(self, what: str, *, why: str = "", fix: str = "", rest: bool = False) -> None:
         super().__init__(what, why=why, fix=fix)
-        self.rest, self.unnamed = rest, unnamed
+        self.rest = rest
 
 
 class ObjectsError(ConvertError):

@@ -26,7 +26,6 @@ from ckpt_tools.formats.contents import StateDict, find_state_dicts, tensors_by_
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.records import Framework, Param
 from ckpt_tools.parts.open import open_whole
-from ckpt_tools.parts.rank_files import Names
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted, printable
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
@@ -53,13 +52,6 @@ class Target:
         return {
             param.name: param.name if param.tie is None else first.setdefault(param.tie, param.name) for param in self.params
         }
-
-
-def names_of(target: Target) -> Names:
-    """What a target tells of parameters that are in rows without names."""
-    from ckpt_tools.parts.rank_files import Names
-
-    return Names({param.name: param.shape for param in target.params}, target.ties)
 
 
 _KERAS = "model.weights.h5"

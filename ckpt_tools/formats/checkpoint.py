@@ -65,7 +65,7 @@ class Checkpoint:
     root_folder: str = "archive"
     records: Sequence[Record] = ()
     dead_bytes: Callable[[], int] | None = None
-    lost: list[tuple[str, str]] = field(default_factory=list)
+    lost: Mapping[str, str] = field(default_factory=dict)
     locator: Callable[[Node], Node] | None = None
     misplaced: Callable[[], Iterator[str]] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)

@@ -152,18 +152,11 @@ def _blocks(content: Range, size: int) -> Iterator[bytes]:
 @contextmanager
 def passing(content: Range) -> Iterator[Callable[[bytes | memoryview], None]]:
     """What takes in the bytes of a range that is read from its start to its end, in order."""
-    expected = content.source.expected.get((content.offset, content.length))
-    if expected is None:
-        yield _pass
-        return
-    checksum = Checksum(content.length, *expected)
-    yield checksum.update
-    if not checksum.left:
-        content.source.expected.pop((content.offset, content.length), None)
-
-
-def _pass(_data: bytes | memoryview) -> None:
-    pass
+    key = content.offset, content.length
+    checksum = Checksum(content.length, *expected) if (expected := content.source.expected.get(key)) is not None else None
+    yield (lambda _: None) if checksum is None else checksum.update
+    if checksum is not None and not checksum.left:
+        content.source.expected.pop(key, None)
 
 
 def read(content: Content) -> bytes:
@@ -171,7 +164,6 @@ def read(content: Content) -> bytes:
 
 
 def read_into(content: Content, buffer: memoryview) -> None:
-    """Read a content into a buffer of its size."""
     at = 0
     if isinstance(content, Range):
         content.source.read_into(content.offset, buffer)
@@ -188,15 +180,14 @@ def read_into(content: Content, buffer: memoryview) -> None:
 
 
 def to_bytes(pieces: Iterable[Piece]) -> bytes:
-    """What the pieces make, in memory."""
-    made = []
+    made = bytearray()
     for piece in pieces:
         content = piece.content
         for chunk in (content.make(),) if isinstance(content, Late) else chunks(content):
-            made.append(bytes(chunk))
+            made += chunk
             if piece.checksum is not None:
                 piece.checksum.update(chunk)
-    return b"".join(made)
+    return bytes(made)
 
 
 def _inflate(content: Deflated) -> Iterator[bytes]:
@@ -219,14 +210,9 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
                 break
     except zlib.error as error:
         raise DamagedFileError("A deflated record cannot be inflated.", why=str(error)) from None
-    if left:
-        raise DamagedFileError(
-            "A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing."
-        )
-    if not inflater.eof:
-        raise DamagedFileError(
-            "A deflated record is cut off.", why="All of its bytes came out, and the end of the stream did not."
-        )
+    if left or not inflater.eof:
+        why = f"{left} bytes are missing." if left else "All of its bytes came out, and the end of the stream did not."
+        raise DamagedFileError("A deflated record is cut off.", why=why)
 
 
 def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:

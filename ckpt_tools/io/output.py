@@ -149,7 +149,7 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
 
 def open_regular(path: Path) -> int:
     """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
-    fd = -1
+    fd, why = -1, ""
     try:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -158,15 +158,13 @@ def open_regular(path: Path) -> int:
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as error:
-        if fd >= 0:
-            os.close(fd)
-            fd = -1
         if not os.path.exists(path) or os.path.isfile(path):  # Windows opens no directory, Linux no socket
-            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
-    what = "a directory" if os.path.isdir(path) else "not a regular file (a pipe, socket or device)"
+            why = f"{error.strerror if isinstance(error, OSError) and error.strerror else error}."
     if fd >= 0:
         os.close(fd)
+    if why:
+        raise NotACheckpointError(f"{path} cannot be read.", why=why)
+    what = "a directory" if os.path.isdir(path) else "not a regular file (a pipe, socket or device)"
     raise NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
 
@@ -193,19 +191,13 @@ def leads_out(link: str | os.PathLike[str], top: str | os.PathLike[str]) -> bool
 def missing(path: Path) -> MissingFileError:
     """The error for a path at which there is nothing, with the names beside it that are like its own."""
     why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
-    return MissingFileError(f"{path} cannot be read.", why=why, fix=_near(path))
+    fix = "Without quotes, the shell puts the names of the files that match in its place." if "*" in path.name else ""
+    with contextlib.suppress(OSError):
+        from ckpt_tools.text import did_you_mean_file
 
-
-def _near(path: Path) -> str:
-    """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and does not count."""
-    if "*" in path.name:
-        return "Without quotes, the shell puts the names of the files that match in its place."
-    from ckpt_tools.text import did_you_mean_file
-
-    try:
-        return did_you_mean_file(path.name, sorted(name for name in os.listdir(path.parent) if name != path.name))
-    except OSError:
-        return ""
+        near = sorted(name for name in os.listdir(path.parent) if name != path.name)  # a dangling link is listed too
+        fix = fix or did_you_mean_file(path.name, near)
+    return MissingFileError(f"{path} cannot be read.", why=why, fix=fix)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -274,35 +266,27 @@ def _handing_back(path: Handed) -> Iterator[Output]:
         yield Output(spool.fileno(), target)
         spool.seek(0)
         with output_errors(target):
-            while block := spool.read(_BLOCK):
-                _write_all(path, memoryview(block))
+            while left := memoryview(spool.read(_BLOCK)):
+                while left:  # a raw file may take a part of what it is given; one that would block says None
+                    taken = path.file.write(left)
+                    if taken is None and isinstance(path.file, io.RawIOBase):
+                        fix = "Open it so that writing waits."
+                        raise OutputError(f"{path} takes no more.", why="It is open without blocking.", fix=fix)
+                    left = left[len(left) if taken is None else taken :]
             getattr(path.file, "flush", lambda: None)()
 
 
 def _checked_open(path: Handed) -> Path:
-    """An open file as a target."""
     if getattr(path.file, "closed", False) is True:
         raise OutputError(f"{path} cannot be written.", why="It is closed.")
-    if not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
-        raise OutputError(f"{path} is not open for writing.", fix='Open it with mode "wb".')
-    if hasattr(path.file, "encoding"):
-        raise OutputError(f"{path} is open as text.", fix='Open it with mode "wb".')
+    is_text = hasattr(path.file, "encoding")
+    if is_text or not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
+        what = "is open as text" if is_text else "is not open for writing"
+        raise OutputError(f"{path} {what}.", fix='Open it with mode "wb".')
     return cast("Path", path)
 
 
-def _write_all(path: Handed, left: memoryview) -> None:
-    """A raw file may take a part of what it is given; one that would block takes nothing, and says None."""
-    while len(left):
-        taken = path.file.write(left)
-        if taken is None and isinstance(path.file, io.RawIOBase):
-            raise OutputError(
-                f"{path} takes no more.", why="It is open without blocking.", fix="Open it so that writing waits."
-            )
-        left = left[len(left) if taken is None else taken :]
-
-
 def write_all(fd: int, left: memoryview) -> None:
-    """Write all of the bytes, in as many calls as the system takes for them."""
     while len(left):
         left = left[os.write(fd, left) :]
 
@@ -329,7 +313,6 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 
 
 def check_writable(path: str | os.PathLike[str], folder: Path) -> None:
-    """Raise the error for an output in a folder that is not there, or takes none."""
     what = f"{path} cannot be written."
     if not folder.is_dir():
         raise OutputError(what, why=f"There is no folder {folder}.", fix="Make the folder first.", errno=errno.ENOENT)
@@ -386,36 +369,29 @@ def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None,
 
 def reserve(fd: int, size: int) -> None:
     """Have the blocks of a file allocated before its bytes come, where that makes writing faster: ext4, xfs."""
-    if size < _RESERVE_FROM:
-        return
     with contextlib.suppress(ImportError, OSError):
         from fcntl import ioctl
 
-        if os.major(os.fstat(fd).st_dev):
+        if size >= _RESERVE_FROM and os.major(os.fstat(fd).st_dev):
             ioctl(fd, _RESERVE, _SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0, 0, 0, 0, 0))
 
 
 def free_bytes(folder: Path) -> int | None:
     """Bytes that may still be written to the disk of `folder`, or None where the system does not tell."""
-    if not hasattr(os, "statvfs"):
-        return None
     try:
         status = os.statvfs(folder)
-    except OSError:
+    except (OSError, AttributeError):
         return None
     return status.f_bavail * status.f_frsize
 
 
 def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
     """Give the temporary its name. Without `overwrite` by a hard link, which fails when the name is taken meanwhile."""
-    if overwrite:
-        os.replace(temporary, target)
-        return
     try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise exists_error(target) from None
-    except OSError:  # a file system without hard links (FAT, some network ones)
+        if not overwrite:
+            os.link(temporary, target)
+            return
+    except OSError:  # it is taken, or a file system without hard links (FAT, some network ones)
         if target.exists():
             raise exists_error(target) from None
-        os.replace(temporary, target)
+    os.replace(temporary, target)

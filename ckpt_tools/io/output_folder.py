@@ -33,7 +33,6 @@ class LocalStaging:
         return replacing(self.path / name, inputs=self.inputs)
 
     def sizes(self) -> dict[str, int]:
-        """The files written so far, and their bytes."""
         with output_errors(self.target), os.scandir(self.path) as rows:
             return {row.name: row.stat().st_size for row in rows if row.is_file()}
 
@@ -113,15 +112,10 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
         if (target / name).is_dir():
             raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
         if (target / name).is_file():
-            fd = os.open(temporary / name, os.O_RDWR)
-            try:
-                temporaries.keep(target / name, fd)
-            finally:
-                os.close(fd)
-    with contextlib.suppress(FileNotFoundError):
-        (target / last).unlink()
+            with (temporary / name).open("r+b") as file:
+                temporaries.keep(target / name, file.fileno())
+    (target / last).unlink(missing_ok=True)
     for name in names:
         os.replace(temporary / name, target / name)
     for name in set(old) - set(names):
-        with contextlib.suppress(FileNotFoundError):
-            (target / name).unlink()
+        (target / name).unlink(missing_ok=True)

@@ -33,12 +33,12 @@ def in_processes(
     if sys.flags.ignore_environment and not sys.flags.safe_path:  # `python -E`: nothing would tell them to keep to safe paths
         yield from map(function, items)
         return
-    with _safe_paths():  # its first lock starts the resource tracker
+    with _beginning():  # its first lock starts the resource tracker
         pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.as_set(),))
     others = active_children()
     try:
         # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
-        with _safe_paths(), _interrupts_held():
+        with _beginning():
             futures = [pool.submit(_all_of, function, items[at : at + batch]) for at in range(0, len(items), batch)][::-1]
         workers = [child for child in active_children() if child not in others]
         while futures:
@@ -77,51 +77,44 @@ def _end_all(children: list[BaseProcess]) -> None:
 
 
 @contextlib.contextmanager
-def _safe_paths() -> Iterator[None]:
-    """Pythons that are started in the block do not begin with the current folder on their path: it may be a stranger's."""
+def _beginning() -> Iterator[None]:
+    """Pythons that are started in the block do not begin with the current folder on their path, which may be a stranger's.
+
+    Nor do they ever take Ctrl-C, where Python would print where it stood: their parent ends them.
+    """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
+    can_hold = hasattr(signal, "pthread_sigmask")
     try:
-        yield
+        if can_hold:
+            from multiprocessing import resource_tracker
+
+            resource_tracker.ensure_running()  # as it starts it lets them through again
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_hold else ()
+        try:
+            yield
+        finally:
+            if can_hold:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
         del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes that are started in the block never take Ctrl-C: Python would print where it stood. Their parent ends them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # as it starts it lets them through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _begin(raised: list[str]) -> None:
     """In a worker: the end of its parent ends it, Ctrl-C does not, and the parent's limits hold."""
     import threading
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    limits.set_limits(raised)
-
-
-def _end_with_the_parent() -> None:
-    """A parent that is killed says nothing: its workers would wait for ever for more to do."""
     from multiprocessing import parent_process
 
-    parent = parent_process()
-    if parent is not None:
+    def end_with(parent: BaseProcess) -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := parent_process()) is not None:  # which says nothing when it is killed: we would wait for ever for more to do
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    limits.set_limits(raised)
 
 
 def _all_of(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

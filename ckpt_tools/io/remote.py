@@ -1,44 +1,44 @@
-"""What is at an address: read by ranges, over HTTP or with a driver of fsspec, which also writes files and folders."""
+"""What is at an address: read by ranges, over HTTP or with a driver of fsspec, which also writes files and new folders."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ipaddress
 import os
 import queue
 import re
 import socket
+import string
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, MissingFileError, OutputError, RemoteError
+from ckpt_tools.errors import CkptError, MissingFileError, OutputError, OutputExistsError, RemoteError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import crc32
 from ckpt_tools.io.member_paths import Address
-from ckpt_tools.io.output import Output, Source, exists_error, not_empty
+from ckpt_tools.io.output import Output, Source, exists_error
 from ckpt_tools.io.sources import Files
 
 _SECONDS, _HOUR = 60, 3600  # the hour: how long a rename may take where it is a second copy
 _NEAR, _FAR, _MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere; at most, when read in order
-_AT_ONCE = 16
-_TRIES = 3
+_AT_ONCE, _TRIES, _REDIRECTS = 16, 3, 10
 _SLOWEST = 16 << 10  # bytes a second
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
 _AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
 # Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
-_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}
+_WHOLE_ON_COMMIT = ("s3://", "s3a://", "gs://", "gcs://", "hf://")
+_HTTP = ("http://", "https://")
 _T = TypeVar("_T")
 
 
@@ -81,11 +81,8 @@ class RemoteSource(Source):
         self.path = cast("Path", Address(url))
         self._fd, self._identity, self.size = -1, version, int(version[0] or 0)
         self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {}
-        self._blocks: dict[int, bytes] = {}
-        self._starts: list[int] = []
+        self._blocks: list[tuple[int, bytes]] = [(0, self._checked(0, first))]
         self._held, self._next, self._ahead = 0, 0, _NEAR
-        if first:
-            self._keep(0, self._checked(0, first))
 
     def fetch(self, start: int, end: int) -> bytes:
         raise NotImplementedError
@@ -104,33 +101,33 @@ class RemoteSource(Source):
                 self._ahead = min(2 * self._ahead, _MOST)
             else:
                 self._ahead = _NEAR if offset < _NEAR or self.size - offset <= 2 * _NEAR else _FAR
-            data = self._get(offset, min(self.size, offset + max(length, self._ahead)))
-            self._keep(offset, data)
-            found = data[:length]
+            found = self._keep(offset, self._get(offset, min(self.size, offset + max(length, self._ahead))))[:length]
         self._next = offset + length
         return found
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch many small ranges at once, neighbours together."""
-        runs: list[list[int]] = []
+        runs: list[tuple[int, int]] = []
         for start, length in sorted(ranges):
             end = min(start + length, self.size)
             if self._kept(start, length) is not None or start >= end:
                 continue
             if runs and start - runs[-1][1] <= _FAR:
-                runs[-1][1] = max(runs[-1][1], end)
+                runs[-1] = runs[-1][0], max(runs[-1][1], end)
             else:
-                runs.append([start, end])
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for (start, _), data in zip(runs, pool.map(lambda run: self._get(*run), runs), strict=True):
-                self._keep(start, data)
+                runs.append((start, end))
+        for (start, _), data in zip(runs, self._get_all(runs, _AT_ONCE), strict=True):
+            self._keep(start, data)
 
     def check_unchanged(self) -> None:
         if self.version() != self._identity:
             raise self.changed()
-        with ThreadPoolExecutor(_AT_ONCE // 4) as pool:  # what nothing tells the version of is read twice
-            for _ in pool.map(lambda span: self._get(*span), self._sums or ()):
-                pass
+        for _ in self._get_all(list(self._sums or ()), _AT_ONCE // 4):  # what nothing tells the version of is read twice
+            pass
+
+    def _get_all(self, runs: Sequence[tuple[int, int]], at_once: int) -> Iterator[bytes]:
+        with ThreadPoolExecutor(at_once) as pool:
+            yield from pool.map(lambda run: self._get(*run), runs)
 
     def _get(self, start: int, end: int) -> bytes:
         data = self._checked(start, self.fetch(start, end))
@@ -144,19 +141,21 @@ class RemoteSource(Source):
             raise self.changed()
         return data
 
+    def _keep(self, start: int, data: bytes) -> bytes:
+        self._held += len(data)
+        if self._held > 4 * _MOST:
+            self._blocks, self._held = [], len(data)
+        insort(self._blocks, (start, data), key=_start)
+        return data
+
     def _kept(self, offset: int, length: int) -> bytes | None:
-        at = bisect.bisect_right(self._starts, offset) - 1
-        start = self._starts[at] if at >= 0 else offset
-        data = self._blocks.get(start, b"")
+        at = bisect_right(self._blocks, offset, key=_start)
+        start, data = self._blocks[at - 1] if at else (offset, b"")
         return data[offset - start : offset - start + length] if offset + length <= start + len(data) else None
 
-    def _keep(self, start: int, data: bytes) -> None:
-        if self._held + len(data) > 4 * _MOST:
-            self._blocks, self._starts, self._held = {}, [], 0
-        if start not in self._blocks:
-            bisect.insort(self._starts, start)
-        self._held += len(data) - len(self._blocks.get(start, b""))
-        self._blocks[start] = data
+
+def _start(block: tuple[int, bytes]) -> int:
+    return block[0]
 
 
 # --- an object of an HTTP server
@@ -170,29 +169,6 @@ def _in_ascii(url: str) -> str:
     return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect to HTTP's own schemes, never away from encryption, never from a public into a private network."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
-            raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
-        if _is_private(newurl) and not _is_private(self.url):
-            raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
-        return super().redirect_request(req, fp, code, msg, headers, _in_ascii(newurl))
-
-    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
-        try:
-            return super().http_error_302(req, fp, code, msg, headers)
-        except BaseException:
-            fp.close()
-            raise
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-
 def _is_private(url: str) -> bool:
     """Whether a host is of this machine or its network; one that cannot be found is reported by whoever connects to it."""
     try:
@@ -200,6 +176,15 @@ def _is_private(url: str) -> bool:
     except OSError:
         return False
     return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
+
+
+class _Followed(urllib.request.HTTPRedirectHandler):
+    """Redirects are answers here, and followed by `_HttpSource`."""
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> None:
+        return None
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
 class _HttpSource(RemoteSource):
@@ -226,6 +211,10 @@ class _HttpSource(RemoteSource):
         for left in reversed(range(_TRIES)):
             try:
                 return self._request(start, end)
+            except CkptError:
+                raise
+            except ValueError as error:  # not an address, a host that has no name, a size that is no number
+                raise _unreadable(self.url, f"{error}.") from None
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code == 416 and not start:  # an empty file has no range
@@ -235,10 +224,6 @@ class _HttpSource(RemoteSource):
                 if not left or not (error.code >= 500 or error.code == 429 or moved):
                     kind = MissingFileError if error.code in (404, 410) else RemoteError
                     raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
-            except CkptError:
-                raise
-            except ValueError as error:  # not an address, a host that has no name, a size that is no number
-                raise _unreadable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
                     raise _unreadable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
@@ -246,29 +231,44 @@ class _HttpSource(RemoteSource):
         raise AssertionError
 
     def _request(self, start: int, end: int) -> bytes:
-        headers = {
-            "Range": f"bytes={start}-{end - 1}", "User-Agent": f"ckpt-tools/{__version__}", "Accept-Encoding": "identity",
-        }  # fmt: skip
-        request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
-        with urllib.request.build_opener(_Redirects(self.url)).open(request, timeout=_SECONDS) as response:
-            if response.status != 206:
-                return self._take_whole(response)[start:end]
-            self.place = response.geturl()
+        with self._answer(f"bytes={start}-{end - 1}") as response:
+            if response.status != 206:  # a server without ranges, which sends all of it
+                length = int(response.headers.get("Content-Length") or -1)
+                if not 0 <= length <= _TAKEN_WHOLE:
+                    raise RemoteError(
+                        f"{self.url} cannot be read in parts: the server ignores range requests.",
+                        why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
+                        fix="Download it, and name the local file.",
+                    )
+                self.whole = self._taken(response, length, length)
+                return self.whole[start:end]
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
             if not span.startswith(f"{start}-"):
                 raise _unreadable(self.url, "The server does not say which range it sent.")
             return self._taken(response, int(size), min(end, int(size)) - start)
 
-    def _take_whole(self, response: Any) -> bytes:
-        length = int(response.headers.get("Content-Length") or -1)
-        if not 0 <= length <= _TAKEN_WHOLE:
-            raise RemoteError(
-                f"{self.url} cannot be read in parts: the server ignores range requests.",
-                why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
-                fix="Download it, and name the local file.",
-            )
-        self.whole = self._taken(response, length, length)
-        return self.whole
+    def _answer(self, span: str) -> Any:
+        """What the server sends, behind redirects: within HTTP, never away from encryption, nor into a private network."""
+        headers = {"Range": span, "User-Agent": f"ckpt-tools/{__version__}", "Accept-Encoding": "identity"}
+        place = self.place
+        for _ in range(_REDIRECTS):
+            request = urllib.request.Request(_in_ascii(place), headers=headers)  # noqa: S310  http and https only, see open_remote
+            try:
+                response = urllib.request.build_opener(_Followed).open(request, timeout=_SECONDS)
+            except urllib.error.HTTPError as error:
+                if error.code not in (301, 302, 303, 307, 308):
+                    raise
+                error.close()
+                location = urllib.parse.quote(error.headers.get("Location", ""), safe=string.punctuation, encoding="latin-1")
+                place = urllib.parse.urljoin(place, location)
+                if not place.startswith(_HTTP[1:] if self.url.startswith("https://") else _HTTP):
+                    raise _unreadable(self.url, f"It redirects to another scheme: {place[:200]}.") from None
+                if _is_private(place) and not _is_private(self.url):
+                    raise _unreadable(self.url, f"It redirects into a private network: {place[:200]}.") from None
+            else:
+                self.place = place
+                return response
+        raise _unreadable(self.url, f"It redirects more than {_REDIRECTS} times.")
 
     def _taken(self, response: Any, size: int, length: int) -> bytes:
         version = (size, response.headers.get("ETag"), response.headers.get("Last-Modified"))
@@ -299,7 +299,6 @@ class _FsspecSource(RemoteSource):
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -335,17 +334,13 @@ def _listed(url: str) -> dict[str, int]:
     return _bounded(url, names)
 
 
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
 def _open(url: str) -> RemoteSource:
-    return _HttpSource(url) if _is_http(url) else _FsspecSource(url)
+    return _HttpSource(url) if url.startswith(_HTTP) else _FsspecSource(url)
 
 
 def open_remote(url: str) -> Source:
     """A remote file as a source, or a remote folder as the files of one."""
-    if not _is_http(url):
+    if not url.startswith(_HTTP):
         fs, name = _file_system(url)
         if _bounded(url, lambda: fs.info(name)).get("type") == "directory":
             folder = url.rstrip("/")
@@ -355,17 +350,24 @@ def open_remote(url: str) -> Source:
 
 
 def files_beside(source: Source) -> Files:
-    """The files in the folder of a remote index."""
     address = cast("Address", source.path)
 
     def names() -> list[str]:
         folder = address.beside("")
-        return [] if _is_http(folder) else list(_listed(folder.rstrip("/")))  # HTTP has no listing
+        return [] if folder.startswith(_HTTP) else list(_listed(folder.rstrip("/")))  # HTTP has no listing
 
     return Files(source.path, source.path, lambda name: _open(address.beside(name)), names)
 
 
-# --- writing a file
+# --- writing
+
+
+def _writable(url: str) -> tuple[Any, str]:
+    if url.startswith(_HTTP):
+        raise OutputError(
+            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
+        )
+    return _file_system(url)
 
 
 def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
@@ -378,25 +380,13 @@ def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
     return fs, name
 
 
-def _writable(url: str) -> tuple[Any, str]:
-    if _is_http(url):
-        raise OutputError(
-            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
-        )
-    return _file_system(url)
-
-
-def _is_whole_on_commit(url: str) -> bool:
-    return url.partition("://")[0] in _WHOLE_ON_COMMIT
-
-
 @contextlib.contextmanager
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
     fs, name = check_upload(url, overwrite=overwrite)
     folder, slash, last = name.rpartition("/")
     hidden = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
-    with _streaming(url, fs, name if _is_whole_on_commit(url) else hidden, name) as output:
+    with _streaming(url, fs, name if url.startswith(_WHOLE_ON_COMMIT) else hidden, name) as output:
         yield output
 
 
@@ -406,7 +396,7 @@ def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
 
     They go to `place`, which is renamed when all is there, where `name` is another.
     """
-    direct = _is_whole_on_commit(url)
+    direct = url.startswith(_WHOLE_ON_COMMIT)
     file = _bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
     reader, writer = os.pipe()
     failures: list[Exception] = []
@@ -446,7 +436,6 @@ def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
 
 
 def _give_up(fs: Any, place: str, file: Any, direct: bool) -> None:
-    """Leave nothing of a file that was begun."""
     with contextlib.suppress(Exception):
         if direct:
             file.discard()
@@ -454,30 +443,21 @@ def _give_up(fs: Any, place: str, file: Any, direct: bool) -> None:
         else:
             file.close()
     if not direct:
-        _remove(fs, place)
-
-
-def _remove(fs: Any, name: str) -> None:
-    with contextlib.suppress(Exception):
-        fs.rm_file(name)
-
-
-# --- writing a folder
+        with contextlib.suppress(Exception):
+            fs.rm_file(place)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStaging:
-    """Where the files of a remote folder go until the block of `uploading_folder` ends. Known to all processes of a job."""
+    """A new remote folder until the block of `uploading_folder` ends. Known to all processes of a job."""
 
     target: Path
-    inner: str  # a new folder in one that holds something, with a slash
     last: str
-    hidden: str
+    hidden: str  # what the last file is called until then
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[Output]:
-        """A new file of the folder, written as a stream; nothing is left of it when the block fails."""
-        url = f"{self.target}/{self.inner}{self.hidden if name == self.last and not self.inner else name}"
+        url = f"{self.target}/{self.hidden if name == self.last else name}"
         fs, place = _file_system(url)
         with _streaming(url, fs, place, place) as output:
             yield output
@@ -489,65 +469,37 @@ class RemoteStaging:
         """Nothing: `sizes` will tell the first process what it sees."""
 
     def sizes(self) -> dict[str, int]:
-        found = _listed(f"{self.target}/{self.inner}".rstrip("/"))
-        return {self.last if name == self.hidden else name: size for name, size in found.items()}
+        return {self.last if name == self.hidden else name: size for name, size in _listed(str(self.target)).items()}
 
 
-def check_folder(url: str, *, overwrite: bool) -> list[str]:
-    """The names in a remote folder, none where there is none yet, after what can be checked before work starts."""
+def check_new_folder(url: str) -> None:
+    """Refuse a remote folder that cannot be written, or that holds something: files there do not change all at once."""
     fs, name = _writable(url)
     if _bounded(url, lambda: fs.isfile(name)):
         raise OutputError(f"{url} is a file.", why="Several files are written here: OUT must be a folder.")
-    names = sorted(_listed(url.rstrip("/")))
-    if names and not overwrite:
-        raise not_empty(url)
-    return names
+    if _listed(url.rstrip("/")):
+        why = "At an address several files cannot take the place of others at once."
+        raise OutputExistsError(f"{url} is not empty.", why=why, fix="Name a new folder.")
 
 
 @contextlib.contextmanager
-def uploading_folder(url: str, *, last: str, stale: re.Pattern[str], overwrite: bool) -> Iterator[RemoteStaging]:
-    """A remote folder whose index appears when the block ends well, and of which nothing is left when it does not."""
+def uploading_folder(url: str, *, last: str, own: re.Pattern[str]) -> Iterator[RemoteStaging]:
+    """A new remote folder whose index appears when the block ends well; when it does not, `own` names what is removed."""
     url = url.rstrip("/")
-    before = check_folder(url, overwrite=overwrite)
+    check_new_folder(url)
     fs, folder = _file_system(url)
-    inner = temporaries.new_name(".") + "/" if before else ""
-    staging = RemoteStaging(cast("Path", Address(url)), inner, last, temporaries.new_name(temporaries.prefix_of(last)))
-    place = f"{folder}/{inner}".rstrip("/")
-    is_new = not _is_whole_on_commit(url) and not _bounded(url, lambda: fs.isdir(place))  # a store has no folders
+    staging = RemoteStaging(cast("Path", Address(url)), last, temporaries.new_name(temporaries.prefix_of(last)))
+    is_new = not url.startswith(_WHOLE_ON_COMMIT) and not _bounded(url, lambda: fs.isdir(folder))  # a store has no folders
     if is_new:
-        _bounded(url, lambda: fs.makedirs(place, exist_ok=True))
-    committed = False
+        _bounded(url, lambda: fs.makedirs(folder, exist_ok=True))
     try:
         yield staging
-        if inner:
-            _move_in(staging, fs, folder, stale)
-        else:
-            _bounded(url, lambda: fs.mv(f"{folder}/{staging.hidden}", f"{folder}/{last}"), _HOUR)
-        committed = True
-    finally:
+        _bounded(url, lambda: fs.mv(f"{folder}/{staging.hidden}", f"{folder}/{last}"), _HOUR)
+    except BaseException:
         with contextlib.suppress(Exception):
-            if inner:
-                fs.invalidate_cache()
-                fs.rm(place, recursive=True)
-            elif not committed:
-                for name in _listed(url):
-                    if name == staging.hidden or stale.fullmatch(name):
-                        _remove(fs, f"{folder}/{name}")
-                if is_new:
-                    fs.rmdir(folder)
-
-
-def _move_in(staging: RemoteStaging, fs: Any, folder: str, stale: re.Pattern[str]) -> None:
-    """The new files take their places, between the end of the old index and the new one."""
-    url, names = str(staging.target), sorted(staging.sizes(), key=lambda name: (name == staging.last, name))
-    old = [name for name in _listed(url) if stale.fullmatch(name)]
-    try:
-        if staging.last in old:
-            _bounded(url, lambda: fs.rm_file(f"{folder}/{staging.last}"))
-        for name in names:
-            _bounded(url, partial(fs.mv, f"{folder}/{staging.inner}{name}", f"{folder}/{name}"), _HOUR)
-    except CkptError as error:
-        error.fix = error.fix or "Run it again: the checkpoint that was there has lost its index, and the new one has none yet."
+            for name in _listed(url):
+                if name == staging.hidden or own.fullmatch(name):
+                    fs.rm_file(f"{folder}/{name}")
+            if is_new:
+                fs.rmdir(folder)
         raise
-    for name in set(old) - set(names):
-        _remove(fs, f"{folder}/{name}")

@@ -89,27 +89,21 @@ class Member(Source):
     @property
     def fd(self) -> int:
         if self._fd < 0:
-            self._open()
+            fd = open_regular(self.path)
+            if self._identity is not None and identity_of(os.fstat(fd)) != self._identity:
+                os.close(fd)
+                raise self.changed()
+            self._fd, others = fd, self._files.open_members
+            others[self._name] = self
+            if len(others) > OPEN_FILES:
+                others.popitem(last=False)[1].close()
         return self._fd
 
-    def _open(self) -> None:
-        fd = open_regular(self.path)
-        if self._identity is not None and identity_of(os.fstat(fd)) != self._identity:
-            os.close(fd)
-            raise self.changed()
-        self._fd = fd
-        others = self._files.open_members
-        others[self._name] = self
-        if len(others) > OPEN_FILES:
-            others.popitem(last=False)[1].close()
-
     def check_unchanged(self) -> None:
-        try:
-            now = identity_of(os.stat(self.path))
-        except OSError:
-            raise self.changed() from None
-        if now != self._identity:
-            raise self.changed()
+        with contextlib.suppress(OSError):
+            if identity_of(os.stat(self.path)) == self._identity:
+                return
+        raise self.changed()
 
 
 class Window(Source):
@@ -125,26 +119,24 @@ class Window(Source):
                 why="The file is cut off, or belongs to another checkpoint.",
             )
         self.source, self.start, self.size, self.record = source, start, size, record
-        self.path = source.path
-        self._fd, self._identity = -1, object()
+        self.path, self._fd, self._identity = source.path, -1, object()
 
     def read(self, offset: int, length: int) -> bytes:
-        self._check(offset, length)
-        return self.source.read(self.start + offset, length)
+        return self.source.read(self._place(offset, length), length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._check(offset, len(buffer))
-        self.source.read_into(self.start + offset, buffer)
+        self.source.read_into(self._place(offset, len(buffer)), buffer)
+
+    def _place(self, offset: int, length: int) -> int:
+        if length and (offset < 0 or offset + length > self.size):
+            raise self.changed()
+        return self.start + offset
 
     def check_unchanged(self) -> None:
         self.source.check_unchanged()
 
     def close(self) -> None:
         """Nothing: the source belongs to others too."""
-
-    def _check(self, offset: int, length: int) -> None:
-        if length and (offset < 0 or offset + length > self.size):
-            raise self.changed()
 
 
 class Spooled(Source):
@@ -161,7 +153,6 @@ class Spooled(Source):
         self.add(blocks)
 
     def add(self, blocks: Iterable[bytes | memoryview]) -> None:
-        """Put more behind what is there."""
         for block in blocks:
             with self._room():
                 write_all(self._fd, memoryview(block))
@@ -193,8 +184,7 @@ class Reader(RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, self.source.size - self.at)
@@ -218,31 +208,27 @@ class HandedSource(Source):
         self._lock = threading.Lock()  # a position is all that a file has
         try:
             self._start = self._file.tell()
-            self.size = self._end() - self._start
+            self.size = self._rest()
             first = self._file.read(0)
             self._file.seek(self._start)
         except (OSError, ValueError, AttributeError) as error:
-            raise self._refused(error) from None
+            if getattr(self._file, "closed", False) is True:
+                raise NotACheckpointError(f"{path} cannot be read.", why="It is closed.") from None
+            why = f"It has no positions: {error}."
+            raise UsageError(f"{path} cannot be read.", why=why, fix="Read it first: io.BytesIO(file.read()).") from None
         if not isinstance(first, bytes):
             raise UsageError(f"{path} is open as text.", fix='Open it with mode "rb".')
         if self.size <= 0 < self._start:
             raise NotACheckpointError(f"{path} stands at its end.", fix="Call its seek(0) first.")
         self._identity = (id(self._file), self._start, self.size)
 
-    def _refused(self, error: Exception) -> Exception:
-        if getattr(self._file, "closed", False) is True:
-            return NotACheckpointError(f"{self.path} cannot be read.", why="It is closed.")
-        why = f"It has no positions: {error}."
-        return UsageError(f"{self.path} cannot be read.", why=why, fix="Read it first: io.BytesIO(file.read()).")
-
-    def _end(self) -> int:
-        return int(self._file.seek(0, os.SEEK_END))
+    def _rest(self) -> int:
+        return int(self._file.seek(0, os.SEEK_END) - self._start)
 
     def check_unchanged(self) -> None:
         with self._lock:
-            size = self._end() - self._start
-        if size != self.size:
-            raise self.changed()
+            if self._rest() != self.size:
+                raise self.changed()
 
     def close(self) -> None:
         with contextlib.suppress(OSError, ValueError):

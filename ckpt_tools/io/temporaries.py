@@ -29,7 +29,6 @@ def prefix_of(name: str) -> str:
 
 
 def new_name(prefix: str) -> str:
-    """A name for a temporary, which nothing has yet."""
     return f"{prefix}{os.urandom(6).hex()}{SUFFIX}"
 
 
@@ -100,7 +99,6 @@ def _remove_orphan(path: str, is_folder: bool) -> None:
 
 
 def sync(path: Path, flags: int = os.O_RDONLY) -> None:
-    """Make a file's bytes, or the names in a folder, durable."""
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -110,7 +108,6 @@ def sync(path: Path, flags: int = os.O_RDONLY) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
     if os.name == "posix":
         sync(folder)
 

@@ -40,30 +40,28 @@ class Clone:
     """
 
     def __init__(self, path: str | os.PathLike[str], output: Output) -> None:
-        self.path, self.output = path, output
+        self.path, self.output, self.done = path, output, 0
         self.source: Source | None = None
-        self.done = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._stop, self._thread = threading.Event(), threading.Thread()
 
     def __enter__(self) -> Self:
         try:
-            self.source = Source(self.path)
-            known = self.source.fd >= 0 and self.source.size >= _CLONED_FROM
-            if not known or self.source.read(0, 4) != _ZIP:  # no other container's storages can stay in place
+            self.source = source = Source(self.path)
+            known = source.fd >= 0 and source.size >= _CLONED_FROM
+            if not known or source.read(0, 4) != _ZIP:  # no other container's storages can stay in place
                 return self
         except CkptError:  # whoever reads the input says what is wrong with it
             return self
         free = free_bytes(self.output.target.parent)
-        if hasattr(os, "copy_file_range") and (free is None or free > self.source.size):
-            reserve(self.output.fd, self.source.size)
-            self._thread = threading.Thread(target=self._copy, args=(self.source,), daemon=True)
+        if hasattr(os, "copy_file_range") and (free is None or free > source.size):
+            reserve(self.output.fd, source.size)
+            self._thread = threading.Thread(target=self._copy, args=(source,), daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
         if self.source is not None:
             self.source.close()
@@ -84,9 +82,8 @@ class Clone:
 
     def is_running(self, seconds: float) -> bool:
         """Whether the copy still runs after waiting for so long."""
-        if self._thread is None:
-            return False
-        self._thread.join(seconds)
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
         return self._thread.is_alive()
 
     def holds(self, source: Source, offset: int, length: int) -> bool:
@@ -120,19 +117,12 @@ class _Buffer:
     __slots__ = ("data", "fill", "steps")
 
     def __init__(self, size: int) -> None:
-        self.data = memoryview(bytearray(size))
-        self.fill = 0
+        self.data, self.fill = memoryview(bytearray(size)), 0
         self.steps: list[Step] = []
 
     @property
     def room(self) -> int:
         return len(self.data) - self.fill
-
-    def take(self, length: int) -> memoryview:
-        """The next bytes, up to `length` of them, for the caller to fill."""
-        part = self.data[self.fill : self.fill + length]
-        self.fill += len(part)
-        return part
 
 
 class _Loop:
@@ -168,28 +158,21 @@ class _Loop:
     def range(self, content: Range, checksum: Checksum | None) -> None:
         source, offset, left = content.source, content.offset, content.length
         if checksum is None and offset == self.position and self.clone is not None and self.clone.holds(source, offset, left):
-            self.pass_over(content)
+            self.drain()
+            with output_errors(self.output.target):
+                os.lseek(self.output.fd, left, os.SEEK_CUR)  # it is there already
+            self.advance(left)
             return
         expected = source.expected.pop((offset, left), None)
         own = None if expected is None else Checksum(left, *expected)
-        if checksum is None and own is None and self.is_for_kernel(content):
-            copied = self.copy_in_kernel(content)
+        congruent = (offset - self.position) % _CONGRUENT == 0
+        if checksum is None and own is None and congruent and left >= _KERNEL_COPY and self.kernel_copy and source.fd >= 0:
+            copied = self.copy_in_kernel(source, offset, left)
             offset, left = offset + copied, left - copied
         while left:
             part = self.part(left, checksum, own)
             source.read_into(offset, part)
             offset, left = offset + len(part), left - len(part)
-
-    def is_for_kernel(self, content: Range) -> bool:
-        congruent = (content.offset - self.position) % _CONGRUENT == 0
-        return self.kernel_copy and content.length >= _KERNEL_COPY and congruent and content.source.fd >= 0
-
-    def pass_over(self, content: Range) -> None:
-        """Leave a range where it is already."""
-        self.drain()
-        with output_errors(self.output.target):
-            os.lseek(self.output.fd, content.length, os.SEEK_CUR)
-        self.advance(content.length)
 
     def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
         left = memoryview(data)
@@ -215,36 +198,33 @@ class _Loop:
         """Room in the buffer for up to `length` bytes, which count into the checksums."""
         if not self.buffer.room:
             self.flush()
-        part = self.buffer.take(length)
-        self.buffer.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
+        buffer = self.buffer
+        part = buffer.data[buffer.fill : buffer.fill + length]
+        buffer.fill += len(part)
+        buffer.steps += [partial(checksum.update, part) for checksum in checksums if checksum is not None]
         self.advance(len(part))
         return part
 
-    def copy_in_kernel(self, content: Range) -> int:
+    def copy_in_kernel(self, source: Source, offset: int, length: int) -> int:
         """Copy without the bytes passing through this process; how many, where the kernel cannot (go on)."""
         self.drain()
         done = 0
-        while self.kernel_copy and done < content.length:
-            count = self.copy_some(content.source, content.offset + done, min(content.length - done, 16 * CHUNK))
+        while done < length:
+            fd = source.fd  # that the source is gone is no error of the output
+            try:
+                count = os.copy_file_range(fd, self.output.fd, min(length - done, 16 * CHUNK), offset + done)
+            except OSError as error:
+                if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
+                    for _ in chunks(Range(source, offset + done, min(length - done, 16 * CHUNK))):
+                        pass
+                if error.errno not in _NO_KERNEL_COPY:
+                    raise output_error(self.output.target, error, self.size) from None
+                self.kernel_copy, count = False, 0
             if not count:  # the source has shrunk, which the buffer loop says, or a file system that copies nothing
                 break
             done += count
             self.advance(count)
         return done
-
-    def copy_some(self, source: Source, offset: int, length: int) -> int:
-        """How many bytes the kernel copied in one call; 0 where it copies none."""
-        fd = source.fd  # that the source is gone is no error of the output
-        try:
-            return os.copy_file_range(fd, self.output.fd, length, offset)
-        except OSError as error:
-            if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
-                for _ in chunks(Range(source, offset, length)):
-                    pass
-            if error.errno not in _NO_KERNEL_COPY:
-                raise output_error(self.output.target, error, self.size) from None
-            self.kernel_copy = False
-            return 0
 
     def flush(self) -> None:
         """Send the buffer on its way, and take a free one."""
@@ -253,19 +233,16 @@ class _Loop:
             self.write(self.buffer)
         else:
             if not self.threads:
-                self.start()
+                for _ in range(_BUFFERS - 1):
+                    self.free.put(_Buffer(_BUFFER))
+                stages = (self.sum_up, self.filled, self.summed.put), (self.write, self.summed, self.free.put)
+                self.threads = [threading.Thread(target=self.stage, args=stage, daemon=True) for stage in stages]
+                for thread in self.threads:
+                    thread.start()
             self.filled.put(self.buffer)
             self.buffer = self.free.get()
         if self.failure is not None:
             raise self.failure
-
-    def start(self) -> None:
-        for _ in range(_BUFFERS - 1):
-            self.free.put(_Buffer(_BUFFER))
-        stages = (self.sum_up, self.filled, self.summed.put), (self.write, self.summed, self.free.put)
-        self.threads = [threading.Thread(target=self.stage, args=stage, daemon=True) for stage in stages]
-        for thread in self.threads:
-            thread.start()
 
     def stage(
         self, work: Callable[[_Buffer], None], source: SimpleQueue[_Buffer | None], hand_on: Callable[[_Buffer], None]
@@ -290,7 +267,6 @@ class _Loop:
             raise self.failure
 
     def close(self) -> None:
-        """Let the threads end."""
         for thread, queue in zip(self.threads, (self.filled, self.summed), strict=False):
             queue.put(None)
             thread.join()

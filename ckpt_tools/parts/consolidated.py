@@ -24,41 +24,32 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, check_world, merged
+from ckpt_tools.parts.merge import Merger, along, by_rank, check_not_twice, check_world, merged
 from ckpt_tools.parts.sharded import partly, renewed
 from ckpt_tools.text import some, these_ranks
-from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry
+from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "consolidated"
 _COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
 _ROWS = frozenset(("wo", "w2"))
 _FREQUENCIES = "rope.freqs"
+_NAME = "consolidated.{:02d}.pth"
 _NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    ranks, missing = _ranks(names, partial=partial)
-    keys = Keys()
-    parts = renewed((decode_file(files.open(name)) for name in ranks), keys)
-    model = _Model([_flat(part) for part in parts], files, Merger(keys))
-    cut_off = model.missing_heads()
-    if cut_off is not None and partial and not missing:
-        missing = ["those behind the last"]
-    elif cut_off is not None and not missing:
-        raise cut_off
-    made = merged(CONTAINER, model.root(whole_only=bool(missing)), files, parts, model.compare)
-    if missing:
-        made.lost = list(model.lost.items())
-        made.warnings.append(partly("files of ranks are", missing))
-    return made
-
-
-def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
-    """The files by rank, every rank once, and those that are missing."""
     found = by_rank((int(name.split(".")[1]), name) for name in names)
-    check_world(f"{names[-1]} is one of {max(found) + 1} parts at least", found, max(found) + 1, partial=partial)
-    missing = [rank for rank in range(max(found) + 1) if rank not in found]
-    return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
+    world = max(found) + 1
+    missing = check_world(f"{names[-1]} is one of {world} parts at least", found, world, partial=partial)
+    keys, ranks = Keys(), sorted(found)
+    parts = renewed((decode_file(files.open(found[rank])) for rank in ranks), keys)
+    merger = Merger(keys, partial=partial)
+    model = _Model(dict(zip(ranks, map(_flat, parts), strict=True)), files, merger, [_NAME.format(rank) for rank in missing])
+    root = Dict([(name, model.merged(name)) for name in model.first], ordered=True)
+    made = merged(CONTAINER, merger.leave_out(root), files, parts, merger, model.check_not_twice)
+    made.warnings += [partly("files of ranks are", model.missing)] if model.missing else []
+    return made
 
 
 def _flat(part: Checkpoint) -> dict[str, Entry]:
@@ -70,7 +61,6 @@ def _flat(part: Checkpoint) -> dict[str, Entry]:
 
 
 def _read_params(source: Source) -> dict[str, int]:
-    """The numbers that count."""
     limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
     try:
         content = load_json(source.read(0, source.size))
@@ -84,17 +74,17 @@ def _read_params(source: Source) -> dict[str, int]:
 
 
 class _Model:
-    """The tensors of all ranks on their way into one state dict. `width`, `heads`: of the whole model and of its heads."""
+    """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(self, roots: Sequence[Mapping[str, Entry]], files: Files, merger: Merger) -> None:
-        self.roots, self.merger = roots, merger
-        self.lost: dict[str, str] = {}
+    def __init__(self, ranks: Mapping[int, Mapping[str, Entry]], files: Files, merger: Merger, missing: list[str]) -> None:
+        self.ranks, self.merger, self.missing = ranks, merger, missing
+        self.first = next(iter(ranks.values()))
         self.cut: dict[int, list[Entry]] = {}
-        every = dict.fromkeys(name for tensors in roots for name in tensors)
-        for rank, tensors in enumerate(roots):
+        every = dict.fromkeys(name for tensors in ranks.values() for name in tensors)
+        for rank, tensors in ranks.items():
             if missing := [name for name in every if name not in tensors]:
                 raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
-        norm = roots[0].get(_NORM)
+        norm = self.first.get(_NORM)
         length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
         said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
         self.width = said.get("dim", length)
@@ -102,64 +92,48 @@ class _Model:
             raise PartError(
                 f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.", why="It is another model's."
             )
-        self.heads = said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width
+        self._check_heads(said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width)
 
-    def missing_heads(self) -> PartError | None:
-        """That there are fewer files than the model was cut into, by the matrices that tell it."""
-        for name in (name for name in self.roots[0] if name.endswith(_ATTENTION)):
-            held = sum(tensors[name].shape[-1] for tensors in self.roots if tensors[name].shape)
-            whole = held if self.width is None or self.heads is None else self.heads
-            if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
-                return PartError(
-                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
-                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
+    def _check_heads(self, heads: int | None) -> None:
+        """As many files are there as the model was cut into, by the matrices that tell it."""
+        for name in (name for name in self.first if name.endswith(_ATTENTION)):
+            held = sum(tensors[name].shape[-1] for tensors in self.ranks.values() if tensors[name].shape)
+            whole = held if self.width is None or heads is None else heads
+            if held == whole or not (len(self.ranks) > 1 or self.missing or (held and whole % held == 0)):
+                continue
+            if not self.merger.partial or held > whole:
+                raise PartError(
+                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(list(self.ranks))}.",
+                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
+                    rest=held < whole,
                 )  # fmt: skip
-        return None
+            self.missing = self.missing or ["those behind the last"]
 
-    def root(self, *, whole_only: bool) -> Node:
-        """The merged state dict, in the first rank's order; `whole_only`: of what every rank has whole, by its name."""
-        if whole_only:
-            why = "cut among the ranks, of which some are missing"
-            self.lost = {name: why for name in self.roots[0] if not _is_whole(name)}
-            if len(self.lost) == len(self.roots[0]):
-                raise PartError(f"No tensor is whole in these files: {next(iter(self.lost))!r} is {why}.")
-        return Dict([(name, self._merged(name)) for name in self.roots[0] if name not in self.lost], ordered=True)
+    def check_not_twice(self) -> None:
+        check_not_twice(self.cut, _NAME.format)
 
-    def compare(self) -> None:
-        """Compare what several ranks hold, and that no rank is there twice."""
-        self.merger.check_replicas()
-        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
-
-    def _merged(self, name: str) -> Entry:
-        held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
-        if len(held) == 1 or _is_whole(name):
+    def merged(self, name: str) -> Entry:
+        held = [(rank, tensors[name]) for rank, tensors in self.ranks.items()]
+        kind = name.rpartition(".")[0].rpartition(".")[2]
+        is_whole = name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))
+        if is_whole or (len(held) == 1 and not self.missing):
             return self.merger.replicated(name, held)
+        if self.missing:
+            self.merger.lost[name] = "cut among the ranks, of which some are missing"
+            return held[0][1]
         for rank, entry in held:
             self.cut.setdefault(rank, []).append(entry)
-        kind = _kind(name)
-        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, held)
+        axis = 0 if kind in _COLUMNS else 1 if kind in _ROWS else self._by_width(name, kind, held[0][1].shape)
         return along(self.merger, name, axis, [held])
 
-    def _by_width(self, name: str, held: Held) -> int:
-        """The dimension in which the model's width is reached."""
-        shape = held[0][1].shape
-        reached = [axis for axis, size in enumerate(shape) if size * len(held) == self.width]
+    def _by_width(self, name: str, kind: str, shape: Sizes) -> int:
+        reached = [axis for axis, size in enumerate(shape) if size * len(self.ranks) == self.width]
         if len(reached) == 1:
             return reached[0]
-        if _kind(name) == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
+        if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
         raise PartError(
-            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(held)} ranks.",
+            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.ranks)} ranks.",
             why="Neither is its name known, nor does one dimension reach the model's width.",
             fix="" if self.width is not None else "params.json tells the width: put it beside the files.",
         )
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _is_whole(name: str) -> bool:
-    """Whether every rank has a tensor whole, by its name."""
-    kind = _kind(name)
-    return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and not name.endswith(".weight"))

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 from typing import Any, TypeGuard
 
@@ -36,7 +37,7 @@ from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.parts.merge import Merger, Piece
+from ckpt_tools.parts.merge import Merger, Piece, along
 from ckpt_tools.parts.names import COMMON
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
@@ -70,8 +71,6 @@ _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk or a value is."""
-
     file: str
     offset: int
     length: int
@@ -83,27 +82,26 @@ class _Place:
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
-    places = dict(_places(fields.get("storage_data")))
+    places = _places(fields.get("storage_data"))
     missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
-    for place in places.values():
-        if place.file not in missing:
-            files.open(place.file)
-    reader, lost = _Reader(files, places, missing), list[tuple[str, str]]()
-    paths = _paths(fields.get("planner_data"))
-    builder = _Nested()
+    for file in dict.fromkeys(place.file for place in places.values() if place.file not in missing):
+        files.open(file)
+    reader, paths, lost = _Reader(files, places, missing), _paths(fields.get("planner_data")), dict[str, str]()
+    nested = _Nested()
     for name, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
         if type(name) is not str:
             raise DamagedFileError("The metadata describes something that has no name.")
         path = paths.get(name, (name,))
         try:
-            builder.put(path, reader.value(name, node))
+            nested.put(path, reader.value(name, node))
         except PartError as error:
             if type(path[-1]) is int:  # what stands behind it in the list would move up
                 raise
-            lost.append((name, error.what.rstrip(".")))
-    root = builder.root
+            lost[name] = error.what.rstrip(".")
+    root = nested.root
     if lost and not root.items:
-        raise PartError(f"Nothing is whole in the files that are there: {lost[0][0]!r} {lost[0][1]}.")
+        name, why = next(iter(lost.items()))
+        raise PartError(f"Nothing is whole in the files that are there: {name!r} {why}.")
     restore_state_numbers(root)
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
@@ -123,15 +121,11 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 def length_of(source: Source, name: str) -> int:
     """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name."""
-    fields = _fields(_record(source)[0], "Metadata")
-    return max(
-        (place.offset + place.length for _, place in _places(fields.get("storage_data")) if place.file == name), default=0
-    )
+    places = _places(_fields(_record(source)[0], "Metadata").get("storage_data"))
+    return max((place.offset + place.length for place in places.values() if place.file == name), default=0)
 
 
 def _record(source: Source) -> tuple[Node, Machine]:
-    """What `.metadata` says, and what read it."""
-
     def no_storages(pid: Node) -> Node:
         raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
 
@@ -166,8 +160,8 @@ def _sizes(node: Node) -> Sizes:
     return found
 
 
-def _places(node: Node) -> Iterator[tuple[tuple[str, Sizes | None], _Place]]:
-    """(name, offsets) -> where it is."""
+def _places(node: Node) -> dict[tuple[str, Sizes | None], _Place]:
+    found = {}
     for key, value in _pairs(node, "storage_data"):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, offsets = index.get("fqn"), index.get("offset")
@@ -179,7 +173,8 @@ def _places(node: Node) -> Iterator[tuple[tuple[str, Sizes | None], _Place]]:
                 f"The distributed checkpoint's {name!r} was transformed when it was saved (compressed, for example).",
                 fix="Load it with the program that saved it, and save it without extensions.",
             )
-        yield (name, None if offsets is None else _sizes(offsets)), _Place(file, offset, length)
+        found[name, None if offsets is None else _sizes(offsets)] = _Place(file, offset, length)
+    return found
 
 
 def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
@@ -189,11 +184,8 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
         steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
         if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
             raise DamagedFileError("The metadata has a path that cannot be read.")
-        if ".".join(map(str, steps)) != name:
-            raise DamagedFileError(
-                f"The metadata has {name!r} under the path of another name.",
-                why="torch makes the name of the path, and would read what is saved under that name.",
-            )
+        if ".".join(map(str, steps)) != name:  # torch makes the name of the path, and reads what is saved under that name
+            raise DamagedFileError(f"The metadata has {name!r} under the path of another name.")
         found[name] = tuple(steps)
     return found
 
@@ -211,27 +203,24 @@ class _Nested:
         self.filler = 0
 
     def put(self, path: tuple[str | int, ...], value: Node) -> None:
-        """Set a value at its path."""
         for end in range(1, len(path)):
             if path[:end] not in self.known:
-                holder: Node = List() if type(path[end]) is int else Dict()
-                self._set(path[:end], holder)
+                self._set(path[:end], List() if type(path[end]) is int else Dict())
         self._set(path, value)
 
     def _set(self, path: tuple[str | int, ...], value: Node) -> None:
         holder, key = self.known[path[:-1]], path[-1]
-        if path in self.known or type(holder) is not (List if type(key) is int else Dict):
+        if path not in self.known and type(holder) is Dict and type(key) is str:
+            holder.items.append((key, value))
+        elif path not in self.known and type(holder) is List and type(key) is int:
+            missing = max(0, key + 1 - len(holder.items))
+            self.filler += missing
+            limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
+            holder.items += [None] * missing
+            holder.items[key] = value
+        else:
             raise DamagedFileError(f"The metadata puts two things at {'.'.join(map(str, path))!r}.")
         self.known[path] = value
-        if type(holder) is Dict:
-            holder.items.append((key, value))
-            return
-        assert type(key) is int
-        missing = max(0, key + 1 - len(holder.items))
-        self.filler += missing
-        limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
-        holder.items += [None] * missing
-        holder.items[key] = value
 
 
 class _Reader:
@@ -248,9 +237,10 @@ class _Reader:
         self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
-        """An entry, or a value out of its archive."""
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
-            return self._blob(name)
+            decoded = self._archive(name, self._there(f"the value {name!r}", self.places.get((name, None))))
+            self.blobs.append(decoded)
+            return self.keys.renew(decoded.root)
         fields = _fields(node, "TensorStorageMetadata")
         dtype, requires_grad = _properties(fields.get("properties"))
         shape, listed = _sizes(fields.get("size")), fields.get("chunks")
@@ -260,8 +250,8 @@ class _Reader:
         for part in listed.items:
             chunk = _fields(part, "ChunkStorageMetadata")
             offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-            boxes.append((offsets, sizes, self._place(name, offsets, only=len(listed.items) == 1)))
-        self._check_there(place for _, _, place in boxes)
+            place = self.places.get((name, offsets)) or (self.places.get((name, None)) if len(listed.items) == 1 else None)
+            boxes.append((offsets, sizes, self._there(f"the chunk of {name!r} at ({', '.join(map(str, offsets))})", place)))
         nbytes = prod(shape) * dtype.bits // 8
         same = (dtype.name, str(shape), str(boxes))
         if nbytes and (known := self.tied.get(same)) is not None:
@@ -280,27 +270,12 @@ class _Reader:
         self.tied[same] = entry
         return entry
 
-    def _check_there(self, places: Iterable[_Place]) -> None:
-        """Raise a PartError where one of these places is in a file that is missing."""
-        if gone := sorted({place.file for place in places} & self.missing):
-            raise PartError(f"in {', '.join(gone)}, which is missing", rest=True)
-
-    def _place(self, name: str, offsets: Sizes, *, only: bool) -> _Place:
-        place = self.places.get((name, offsets)) or (self.places.get((name, None)) if only else None)
+    def _there(self, what: str, place: _Place | None) -> _Place:
         if place is None:
-            at = ", ".join(map(str, offsets))
-            raise DamagedFileError(f"The metadata does not say where the chunk of {name!r} at ({at}) is.")
+            raise DamagedFileError(f"The metadata does not say where {what} is.")
+        if place.file in self.missing:
+            raise PartError(f"in {place.file}, which is missing", rest=True)
         return place
-
-    def _blob(self, name: str) -> Node:
-        place = self.places.get((name, None))
-        if place is None:
-            raise DamagedFileError(f"The metadata does not say where the value {name!r} is.")
-        self._check_there([place])
-        decoded = self._archive(name, place)
-        decoded.root = self.keys.renew(decoded.root)
-        self.blobs.append(decoded)
-        return decoded.root
 
     def _archive(self, name: str, place: _Place) -> Checkpoint:
         source = self.files.open(place.file)
@@ -340,22 +315,18 @@ class _Reader:
                     f"{source.path}, at byte {place.offset}: big-endian, and a view with elements of another size."
                 )
             return swapped(content, dtype.swap_width)
-        return self._outside(content, name) if isinstance(content, Range) else content
-
-    def _outside(self, content: Range, name: str) -> Range:
-        """A range of a chunk's archive as one of the file, which the kernel can copy; its CRC-32 stays known."""
         of = content.of if isinstance(content, Part) else content
-        if not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
+        if not isinstance(content, Range) or not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
             return content
-        source, record = window.source, replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
+        # as a range of the file, which the kernel can copy; its CRC-32 stays known
+        record = replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
         whole = RecordRange(source, window.start + of.offset, of.length, record)
         return whole if of is content else Part(source, window.start + content.offset, content.length, whole)
 
     def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
         """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""
         source = self.files.open(place.file)
-        key = (place.file, place.offset)
-        if key not in self.safetensors:
+        if (key := (place.file, place.offset)) not in self.safetensors:
             window = Window(source, place.offset, source.size - place.offset)
             self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
         entry = self.safetensors[key].get(name)
@@ -401,19 +372,18 @@ def _properties(node: Node) -> tuple[DType, bool]:
 # --- safetensors files that each hold a part
 
 
-def decode_safetensors(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    parts = []
-    found: dict[str, list[tuple[Sizes, Entry]]] = {}
+def decode_safetensors(names: Sequence[str], files: Files) -> Checkpoint:
+    parts, found = [], dict[str, list[Piece]]()
     for file in names:
         decoded = safetensors.decode(files.open(file))
         parts.append(decoded)
         offsets = _sharding_info(decoded)
         for name, entry in safetensors.entries_of(decoded).items():
-            found.setdefault(name, []).append((offsets.get(name, (0,) * len(entry.shape)), entry))
+            found.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(entry.shape)), entry))
     keys = Keys()
-    items: list[Pair] = [(name, _whole(name, boxes, keys)) for name, boxes in found.items()]
-    joined_metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
-    return joined("dcp", Dict(items), files, parts, joined_metadata)
+    items: list[Pair] = [(name, _whole(name, pieces, keys)) for name, pieces in found.items()]
+    metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
+    return joined("dcp", Dict(items), files, parts, metadata)
 
 
 def _sharding_info(decoded: Checkpoint) -> dict[str, Sizes]:
@@ -427,18 +397,16 @@ def _sharding_info(decoded: Checkpoint) -> dict[str, Sizes]:
     return found
 
 
-def _whole(name: str, boxes: list[tuple[Sizes, Entry]], keys: Keys) -> Entry:
-    dtypes = {entry.dtype.name for _, entry in boxes}
-    if len(dtypes) > 1 or any(len(offsets) != len(entry.shape) for offsets, entry in boxes):
+def _whole(name: str, pieces: Sequence[Piece], keys: Keys) -> Entry:
+    dtype = pieces[0].entry.dtype
+    if any(piece.entry.dtype is not dtype or len(piece.offsets) != len(piece.sizes) for piece in pieces):
         raise TensorError(f"The parts of {name!r} in several files do not fit together.")
-    dtype = boxes[0][1].dtype
-    shape = extent([(offsets, entry.shape) for offsets, entry in boxes])
+    shape = extent([(piece.offsets, piece.sizes) for piece in pieces])
     if prod(shape) > MAX_ELEMENTS:
         raise TensorError(f"The parts of {name!r} make an impossible shape.")
-    parts = [(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
+    parts = [(piece.offsets, piece.sizes, piece.entry.storage.content) for piece in pieces]
     content = assemble(name, shape, dtype.itemsize, parts)
-    storage = Storage(keys.next(), dtype, content.length, "cpu", content)
-    return Entry(storage, dtype, shape, contiguous_stride(shape), 0)
+    return Entry(Storage(keys.next(), dtype, content.length, "cpu", content), dtype, shape, contiguous_stride(shape), 0)
 
 
 # --- torch_dist: what Megatron-core adds, `common.pt` with `args` beside it, and layers that are one tensor
@@ -467,21 +435,16 @@ def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
     if type(common) is not Dict or not ("args" in common or "iteration" in common):
         return decoded
     decoded.beside = {"common": common}
-    layers = _layers(common)
+    arguments = common.get("args")
+    state = arguments if type(arguments) is Dict else attributes(arguments)
+    layers = state.get("num_layers") if state is not None else None
     stacked = [key for key, _ in _tensors(decoded.root) if _STACKED.fullmatch(key)]
-    if stacked and layers is not None:
+    if stacked and type(layers) is int and 0 < layers <= _MOST_LAYERS:
         decoded.others = {**decoded.others, "model": lambda: model_of(decoded.root, layers)}
         fix = f"ckpt convert {shlex.quote(str(files.path))} model.safetensors --select model"
         text = f"{len(stacked)} tensors each hold all {layers} layers; --select model numbers the layers"
         decoded.warnings = [*decoded.warnings, Warned("stacked-layers", text, "", "info", fix)]
     return decoded
-
-
-def _layers(common: Dict) -> int | None:
-    arguments = common.get("args")
-    state = arguments if type(arguments) is Dict else attributes(arguments)
-    layers = state.get("num_layers") if state is not None else None
-    return layers if type(layers) is int and 0 < layers <= _MOST_LAYERS else None
 
 
 def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
@@ -510,15 +473,10 @@ def model_of(root: Node, layers: int) -> Dict:
         if one is not None:
             numbered[name] = one
             continue
-        for number in range(layers):
-            numbered |= {f"{name}.{number}.{rest}": _layer(stack, number) for rest, stack in stacks[name].items()}
+        for number, (rest, stack) in product(range(layers), stacks[name].items()):
+            offset = stack.offset + number * stack.stride[0]
+            numbered[f"{name}.{number}.{rest}"] = replace(stack, shape=stack.shape[1:], stride=stack.stride[1:], offset=offset)
     return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
-
-
-def _layer(entry: Entry, number: int) -> Entry:
-    return replace(
-        entry, shape=entry.shape[1:], stride=entry.stride[1:], offset=entry.offset + number * entry.stride[0]
-    )  # fmt: skip
 
 
 def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
@@ -528,16 +486,9 @@ def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
         match = _HALF.fullmatch(key)
         if match is None:
             yield key, entry
-        elif match["half"] == "w":
-            yield match["name"], _joined(merger, match["name"], entry, entries.get(f"{match['name']}_v"))
-        elif f"{match['name']}_w" not in entries:
-            raise PartError(f"{key!r} is one half of a matrix, and the other is missing.")
-
-
-def _joined(merger: Merger, name: str, first: Entry, second: Entry | None) -> Entry:
-    if second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
-        raise PartError(f"{name + '_w'!r} is one half of a matrix, and the other is missing or of another shape.")
-    rows, *rest = first.shape
-    start = (rows, *(0 for _ in rest))
-    pieces = [Piece((0,) * len(first.shape), first), Piece(start, second, 1)]
-    return merger.tensor(name, first.dtype, (2 * rows, *rest), pieces)
+            continue
+        first, second = (entries.get(f"{match['name']}_{half}") for half in "wv")
+        if first is None or second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
+            raise PartError(f"{key!r} is one half of a matrix, and the other is missing or of another shape.")
+        if entry is first:
+            yield match["name"], along(merger, match["name"], 0, [[(0, first), (1, second)]])

@@ -34,7 +34,7 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelState:
-    """What a model file says."""
+    """What a model file says. `shapes`: of the parameters in the optimizer, by group."""
 
     file: str
     root: Dict
@@ -50,7 +50,6 @@ class ModelState:
 
     @property
     def names(self) -> list[str]:
-        """The parameters in the optimizer."""
         return [name for group in self.shapes for name in group]
 
 
@@ -70,70 +69,69 @@ class OptimizerState:
     @property
     def steps(self) -> list[object]:
         """How often each group was stepped, by the state (torch) or by the group (Apex)."""
-        every = (*(values for _, values in sorted(self.states.items())), *self.groups)
-        return [step for values in every for step in _step(values.get("step"))]
-
-
-def _step(step: Node) -> Iterator[object]:
-    if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
-        yield struct.unpack(_CODES[step.dtype.name], read(row_major(step)))[0]
-    elif type(step) in (int, float):
-        yield step
+        found = list[object]()
+        for values in (*(values for _, values in sorted(self.states.items())), *self.groups):
+            step = values.get("step")
+            if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
+                found += struct.unpack(_CODES[step.dtype.name], read(row_major(step)))
+            elif type(step) in (int, float):
+                found.append(step)
+        return found
 
 
 def read_model(file: str, root: Node, *, in_layers: bool = False) -> ModelState:
-    """The facts of a model file."""
     module = root.get("module") if type(root) is Dict else None
     module = Dict(ordered=True) if module is None and in_layers else module
     if type(root) is not Dict or type(module) is not Dict:
         raise _malformed(file, "it has no weights (`module`)")
-    shapes = tuple(_shapes(file, group) for group in _listed(root.get("param_shapes")))
-    names = [name for group in shapes for name in group]
-    if len(names) != len(set(names)):
-        raise _malformed(file, "a parameter is in two groups")
-    fragments = {name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry}
-    world, step, rules = root.get("dp_world_size"), root.get("global_steps"), root.get("universal_checkpoint_info")
-    return ModelState(
-        file, root, module, frozenset(name for name in _listed(root.get("buffer_names")) if type(name) is str),
-        shapes, _shapes(file, root.get("frozen_param_shapes")), fragments,
-        {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
-        world if type(world) is int else None, step if type(step) is int else None, rules if type(rules) is Dict else None,
+    found = ModelState(
+        file, root, module,
+        buffers=frozenset(name for name in listed_in(root.get("buffer_names")) if type(name) is str),
+        shapes=tuple(_shapes(file, group) for group in listed_in(root.get("param_shapes"))),
+        frozen=_shapes(file, root.get("frozen_param_shapes")),
+        fragments={name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry},
+        shared={name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
+        world=world if type(world := root.get("dp_world_size")) is int else None,
+        step=step if type(step := root.get("global_steps")) is int else None,
+        rules=rules if type(rules := root.get("universal_checkpoint_info")) is Dict else None,
     )  # fmt: skip
+    if len(found.names) != len(set(found.names)):
+        raise _malformed(file, "a parameter is in two groups")
+    return found
 
 
 def read_optimizer(file: str, root: Node) -> OptimizerState:
-    """The facts of a rank's optimizer file."""
     state = root.get("optimizer_state_dict") if type(root) is Dict else None
     if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
         raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
     if "ds_zero_partition_groups" in state:
         raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
     is_stage_3 = _STAGE_3 in state
-    counts = tuple(count for count in _listed(state.get("partition_count")) if type(count) is int)
+    counts = tuple(count for count in listed_in(state.get("partition_count")) if type(count) is int)
     if not counts or min(counts) < 1:
         raise _malformed(file, "it has no partition_count")
-    own = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
+    own = listed_in(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
     flat = tuple(entry for entry in own if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
     if len(flat) != len(own):
         raise _malformed(file, "its weights are not rows")
-    world = max(counts)
-    counts = counts if len(counts) == len(flat) else (world,) * len(flat)
+    said = state.get("param_alignment_paddings")
+    paddings = [sizes_of(group) for group in listed_in(said)]
+    if any(group is None or min(group, default=0) < 0 for group in paddings):
+        raise _malformed(file, "its param_alignment_paddings are not numbers")
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
-    said = state.get("param_alignment_paddings")
-    rows = [sizes_of(group) for group in _listed(said)]
-    paddings = tuple(group for group in rows if group is not None)
-    if len(paddings) < len(rows) or any(min(group, default=0) < 0 for group in paddings):
-        raise _malformed(file, "its param_alignment_paddings are not numbers")
     return OptimizerState(
-        file, is_stage_3, flat, world, counts, None if said is None else paddings,
-        dict(_states(inner)), tuple(group for group in _listed(groups) if type(group) is Dict),
+        file, is_stage_3, flat, world=max(counts),
+        counts=counts if len(counts) == len(flat) else (max(counts),) * len(flat),
+        paddings=None if said is None else tuple(group for group in paddings if group is not None),
+        states=dict(_states(inner)), groups=tuple(group for group in listed_in(groups) if type(group) is Dict),
     )  # fmt: skip
 
 
 def _states(inner: Node) -> Iterator[tuple[int, Dict]]:
     """The states by the number of their row; an elastic checkpoint of old versions has a list of them."""
-    found = enumerate(inner.items) if type(inner) is List else _pairs(inner.get("state") if type(inner) is Dict else None)
+    state = inner.get("state") if type(inner) is Dict else None
+    found = enumerate(inner.items) if type(inner) is List else state.items if type(state) is Dict else ()
     return ((number, state) for number, state in found if type(number) is int and type(state) is Dict)
 
 
@@ -147,19 +145,15 @@ def _shapes(file: str, node: Node) -> dict[str, Sizes]:
     return shapes
 
 
-def _listed(node: Node) -> Sequence[Node]:
+def listed_in(node: Node) -> Sequence[Node]:
     """The elements of a list; of anything else but None, that alone."""
     if type(node) is List:
         return node.items
     return node if type(node) is tuple else () if node is None else (node,)
 
 
-def _pairs(node: Node) -> Sequence[tuple[Node, Node]]:
-    return node.items if type(node) is Dict else ()
-
-
 def _items(node: Node) -> Iterator[tuple[str, Node]]:
-    return ((name, value) for name, value in _pairs(node) if type(name) is str)
+    return ((name, value) for name, value in (node.items if type(node) is Dict else ()) if type(name) is str)
 
 
 def _malformed(file: str, why: str) -> PartError:
@@ -171,7 +165,7 @@ def _malformed(file: str, why: str) -> PartError:
 
 def check_experts(model: ModelState, there: AbstractSet[tuple[int, int]]) -> None:
     """Every layer has the files of all its experts, as many as the model file says."""
-    rows = [count for count in _listed(model.root.get("num_experts")) if type(count) is int]
+    rows = [count for count in listed_in(model.root.get("num_experts")) if type(count) is int]
     expected = (
         (layer, expert) for layer, count in enumerate(rows[:_MOST_LAYERS]) for expert in range(min(count, _MOST_LAYERS))
     )
@@ -201,7 +195,7 @@ def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
 _TIED = "tied_modules."
 
 
-def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> Dict:
+def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> dict[str, Node]:
     """The 16-bit weights of a pipeline's layers by their names in the model; `shapes`: of the weights in the optimizer."""
     tied: dict[str, dict[str, Sizes]] = {}
     for name, shape in shapes.items():
@@ -223,13 +217,14 @@ def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Size
             raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
         for name, value in root.named.items():
             made.setdefault(f"{prefix}{name}", value)
-    return Dict(list(made.items()), ordered=True)
+    return made
 
 
 # --- how tensor parallel ranks were cut
 
 
 _SWIGLU, _ROWS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _WHOLE = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 # A text, single characters of any kind, digits; what is repeated may be so three times: more can take for ever.
 _MOST = 1000
@@ -241,32 +236,27 @@ class Rules:
 
     def __init__(self, info: Dict, buffers: AbstractSet[str]) -> None:
         self.buffers = buffers
-        self.whole = _patterns([text for key in _WHOLE for text in _texts(info.get(key))])
-        self.swiglu, self.rows = _patterns(_texts(info.get(_SWIGLU))), _patterns(_texts(info.get(_ROWS)))
+        self.patterns = {key: _patterns(info.get(key)) for key in (*_WHOLE, _SWIGLU, _ROWS, _UNSUPPORTED)}
         several = info.get("parameter_with_sub_params")
-        rows = several.items if type(several) is List else []
-        cut = [text for row in rows if type(row) is Dict for text in _texts(row.get("patterns"))]
-        self.refused = _patterns([*cut, *_texts(info.get("autotp_unsupported_parameter_patterns"))])
+        for row in several.items if type(several) is List else ():
+            self.patterns[_UNSUPPORTED] += _patterns(row.get("patterns") if type(row) is Dict else None)
+
+    def _fits(self, name: str, *kinds: str) -> bool:
+        return any(pattern.match(name) for kind in kinds for pattern in self.patterns[kind])
 
     def join(self, merger: Merger, name: str, held: Sequence[tuple[int, Entry]]) -> Entry:
         """One tensor of what each slice has of it."""
-        if _fits(self.refused, name):
-            raise PartError(
-                f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.", rest=True
-            )
-        if name in self.buffers or _fits(self.whole, name) or not held[0][1].shape:
+        if self._fits(name, _UNSUPPORTED):
+            raise PartError(f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.")
+        if name in self.buffers or self._fits(name, *_WHOLE) or not held[0][1].shape:
             return merger.replicated(name, held)
-        return along(merger, name, 1 if _fits(self.rows, name) else 0, [held], count=2 if _fits(self.swiglu, name) else 1)
+        return along(merger, name, 1 if self._fits(name, _ROWS) else 0, [held], count=2 if self._fits(name, _SWIGLU) else 1)
 
 
-def _texts(node: Node) -> list[str]:
-    """The texts of a list, or the keys of a dict."""
-    found = node.items if type(node) is List else [key for key, _ in node.items] if type(node) is Dict else node
-    return [text for text in (found if isinstance(found, (list, tuple)) else ()) if type(text) is str]
-
-
-def _patterns(texts: Sequence[str]) -> list[re.Pattern[str]]:
-    """The patterns of one list, each of which fits from a name's beginning on."""
+def _patterns(node: Node) -> list[re.Pattern[str]]:
+    """The patterns of one list, or the keys of a dict, each of which fits from a name's beginning on."""
+    rows = [key for key, _ in node.items] if type(node) is Dict else listed_in(node)
+    texts = [text for text in rows if type(text) is str]
     if len(texts) > _MOST or any(len(text) > _MOST for text in texts):
         raise PartError(f"universal_checkpoint_info has more than {_MOST} patterns, or longer ones, in one list.")
     found = []
@@ -277,7 +267,3 @@ def _patterns(texts: Sequence[str]) -> list[re.Pattern[str]]:
             raise PartError(f"universal_checkpoint_info tells names by the pattern {pattern[:100]!r}, which is not read.")
         found.append(re.compile(text, re.ASCII))
     return found
-
-
-def _fits(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
-    return any(pattern.match(name) for pattern in patterns)

@@ -9,97 +9,104 @@ Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice, product
+from itertools import accumulate, chain, islice, product
 from math import prod
+from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Keys
-from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState
-from ckpt_tools.parts.merge import Merger, Piece, Row, check_casts, check_not_twice, check_same
+from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState, listed_in
+from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice, check_same
 from ckpt_tools.text import listed, some, these_ranks
-from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
+from ckpt_tools.tree.exchange import DROP, Drop
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair
 from ckpt_tools.values.boxes import Sizes
 from ckpt_tools.values.same_bytes import same_bytes
 
 _ALIGNMENT = 2  # elements a rank, to which stages 1 and 2 fill a group up
 _MOST_EXPERTS = 1 << 16
+Cut: TypeAlias = tuple[str, Callable[[], Entry]]
 _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
 
 
 # --- where a parameter's elements lie in the rows of the optimizer
 
 
+class _Row:
+    """One rank's entries of one dimension, one behind the other: an element's place tells its entry."""
+
+    def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
+        self.rank, self.runs = rank, [entry for entry in entries if entry.numel]
+        self.ends = list(accumulate(entry.numel for entry in self.runs))
+
+    def cut(self, start: int, count: int, at: int) -> Iterator[Piece]:
+        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            entry = self.runs[number]
+            inside = start - (self.ends[number] - entry.numel)
+            taken = min(count, entry.numel - inside)
+            yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), self.rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that lie behind one another in `rows` of `ranks`. `part`: of how many elements each rank's part of all is."""
+    """Parameters behind one another in `rows` of `ranks`. `paddings`: behind each; None where each is cut by itself.
+
+    `part`: elements of each rank's part of all, but for the last one's, which may be shorter.
+    """
 
     shapes: Mapping[str, Sizes]
-    paddings: Sizes
     rows: tuple[int, ...]
     ranks: Sequence[int]
-    part: int | None = None
+    paddings: Sizes | None = None
+    part: int = 0
 
     @property
     def numel(self) -> int:
-        """Elements of all of them, with the paddings."""
+        """Elements of all of them, with the paddings; where each is cut by itself, those of a rank."""
+        if self.paddings is None:
+            return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
         return sum(map(prod, self.shapes.values())) + sum(self.paddings)
 
-    @property
-    def each(self) -> int:
-        """Elements that each rank has where each parameter is cut by itself."""
-        return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
-
     def cut(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
-        """Each parameter with its shape and where it lies."""
-        if self.part is None:
-            yield from self._cut_one_by_one(held)
-            return
-        missing = [(self.part, None)]
-        row = Row(
-            (rank, numel, entry)
-            for rank in self.ranks
-            for numel, entry in ([(entry.numel, entry) for entry in held[rank]] if rank in held else missing)
-        )
+        """Each parameter with its shape and where it lies on the ranks that are there."""
+        rows = {number: _Row(rank, held[rank]) for number, rank in enumerate(self.ranks) if rank in held}
         start = 0
-        for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
-            yield name, shape, list(row.cut(start, prod(shape)))
-            start += prod(shape) + padding
-
-    def _cut_one_by_one(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
-        numbered = [(number, rank) for number, rank in enumerate(self.ranks) if rank in held]
-        rows = [(number, Row((rank, entry.numel, entry) for entry in held[rank])) for number, rank in numbered]
-        start = 0
-        for name, shape in self.shapes.items():
+        for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
             numel = prod(shape)
-            part = -(-numel // len(self.ranks))
-            found = list[Piece]()
-            for number, row in rows:  # the last part is filled up; ranks behind it hold nothing but filling
-                found += row.cut(start, max(0, min(part, numel - number * part)), number * part)
-            yield name, shape, found
-            start += part
+            if self.paddings is None:
+                part = -(-numel // len(self.ranks))  # the last part is filled up; rows behind it hold nothing but filling
+                cuts = [(row, start, number * part, part) for number, row in rows.items()]
+                start += part
+            else:
+                first, behind = start // self.part, -(-(start + numel) // self.part)
+                begins = [(rows[number], number * self.part - start) for number in range(first, behind) if number in rows]
+                cuts = [(row, max(0, -begin), max(0, begin), self.part) for row, begin in begins]
+                start += numel + padding
+            pieces = (row.cut(begin, min(most, numel - at), at) for row, begin, at, most in cuts)
+            yield name, shape, list(chain.from_iterable(pieces))
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    groups = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
-    check_same("groups of weights, cut among as many ranks", groups)
-    is_stage_3 = next(iter(optimizers.values())).is_stage_3
-    return _groups_one_by_one(model, optimizers, world) if is_stage_3 else _groups_in_rows(model, optimizers, world)
-
-
-def _groups_one_by_one(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
+    said = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
+    check_same("groups of weights, cut among as many ranks", said)
     first, ranks = next(iter(optimizers.values())), range(world)
-    groups = [Group(shapes, (), (number,), ranks) for number, shapes in enumerate(model.shapes)]
-    if [group.each for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
+    if not first.is_stage_3:
+        return _groups_in_rows(model, optimizers, world)
+    groups = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
+    if [group.numel for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
         shapes = {name: shape for group in model.shapes for name, shape in group.items()}
-        groups = [Group(shapes, (), tuple(range(len(first.flat))), ranks)]
+        groups = [Group(shapes, tuple(range(len(first.flat))), ranks)]
     for group in groups:
         held = {rank: sum(state.flat[row].numel for row in group.rows) for rank, state in optimizers.items()}
-        if wrong := {rank: count for rank, count in held.items() if count != group.each}:
-            raise _not_adding_up(group, wrong, f"{group.each}")
+        if wrong := {rank: count for rank, count in held.items() if count != group.numel}:
+            raise _not_adding_up(group, wrong, f"{group.numel}")
     return groups
 
 
@@ -115,23 +122,22 @@ def _groups_in_rows(model: ModelState, optimizers: Mapping[int, OptimizerState],
     for number, (shapes, padding) in enumerate(zip(model.shapes, paddings, strict=True)):
         for ranks, names in _holders(model, shapes, first.counts[number], world):
             held = {rank: optimizers[rank].flat[number].numel for rank in ranks if rank in optimizers}
-            found.append(_in_rows(Group(names, padding, (number,), ranks), held))
+            group = Group(names, (number,), ranks, padding)
+            found.append(replace(group, part=_part_of(group, held)))
     return found
 
 
-def _in_rows(group: Group, held: Mapping[int, int]) -> Group:
-    """The group with the length of its parts, told by those that are there."""
-    last = group.ranks[-1]  # whose filling is left out by some versions
-    step = _ALIGNMENT * len(group.ranks)
-    longest = -(-group.numel // step) * _ALIGNMENT
-    part = next((count for rank, count in held.items() if rank != last), held.get(last) if len(group.ranks) == 1 else longest)
-    part = longest if part is None else part
+def _part_of(group: Group, held: Mapping[int, int]) -> int:
+    """The one length of the parts, but for the last one's filling, which some versions leave out."""
+    last, count = group.ranks[-1], len(group.ranks)
+    longest = -(-group.numel // (_ALIGNMENT * count)) * _ALIGNMENT
+    part = next((held[rank] for rank in held if rank != last or count == 1), longest)  # `check_casts` sees one that is wrong
     if wrong := {rank: held[rank] for rank in held if (held[rank] != part if rank != last else held[rank] > part)}:
         raise _not_adding_up(group, wrong, f"rank {group.ranks[0]} {part}")
-    total = part * (len(group.ranks) - 1) + held.get(last, part)
-    if not group.numel <= total <= longest * len(group.ranks):
+    total = part * (count - 1) + held.get(last, part)
+    if not group.numel <= total <= longest * count:
         raise _not_adding_up(group, held, f"{group.numel} in all")
-    return replace(group, part=part)
+    return max(part, 1)
 
 
 def _not_adding_up(group: Group, held: Mapping[int, int], wanted: str) -> PartError:
@@ -149,13 +155,12 @@ def _holders(
     if count == world:
         yield range(world), shapes
         return
-    matches = {name: EXPERT.fullmatch(name) for name in shapes}
-    experts = {name: (match["layer"], int(match["number"]), match) for name, match in matches.items() if match is not None}
+    experts = [match for name in shapes if (match := EXPERT.fullmatch(name))]
     if len(experts) < len(shapes) or world % count:
         raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and not all are experts of a mixture.")
     numbers: dict[str, set[int]] = {}
-    for layer, number, _ in experts.values():
-        numbers.setdefault(layer, set()).add(number)
+    for match in experts:
+        numbers.setdefault(match["layer"], set()).add(int(match["number"]))
     times = world // count
     if times * sum(map(len, numbers.values())) > _MOST_EXPERTS:
         raise PartError(f"{model.file} says that {world} ranks have {count} parts of experts, which is impossible.")
@@ -163,9 +168,10 @@ def _holders(
     data_first = type(config) is Dict and config.get("use_data_before_expert_parallelism") is True
     for own in range(times):
         renamed = {}
-        for name, (layer, number, match) in experts.items():
+        for match in experts:
             start, end = match.span("number")
-            renamed[f"{name[:start]}{own * len(numbers[layer]) + number}{name[end:]}"] = shapes[name]
+            number = own * len(numbers[match["layer"]]) + int(match["number"])
+            renamed[f"{match.string[:start]}{number}{match.string[end:]}"] = shapes[match.string]
         yield range(own * count, (own + 1) * count) if data_first else range(own, world, times), renamed
 
 
@@ -176,116 +182,88 @@ class Slice:
     """What the files of one slice say: a tensor parallel rank, a stage of a pipeline, or all of the model."""
 
     def __init__(
-        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], keys: Keys, world: int, *,
-        partial: bool,
-    ) -> None:  # fmt: skip
-        self.models, self.optimizers, self.keys, self.world = models, optimizers, keys, world
+        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], merger: Merger, world: int
+    ) -> None:
+        self.models, self.optimizers, self.merger, self.world = models, optimizers, merger, world
         self.model = next(iter(models.values()))
         self.first = next(iter(optimizers.values()), None)
         self.is_stage_3 = self.first is not None and self.first.is_stage_3
-        self.merger = Merger(keys, partial=partial)
         self.groups = groups_of(self.model, optimizers, world) if optimizers else []
-
-    @property
-    def lost(self) -> dict[str, str]:
-        return self.merger.lost
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.world) if rank not in self.optimizers] if self.optimizers else []
+        there = set(optimizers) & set(models) if self.is_stage_3 else set(optimizers)
+        self.missing = [rank for rank in range(world) if rank not in there] if optimizers else []
 
     @cached_property
     def weights(self) -> Dict:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
         if self.first is None:  # without ZeRO the model file has them
             return self.model.module
-        made: dict[str, Node] = {}
-        for group in self.groups:
-            made.update(self._cut(group, self._flat_of(group), "the weights"))
-        for name, shape in self.model.frozen.items():
-            made.update(self._frozen(name, shape))
-        module = self.model.module.named
-        known = (*made, *self.lost)
-        tied = {_place(entry): name for name in known if type(entry := module.get(name)) is Entry and entry.numel}
+        trained = chain.from_iterable(self._cut(group, self._flat_of(group), "the weights") for group in self.groups)
+        frozen = chain.from_iterable(self._frozen(name, shape) for name, shape in self.model.frozen.items())
+        made: dict[str, Node | Drop] = {name: self.merger.unless_lost(name, make) for name, make in chain(trained, frozen)}
+        module, buffers = self.model.module.named, self.model.buffers
+        tied = {_place(entry): name for name in made if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
-            holder = tied.get(_place(value), "")
-            if name in made or name in self.lost or name in self.model.shared:
+            if name in made or name in self.model.shared:
                 continue
-            if holder in self.lost and name not in self.model.buffers:
-                self.lost[name] = self.lost[holder]
-            elif self.missing and self._is_blank(name, value) and holder not in made:
-                self.lost[name] = "no rank that is here holds a part of it"
-            else:
-                made[name] = self._as_it_is(name, value, made.get(holder))
+            if name not in buffers and _place(value) in tied:
+                made[name] = made[tied[_place(value)]]
+            elif self.is_stage_3 and type(value) is Entry and name not in buffers and value.shape == (0,):
+                made[name] = self.merger.unless_lost(name, partial(self._nowhere, name))
+            else:  # buffers, extra states, under stage 1 frozen weights
+                made[name] = value
         for name in self.model.shared:
             if name not in made:
-                self._tie(name, made)
+                made[name] = made[self._holder_of(name, made)]
         order = dict.fromkeys((*module, *made))
-        root = Dict([(name, made[name]) for name in order if name in made], ordered=True)
+        root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
+        tied_to = "is tied to what is not whole"
+        self.merger.lost.update((name, self.merger.lost.get(name, tied_to)) for name in order if made[name] is DROP)
         root.attributes = self.model.module.attributes
         return root
 
     def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
-        """The rows of fp32 weights of a group, by rank, of those that are there."""
         there = [rank for rank in group.ranks if rank in self.optimizers]
         return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in there}
 
-    def _cut(self, group: Group, held: Mapping[int, list[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
-        """The parameters of a group, put together from each rank's rows of it."""
-        dtypes = {entry.dtype.name: entry.dtype for entries in held.values() for entry in entries}
+    def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[Cut]:
+        """The parameters of a group, and what puts each together from the ranks' rows of it."""
+        rows = list(chain.from_iterable(held.values()))  # none of experts whose ranks are all missing
+        dtypes = {entry.dtype.name: entry.dtype for entry in rows or next(iter(self.optimizers.values())).flat[:1]}
         if len(dtypes) != 1:
             raise PartError(f"The ranks have {what} of {some(list(group.shapes))} in several dtypes: {listed(list(dtypes))}.")
         (dtype,) = dtypes.values()
         for name, shape, pieces in group.cut(held):
-            make = partial(self.merger.tensor, name, dtype, shape, pieces, measured=(prod(shape),))
-            if type(entry := self.merger.unless_lost(name, make)) is Entry:
-                yield name, entry
+            yield name, partial(self.merger.tensor, name, dtype, shape, pieces, measured=(prod(shape),))
 
-    def _frozen(self, name: str, shape: Sizes) -> Iterator[tuple[str, Entry]]:
+    def _nowhere(self, name: str) -> Node:
+        why = "The files say neither its shape nor where it lies."
+        raise PartError(f"The model has {name!r}, and no rank holds a part of it.", why=why, rest=bool(self.missing))
+
+    def _frozen(self, name: str, shape: Sizes) -> Iterator[Cut]:
         """A weight that is not trained: whole under stage 2, a part on each rank under stage 3."""
         fragments = {rank: model.fragments.get(name) for rank, model in self.models.items()}
         if missing := [rank for rank, entry in fragments.items() if entry is None]:
             raise PartError(f"The frozen weight {name!r} is not in the files of {these_ranks(missing)}.")
-        parts = {rank: _flat(entry) for rank, entry in fragments.items() if entry is not None}
-        group = Group({name: shape}, (0,), (0,), range(self.world if self.is_stage_3 else 1))
-        wanted = group.each if self.is_stage_3 else prod(shape)
-        if wrong := {rank: entry.numel for rank, entry in parts.items() if entry.numel != wanted}:
+        parts = {rank: [_flat(entry)] for rank, entry in fragments.items() if entry is not None}
+        group = Group({name: shape}, (0,), range(self.world if self.is_stage_3 else 1))
+        if wrong := {rank: entry.numel for rank, (entry,) in parts.items() if entry.numel != group.numel}:
             held = listed([f"rank {rank} holds {count}" for rank, count in wrong.items()])
-            raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {wanted}.")
-        yield from self._cut(group, {rank: [entry] for rank, entry in parts.items()}, "a frozen weight")
+            raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {group.numel}.")
+        yield from self._cut(group, parts, "a frozen weight")
 
-    def _as_it_is(self, name: str, value: Node, tied: Node) -> Node:
-        """What lies in the model file itself: buffers, extra states, under stage 1 frozen weights, tied ones without a word."""
-        if tied is not None and name not in self.model.buffers:
-            return tied
-        if self._is_blank(name, value):
-            raise PartError(
-                f"The model has {name!r}, and no rank holds a part of it.",
-                why="The files say neither its shape nor where it lies.",
-            )
-        return value
-
-    def _is_blank(self, name: str, value: Node) -> bool:
-        """Whether it is what stage 3 leaves of a weight in the model file."""
-        return self.is_stage_3 and type(value) is Entry and name not in self.model.buffers and value.shape == (0,)
-
-    def _tie(self, name: str, made: dict[str, Node]) -> None:
-        """The weight that a tied name stands for, under this name too."""
+    def _holder_of(self, name: str, made: Collection[str]) -> str:
+        """The weight that a tied name stands for."""
         holder, seen = self.model.shared[name], {name}
         while holder not in made and holder in self.model.shared and holder not in seen:
             seen.add(holder)
             holder = self.model.shared[holder]
-        if holder in self.lost:
-            self.lost[name] = self.lost[holder]
-        elif holder in made:
-            made[name] = made[holder]
-        else:
+        if holder not in made:
             raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint.")
+        return holder
 
     # --- what is there beside the weights
 
     def module(self) -> Dict:
-        """The weights as they were trained with."""
         if self.is_stage_3:
             raise PartError(
                 "ZeRO 3 saves no 16-bit weights.", why="The model files hold tensors without elements.",
@@ -293,8 +271,8 @@ class Slice:
             )  # fmt: skip
         return self.model.module
 
-    def optimizer(self) -> Dict:
-        """The optimizer's state by the parameters' names, as torch's `get_optimizer_state_dict` has it."""
+    def optimizer(self) -> tuple[dict[str, Dict], list[tuple[list[Pair], list[str]]]]:
+        """The optimizer's state by the parameters' names, and its groups: their values, and the names of their parameters."""
         if self.first is None or not self.first.states:
             raise PartError("The files have no optimizer state.")
         if self.missing:
@@ -303,27 +281,25 @@ class Slice:
         names: dict[int, list[str]] = {}
         for group in self.groups:
             names.setdefault(group.rows[0], []).extend(group.shapes)
-        groups = list[Dict]()
+        groups = []
         for values in self.first.groups:
-            rows = values.get("params")
-            own = [
-                name for row in (rows.items if type(rows) is List else ()) if type(row) is int for name in names.get(row, ())
-            ]
-            groups.append(Dict([*(item for item in values.items if item[0] != "params"), ("params", List(list(own)))]))
-        return optimizer_of(state, groups)
+            numbers = [row for row in listed_in(values.get("params")) if type(row) is int]
+            own = [name for row in numbers for name in names.get(row, ())]
+            groups.append(([item for item in values.items if item[0] != "params"], own))
+        return state, groups
 
     def _states(self, group: Group) -> Iterator[tuple[str, Dict]]:
         """The state of each parameter of a group: rows cut as the weights are, and steps as they are."""
         first = self.optimizers[group.ranks[0]].states.get(group.rows[0], Dict())
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
         for key, value in first.items:
-            if type(value) is not Entry or not value.shape:
-                kept = self.keys.renew(value)
+            if type(value) is Entry and value.shape:
+                for name, make in self._cut(group, self._rows(group, key), f"{key!r}"):
+                    made[name].append((key, make()))
+            else:
+                kept = self.merger.keys.renew(value)
                 for items in made.values():
                     items.append((key, kept))
-                continue
-            for name, entry in self._cut(group, self._rows(group, key), f"{key!r}"):
-                made[name].append((key, entry))
         yield from ((name, Dict(items)) for name, items in made.items())
 
     def _rows(self, group: Group, key: Node) -> dict[int, list[Entry]]:
@@ -342,8 +318,10 @@ class Slice:
             found.setdefault(rank, []).append(entry)
         return found
 
-    def check_evidence(self, module: Mapping[str, Node] | None = None) -> None:
-        """What the bytes say against the names of the optimizer's files."""
+    # --- what the bytes say
+
+    def check_evidence(self, module: Mapping[str, Node] | None) -> None:
+        """Against the names of the optimizer's files."""
         for group in self.groups:
             check_not_twice(self._flat_of(group), self.merger.shown)
         check_casts(self._casts(self.model.module.named if module is None else module))
@@ -359,26 +337,18 @@ class Slice:
                     run = replace(cast, shape=piece.sizes, stride=(1,), offset=cast.offset + piece.offsets[0])
                     yield self.optimizers[piece.rank].file, name, piece.entry, run
 
-    def differing_buffers(self) -> list[str]:
+    def differing_buffers(self) -> Iterator[str]:
         """Compare the buffers of all ranks, which each of them may count by itself (batch norm)."""
         _, *others = self.models.values()
-        every = ((name, self.model.module.get(name)) for name in self.model.buffers)
-        return [
-            name
-            for name, own in every
-            if type(own) is Entry and not all(_same(own, other.module.get(name)) for other in others)
-        ]
-
-
-def optimizer_of(state: Mapping[str, Dict], groups: Sequence[Dict]) -> Dict:
-    """An optimizer's state dict."""
-    return Dict([("state", Dict(list(state.items()))), ("param_groups", List(list(groups)))])
-
-
-def _same(one: Entry, other: Node) -> bool:
-    if type(other) is not Entry or (one.shape, one.dtype.name) != (other.shape, other.dtype.name):
-        return False
-    return not one.numel or same_bytes(one, other)
+        for name in self.model.buffers:
+            own = self.model.module.get(name)
+            if type(own) is not Entry:
+                continue
+            for other in (model.module.get(name) for model in others):
+                alike = type(other) is Entry and (own.shape, own.dtype.name) == (other.shape, other.dtype.name)
+                if not alike or (type(other) is Entry and own.numel and not same_bytes(own, other)):
+                    yield name
+                    break
 
 
 def _flat(entry: Entry) -> Entry:

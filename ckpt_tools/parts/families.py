@@ -32,12 +32,12 @@ class Family:
     """A way in which a checkpoint is in several files.
 
     Attributes:
-        module: reads them: `decode(names, files, *, partial) -> Checkpoint`.
+        module: reads them: `decode(names, files) -> Checkpoint`.
         find: of a folder and the names of its files those that say what is in it; none where the folder is something else.
         stands_for: what is named with a file that stands for all of them by what is in it: those that `find` would give.
         beside: what a file is one of, by its path, the names in its folder, and the globals of its pickle, if it was read.
         part: what part of the whole a file is by itself. The last argument counts the ranks whose files are beside it.
-        partial: whether what is whole can be told where files are missing.
+        partial: whether `decode` takes `partial=True`: what is whole, where files are missing.
         decode: the function's name, where the module has several.
     """
 
@@ -46,7 +46,7 @@ class Family:
     stands_for: Callable[[Source, bytes, Callable[[], list[str]]], Sequence[str]] | None = None
     beside: Callable[[Path, Sequence[str], Sequence[Global]], Beside | None] | None = None
     part: Callable[[Checkpoint, Callable[[], int | None]], Partition | None] | None = None
-    partial: bool = True
+    partial: bool = False
     decode: str = "decode"
 
 
@@ -61,7 +61,8 @@ class Found(NamedTuple):
     def decode(self, files: Files, *, partial: bool = False) -> Checkpoint:
         """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
         row = ROWS[self.family]
-        decoded = getattr(import_module(row.module), row.decode)(self.names, files, partial=partial)
+        decode = getattr(import_module(row.module), row.decode)
+        decoded = decode(self.names, files, partial=True) if partial else decode(self.names, files)
         assert isinstance(decoded, Checkpoint)
         return decoded
 
@@ -90,7 +91,7 @@ def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
 
 
 def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
-    found = by_name.consolidated_files(names)
+    found = by_name.matching(names, by_name.CONSOLIDATED)
     if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
         raise _several(folder, [*found[:4], *whole], "transformers and diffusers take the last, Meta's code the others.")
     return found
@@ -102,7 +103,7 @@ def _several(folder: Path, names: Sequence[str], why: str = "Each index is one o
     return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why=why, fix=fix)
 
 
-# --- a file that stands for others
+# --- a file that stands for others, and the files beside one
 
 
 def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Sequence[str]:
@@ -110,12 +111,8 @@ def _of_split(source: Source, head: bytes, names: Callable[[], list[str]]) -> Se
         return ()
     from ckpt_tools.parts import sharded
 
-    if not sharded.is_split(source):
-        return ()
-    return next((group for group in by_name.shard_groups(names()) if source.path.name in group), ())
-
-
-# --- the files beside one
+    groups = by_name.shard_groups(names()) if sharded.is_split(source) else ()
+    return next((group for group in groups if source.path.name in group), ())
 
 
 def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Beside | None:
@@ -126,15 +123,13 @@ def _beside_megatron(path: Path, _: Sequence[str], __: Sequence[Global]) -> Besi
 
 
 def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.consolidated_files(names)
+    found = by_name.matching(names, by_name.CONSOLIDATED)
     return (path.parent, found, len(found)) if path.name in found else None
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.zero_files(names)
-    return (
-        (path.parent, found.names, len(found.kinds["optimizer"])) if by_name.is_zero_file(path.name) and found.names else None
-    )
+    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
+    return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
@@ -151,42 +146,45 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
         return None
     from ckpt_tools.parts import items
 
-    if not items.describes(path, group):
-        return None
-    return path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)
+    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if items.describes(path, group) else None
 
 
 # --- the table
 
 ROWS = {
-    "dcp": Family("ckpt_tools.parts.dcp", lambda folder, names: _index(folder, names) if by_name.DCP_METADATA in names else ()),
+    "dcp": Family(
+        "ckpt_tools.parts.dcp", partial=True,
+        find=lambda folder, names: _index(folder, names) if by_name.DCP_METADATA in names else (),
+    ),
     "sharded": Family(
-        "ckpt_tools.parts.sharded", _index,
+        "ckpt_tools.parts.sharded", _index, partial=True,
         stands_for=lambda source, head, _: (source.path.name,) if by_name.is_index(source, head) else (),
     ),
     "dcp-safetensors": Family(
-        "ckpt_tools.parts.dcp", lambda _, names: by_name.dcp_shards(names), partial=False, decode="decode_safetensors"
+        "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names, beside=_beside_zero, part=parts.of_zero
+        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names,
+        beside=_beside_zero, part=parts.of_zero, partial=True,
     ),
-    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item),
-    "shards": Family("ckpt_tools.parts.sharded", _shards, decode="decode_loose"),
+    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item, partial=True),
+    "shards": Family("ckpt_tools.parts.sharded", _shards, partial=True, decode="decode_loose"),
     "gguf-splits": Family(
         "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),
         stands_for=_of_split, decode="decode_splits",
     ),
     "consolidated": Family(
-        "ckpt_tools.parts.consolidated", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated
+        "ckpt_tools.parts.consolidated", _consolidated,
+        beside=_beside_consolidated, part=parts.of_consolidated, partial=True,
     ),
     "megatron": Family(
         "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
-        part=parts.of_megatron, partial=False,  # nothing says how long a tensor is that was cut
+        part=parts.of_megatron,
     ),
-    "training": Family("ckpt_tools.parts.training", training.find),
+    "training": Family("ckpt_tools.parts.training", training.find, partial=True),
     "rank-files": Family(
         "ckpt_tools.parts.rank_files", lambda _, names: group.every if (group := by_name.model_group(names)) else (),
-        beside=_beside_rank,
+        beside=_beside_rank, partial=True,
     ),
 }  # fmt: skip
 
@@ -200,7 +198,6 @@ def layout_of(folder: str | os.PathLike[str], names: Sequence[str]) -> Found | N
 
 
 def find_layout(folder: str | os.PathLike[str]) -> Found | None:
-    """The one checkpoint that a folder is, None where it is not one."""
     folder = folder_of_files(Path(folder))
     try:
         names = sorted(os.listdir(folder))
@@ -295,7 +292,6 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
 
 
 def layout(folder: Path, names: list[str]) -> Found:
-    """The one checkpoint that a folder should be."""
     found = layout_of(folder, sorted(names))
     if found is not None:
         return found

@@ -25,10 +25,9 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts import rank_files
-from ckpt_tools.parts.merge import Piece
+from ckpt_tools.parts.merge import Merger, Piece, merged
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, item_groups
 from ckpt_tools.parts.rank_parts import MOST_RANKS, Placement, box_at, row_of
-from ckpt_tools.parts.sharded import joined
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
 
@@ -42,56 +41,30 @@ Row = Mapping[str, Any]
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
-    described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
-    found = _files_of(described, files.names(), world)
-    groups = {name: Group(f"{name}_", names_of, world, tuple(names_of.values())) for name, names_of in found.items()}
+    (described, groups), merger, keys = _items_of(files), Merger(Keys(), partial=partial), Keys()
     if files.path != files.folder:
-        only = next(name for name, group in groups.items() if files.path.name in group.names.values())
-        return rank_files.merge(groups[only], files, partial=partial, places=_places(described.get(only)))
-    parts = {name: rank_files.merge(group, files, partial=partial, places=_places(described.get(name)))
-             for name, group in groups.items()}  # fmt: skip
-    keys = Keys()
-    made = joined(rank_files.CONTAINER, _together(parts, keys), files, list(parts.values()), {})
-    made.has_checksums = False
-
-    def locate(root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are. With `partial` what differs goes."""
-        for part in parts.values():
-            if part.locator is not None:
-                part.locate()
-        made.lost = _lost(parts)
-        return _together(parts, keys) if partial else root
-
-    made.lost, made.locator = _lost(parts), locate
-    return made
-
-
-def _together(parts: Mapping[str, Checkpoint], keys: Keys) -> Dict:
-    return Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
-
-
-def _lost(parts: Mapping[str, Checkpoint]) -> list[tuple[str, str]]:
-    return [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
+        only = next(name for name, group in groups.items() if files.path.name in group.every)
+        return rank_files.merge(groups[only], files, merger, _places(described.get(only)))
+    parts = [rank_files.merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
+    root = Dict([(name, keys.renew(part.root)) for name, part in zip(groups, parts, strict=True)])
+    return merged(rank_files.CONTAINER, root, files, parts, merger)
 
 
 def describes(path: Path, group: Group) -> bool:
-    """Whether the metadata.pkl beside a file describes the item that the file's name says it is a part of."""
     with contextlib.closing(Files(path, path.parent)) as files:
         about = files.open(ITEM_METADATA)
         if not describes_items(about.read(0, min(HEAD, about.size))):
             return False
-        described, world = _described(decode_file(about).root)
-        found = _files_of(described, files.names(), world)
-    item = next((item for item, files_of in found.items() if path.name in files_of.values()), None)
-    return f"{item}_" == group.stem
+        _, groups = _items_of(files)
+    return group.stem == next((own.stem for own in groups.values() if path.name in own.every), None)
 
 
 # --- metadata.pkl
 
 
-def _described(root: Node) -> tuple[dict[str, Row], int]:
-    """What metadata.pkl says of each item, and how many ranks there were."""
-    content = _python(root, _LEVELS, {})  # a few levels, since that is all that is asked for
+def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
+    """What metadata.pkl says of each item, and the files of each: where it says, else by the item's name."""
+    content = _python(decode_file(files.open(ITEM_METADATA)).root, _LEVELS, {})  # no more levels are asked for
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
         raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
     if content.get("version") != _VERSION:
@@ -99,16 +72,23 @@ def _described(root: Node) -> tuple[dict[str, Row], int]:
             f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.",
             fix="Load it with torch_checkpointing, and save it again.",
         )
-    said, items = content.get("world_size"), content["metadata"]
-    world = said if type(said) is int and 0 < said <= MOST_RANKS else 0
-    good = world > 0
-    for key, row in items.items():
-        layouts = row.get("rank_to_layout_info") if isinstance(row, dict) else None
-        good = good and type(key) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
-        good = good and isinstance(row.get("nested_path_to_metadata"), dict)
+    described, names = content["metadata"], files.names()
+    world: Any = content.get("world_size")
+    good, found = type(world) is int and 0 < world <= MOST_RANKS, dict[str, dict[int, str]]()
+    for name, item in described.items():
+        layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+        good = good and type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        if not good or layouts is None or not isinstance(item.get("nested_path_to_metadata"), dict):
+            raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
+        wanted = {rank: _file(name, rank, layouts[rank]) for rank in range(world)}
+        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
+        if not found[name]:
+            raise PartError(f"No file of the item {name!r} is there.", why=f"{ITEM_METADATA} describes {world} of them.")
     if not good:
-        raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
-    return items, world
+        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
+    others = {stem: group for stem, group in item_groups(names).items() if stem not in found and len(group) == world}
+    groups = {name: Group(f"{name}_", own, world, tuple(own.values())) for name, own in (found | others).items()}
+    return described, groups
 
 
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
@@ -122,21 +102,6 @@ def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
     elif type(node) in (List, tuple):
         known[id(node)] = tuple(_python(value, levels - 1, known) for value in row_of(node))
     return known.get(id(node), node)
-
-
-def _files_of(described: Mapping[str, Row], names: Sequence[str], world: int) -> dict[str, dict[int, str]]:
-    """The files of each item by rank: where metadata.pkl says, else by the item's name."""
-    found = {}
-    for name, item in described.items():
-        rows = {rank: item["rank_to_layout_info"][rank] for rank in range(world)}
-        wanted = {rank: _file(name, rank, row) for rank, row in rows.items()}
-        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
-        if not found[name]:
-            raise PartError(f"No file of the item {name!r} is there.", why=f"{ITEM_METADATA} describes {world} of them.")
-    for stem, group in item_groups(names).items():
-        if stem not in found and len(group) == world:
-            found[stem] = group
-    return found
 
 
 def _file(name: str, rank: int, row: Any) -> str:
@@ -166,20 +131,18 @@ def _places(item: Row | None) -> rank_files.Places:
         rows, name = every.get(where), ".".join(map(str, where))
         if rows is None:
             return None
-        shares, shapes = [], set()
+        pieces, shapes = list[Piece](), list[Sizes]()
         for rank, entry in entries:
             try:
                 shape, found = _boxes(rows, rank, entry)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
                 raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
-            shapes.add(shape)
-            shares += found
-        if len(shapes) != 1:
+            shapes.append(shape)
+            pieces += found
+        if len(set(shapes)) > 1:
             raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
-        whole = shapes.pop()
-        own = [entry for _, entry in entries]
-        alike = [share.entry for share in shares] == own and all(share.sizes == whole for share in shares)
-        return None if alike else (whole, shares)
+        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shapes[0] for piece in pieces)
+        return None if alike else (shapes[0], pieces)
 
     return shares
 
@@ -221,7 +184,6 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Pi
 
 
 def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
-    """A box of what one rank holds."""
     if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
         raise ValueError("another shape")
     if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):

@@ -16,7 +16,7 @@ loader_base.py`, `megatron/core/tensor_parallel/layers.py`, `megatron/core/trans
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
@@ -30,11 +30,10 @@ from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_same, mer
 from ckpt_tools.parts.names import MP_RANK
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.visit import walk
 
 # --- what Megatron-LM's names tell
-
 
 _LAYER = re.compile(r"((?:module\.)*(?:language_model\.)?(?:decoder|encoder|transformer)\.layers)\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})(\..+)?")
@@ -52,18 +51,15 @@ _WHOLE = re.compile(
 
 @dataclass(slots=True)
 class Chunk:
-    """The tensors of one virtual stage on one rank."""
-
     tensors: dict[str, Entry] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     experts: int = 0
     left_out: int = 0
 
 
-def chunk_of(what: str, node: Node) -> Chunk:
+def _chunk_of(what: str, node: Node) -> Chunk:
     found = Chunk()
-    layers: dict[str, set[int]] = {}
-    experts: dict[str, set[int]] = {}
+    numbers: dict[tuple[bool, str], set[int]] = {}  # of layers, and of experts, below a prefix
     for where, value in walk(node, stop=lambda part: type(part) is Entry) if type(node) is Dict else ():
         name = ".".join(map(str, where))
         if type(value) is not Entry or "_extra_state" in name:
@@ -73,32 +69,29 @@ def chunk_of(what: str, node: Node) -> Chunk:
             raise PartError(f"{what} has {name!r} twice, or as the matrix of all experts, which is not read.")
         found.tensors[name] = value
         if match := _LAYER.fullmatch(name):
-            layers.setdefault(match[1], set()).add(int(match[2]))
+            numbers.setdefault((False, match[1]), set()).add(int(match[2]))
         if match := _EXPERT.fullmatch(name):
-            experts.setdefault(f"{match[1]}{match[3]}", set()).add(int(match[2]))
-    for kind, numbers in (*layers.items(), *experts.items()):
-        if max(numbers) + 1 != len(numbers):
-            raise PartError(f"{what}: the numbers below {kind!r} have a gap.", why="Tensors are missing in it.")
-    found.layers = {kind: len(numbers) for kind, numbers in layers.items()}
-    counts = {len(numbers) for numbers in experts.values()}
+            numbers.setdefault((True, f"{match[1]}{match[3]}"), set()).add(int(match[2]))
+    if gap := [kind for (_, kind), own in numbers.items() if max(own) + 1 != len(own)]:
+        raise PartError(f"{what}: the numbers below {gap[0]!r} have a gap.", why="Tensors are missing in it.")
+    found.layers = {kind: len(own) for (is_expert, kind), own in numbers.items() if not is_expert}
+    counts = {len(own) for (is_expert, _), own in numbers.items() if is_expert}
     if len(counts) > 1 or not found.tensors:
         raise PartError(f"{what} holds no tensors, or different numbers of experts in its layers.")
-    found.experts = counts.pop() if counts else 0
+    found.experts = max(counts, default=0)
     return found
 
 
-def with_offsets(chunk: Chunk, layers: Mapping[str, int], expert_rank: int, tied: bool) -> Iterator[tuple[str, Entry]]:
-    """The tensors under their names in the whole model."""
-    for name, entry in chunk.tensors.items():
-        whole = name
-        if match := _LAYER.fullmatch(whole):
-            whole = f"{match[1]}.{int(match[2]) + layers.get(match[1], 0)}.{match[3]}"
-        if match := _EXPERT.fullmatch(whole):
-            whole = f"{match[1]}{int(match[2]) + expert_rank * chunk.experts}{match[3] or ''}"
-        for copy in ("output_layer.weight", "word_embeddings_for_head.weight") if tied else ():
-            if whole.endswith(copy):
-                whole = f"{whole.removesuffix(copy)}embedding.word_embeddings.weight"
-        yield whole, entry
+def _whole_name(name: str, layers: Mapping[str, int], experts: int, tied: bool) -> str:
+    """What a tensor is called in the whole model, which has so many layers and experts before it."""
+    if match := _LAYER.fullmatch(name):
+        name = f"{match[1]}.{int(match[2]) + layers.get(match[1], 0)}.{match[3]}"
+    if match := _EXPERT.fullmatch(name):
+        name = f"{match[1]}{int(match[2]) + experts}{match[3] or ''}"
+    for copy in ("output_layer.weight", "word_embeddings_for_head.weight") if tied else ():
+        if name.endswith(copy):
+            name = f"{name.removesuffix(copy)}embedding.word_embeddings.weight"
+    return name
 
 
 def _cut_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> tuple[int, int] | None:
@@ -126,11 +119,13 @@ def _is_gated(name: str, part: Entry, kind: str, other: Callable[[str], Entry | 
     return rows == 2 * columns
 
 
+# --- the parts
+
 CONTAINER = "megatron"
 _KINDS = ("tensor", "pipeline", "expert")
 _LEFT_OUT = ("optimizer", "rng_state")  # cut as the ranks are, and of no use to another number of them
 _OPTIMIZER = "distrib_optim.pt"
-_AGREEING = ("num_layers", "num_experts", "padded_vocab_size", "swiglu")
+_AGREEING = (*(f"{kind}_model_parallel_size" for kind in _KINDS), "num_layers", "num_experts", "padded_vocab_size", "swiglu")
 _MODEL = re.compile(r"model(\d{0,4})")
 _MOST = 100_000
 
@@ -142,41 +137,37 @@ class _Part:
     folder: str
     place: Place
     decoded: Checkpoint
+    root: Dict
     arguments: Dict
     chunks: list[Chunk]
 
-    @property
-    def root(self) -> Dict:
-        return as_dict(self.decoded.root)
 
-
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     keys, parts = Keys(), list[_Part]()
     sizes: Place = (1, 1, 1)
     for name in sorted(names):
         decoded = decode_file(files.open(name))
-        decoded.root = keys.renew(decoded.root)
-        folder, arguments = name.partition("/")[0], _arguments(name, decoded.root)
-        sizes = _sizes(folder, arguments) if not parts else sizes
-        parts.append(_Part(folder, _place(folder, sizes), decoded, arguments, _chunks(name, as_dict(decoded.root))))
+        root = keys.renew(decoded.root)
+        arguments = root.get("args") if type(root) is Dict else None
+        state = arguments if type(arguments) is Dict else attributes(arguments)
+        if type(root) is not Dict or state is None:
+            raise PartError(f"{name} carries no args, so that nothing says into how many parts the model was cut.")
+        folder = name.partition("/")[0]
+        sizes = _sizes(folder, state) if not parts else sizes
+        parts.append(_Part(folder, _place(folder, sizes), decoded, root, state, _chunks(name, root)))
     _check_world(sizes, parts)
     _check_agreeing(parts)
     merging = _Merging(parts, sizes, keys)
-    root = merging.run()
-    made = merged(CONTAINER, root, files, [part.decoded for part in parts], merging.merger.check_replicas)
-    made.warnings += _notes(parts, merging)
+    made = merged(CONTAINER, merging.run(), files, [part.decoded for part in parts], merging.merger)
+    left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
+    if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
+        left.append(_OPTIMIZER)
+    extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
+    made.warnings += [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
+    text = f"{extra} values of the model that are not tensors (_extra_state): left out"
+    made.warnings += [Warned("left-out", text)] if extra else []
+    made.warnings += [Warned("padded-vocabulary", merging.padding, severity="info")] if merging.padding else []
     return made
-
-
-# --- the parts
-
-
-def _arguments(name: str, root: Node) -> Dict:
-    arguments = root.get("args") if type(root) is Dict else None
-    state = arguments if type(arguments) is Dict else attributes(arguments)
-    if state is None:
-        raise PartError(f"{name} carries no args, so that nothing says into how many parts the model was cut.")
-    return state
 
 
 def _sizes(folder: str, arguments: Dict) -> Place:
@@ -204,37 +195,32 @@ def _place(folder: str, sizes: Place) -> Place:
     return numbers[0], next(rest) if sizes[1] > 1 else 0, next(rest) if sizes[2] > 1 else 0
 
 
-def _chunks(name: str, root: Dict) -> list[Chunk]:
-    """The tensors of a rank: of each of its virtual stages, in order."""
-    found = {int(match[1] or 0): key for key in root.named if (match := _MODEL.fullmatch(key))}
-    if sorted(found) != [*range(len(found))] or not found:
-        raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
-    return [chunk_of(f"{name}: {found[number]}", root.get(found[number])) for number in sorted(found)]
-
-
-def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
-    """Every rank is there once, and no other."""
-    places = by_rank((part.place, part.folder) for part in parts)
-    if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
-        raise PartError(f"{some(beyond)} are beyond the {prod(sizes)} ranks that the args of the job say.")
-    world = prod(sizes)
-    every = (place for place in product(*map(range, sizes)) if place not in places)
-    if missing := list(islice(every, 5)):
-        shown = listed([_folder(place, sizes) for place in missing], rest=world - len(places) - len(missing))
-        raise PartError(
-            f"{shown}: missing. {len(places)} of {world} parts are there.",
-            fix="Get the others too: a model needs the parts of all ranks.",
-        )
-
-
 def _folder(place: Sequence[int], sizes: Place) -> str:
     stage, experts = (f"_{at:03d}" if size > 1 else "" for at, size in zip(place[1:], sizes[1:], strict=True))
     return f"mp_rank_{place[0]:02d}{stage}{experts}"
 
 
+def _chunks(name: str, root: Dict) -> list[Chunk]:
+    """The tensors of a rank: of each of its virtual stages, in order."""
+    found = {int(match[1] or 0): key for key in root.named if (match := _MODEL.fullmatch(key))}
+    if sorted(found) != [*range(len(found))] or not found:
+        raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
+    return [_chunk_of(f"{name}: {found[number]}", root.get(found[number])) for number in sorted(found)]
+
+
+def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
+    places, world = by_rank((part.place, part.folder) for part in parts), prod(sizes)
+    if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
+        raise PartError(f"{some(beyond)} are beyond the {world} ranks that the args of the job say.")
+    if missing := list(islice((place for place in product(*map(range, sizes)) if place not in places), 5)):
+        shown = listed([_folder(place, sizes) for place in missing], rest=world - len(places) - len(missing))
+        fix = "Get the others too: a model needs the parts of all ranks."
+        raise PartError(f"{shown}: missing. {len(places)} of {world} parts are there.", fix=fix)
+
+
 def _check_agreeing(parts: Sequence[_Part]) -> None:
     """All are of one job at one step, and each is the rank that its name says."""
-    for kind in (*(f"{kind}_model_parallel_size" for kind in _KINDS), *_AGREEING):
+    for kind in _AGREEING:
         check_same(kind, {part.folder: part.arguments.get(kind) for part in parts})
     for key in ("iteration", "checkpoint_version"):
         check_same(key, {part.folder: part.root.get(key) for part in parts})
@@ -243,18 +229,6 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
         rank, size = part.arguments.get("rank"), parts[0].arguments.get("tensor_model_parallel_size")
         if type(rank) is int and type(size) is int and rank % size != part.place[0]:
             raise PartError(f"{part.folder} holds the part of rank {rank}, by its args.", why="Its name says another.")
-
-
-def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
-    left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
-    if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
-        left.append(_OPTIMIZER)
-    found = [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
-    extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
-    found += [Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state): left out")] if extra else []
-    if merging.padding:
-        found.append(Warned("padded-vocabulary", merging.padding, severity="info"))
-    return found
 
 
 # --- merging
@@ -266,7 +240,7 @@ class _Merging:
     def __init__(self, parts: Sequence[_Part], sizes: Place, keys: Keys) -> None:
         self.parts, self.sizes = parts, sizes
         self.merger = Merger(keys, {number: part.folder for number, part in enumerate(parts)})
-        self.arguments = parts[0].arguments
+        self.first, self.arguments = parts[0].root, parts[0].arguments
         self.padding = ""
         self.held: dict[str, dict[Place, tuple[int, Entry]]] = {}
 
@@ -276,67 +250,60 @@ class _Merging:
         model = Dict([(name, self._merged(name, places)) for name, places in self.held.items()], ordered=True)
         self._check_vocabulary(model)
         items = list[tuple[Node, Node]]()
-        for key, value in self.parts[0].root.items:
+        for key, value in self.first.items:
             if type(key) is str and _MODEL.fullmatch(key):
                 items += [("model", model)] if key in ("model", "model0") else []
             elif key not in _LEFT_OUT:
                 items.append((key, value))
-        for number, (key, value) in enumerate(self.arguments.items):
-            if key in [f"{kind}_model_parallel_size" for kind in _KINDS] and value is not None:
-                self.arguments.items[number] = (key, 1)
+        sizes = [f"{kind}_model_parallel_size" for kind in _KINDS]
+        rows = self.arguments.items
+        rows[:] = [(key, 1 if key in sizes and value is not None else value) for key, value in rows]
         return Dict(items)
 
     def _hold(self) -> None:
         """Note of each name in the whole model who holds a part of it, in the order of the layers."""
-        stages = [(virtual, stage) for virtual in range(len(self.parts[0].chunks)) for stage in range(self.sizes[1])]
         offsets: dict[str, int] = {}
-        for virtual, stage in stages:
-            members = [(number, part) for number, part in enumerate(self.parts) if part.place[1] == stage]
-            chunks = [part.chunks[virtual] for _, part in members]
-            if any(chunk.layers != chunks[0].layers or chunk.experts != chunks[0].experts for chunk in chunks):
-                folders = listed([part.folder for _, part in members])
+        for virtual, stage in product(range(len(self.parts[0].chunks)), range(self.sizes[1])):
+            members = [(number, part, part.chunks[virtual]) for number, part in enumerate(self.parts) if part.place[1] == stage]
+            _, _, first = members[0]
+            if any(chunk.layers != first.layers or chunk.experts != first.experts for _, _, chunk in members):
+                folders = listed([part.folder for _, part, _ in members])
                 raise PartError(f"The ranks of one stage, {folders}, have different numbers of layers or experts.")
-            for (number, part), chunk in zip(members, chunks, strict=True):
-                for name, entry in with_offsets(chunk, offsets, part.place[2], self._tied(stage)):
-                    self.held.setdefault(name, {})[part.place] = (number, entry)
-            for prefix, count in chunks[0].layers.items():
+            # the head of a later stage is a copy of the embedding, which is on the first
+            tied = stage > 0 and self.arguments.get("untie_embeddings_and_output_weights") is False
+            for number, part, chunk in members:
+                for name, entry in chunk.tensors.items():
+                    whole = _whole_name(name, offsets, part.place[2] * chunk.experts, tied)
+                    self.held.setdefault(whole, {})[part.place] = (number, entry)
+            for prefix, count in first.layers.items():
                 offsets[prefix] = offsets.get(prefix, 0) + count
-        self._check_layers(offsets)
-
-    def _tied(self, stage: int) -> bool:
-        """Whether the head of a stage is a copy of the embedding, which is on the first."""
-        return stage > 0 and self.arguments.get("untie_embeddings_and_output_weights") is False
-
-    def _check_layers(self, counts: Mapping[str, int]) -> None:
-        if len(counts) > 1 and self.sizes[1] > 1:
-            raise PartError(f"Layers of several kinds ({listed(list(counts))}) in a pipeline are not read.")
+        if len(offsets) > 1 and self.sizes[1] > 1:
+            raise PartError(f"Layers of several kinds ({listed(list(offsets))}) in a pipeline are not read.")
         wanted = self.arguments.get("num_layers")
-        if type(wanted) is int and len(counts) == 1 and [*counts.values()] != [wanted]:
-            raise PartError(f"The ranks hold {next(iter(counts.values()))} layers, and the args say {wanted}.")
+        if type(wanted) is int and len(offsets) == 1 and [*offsets.values()] != [wanted]:
+            raise PartError(f"The ranks hold {next(iter(offsets.values()))} layers, and the args say {wanted}.")
 
     def _check_vocabulary(self, model: Dict) -> None:
         """The embedding has the rows that the args say; those beyond the tokenizer's are padding, and kept."""
-        rows = self.arguments.get("padded_vocab_size")
+        rows, real = self.arguments.get("padded_vocab_size"), self.arguments.get("vocab_size")
         for name, entry in model.named.items():
             if name.endswith("word_embeddings.weight") and type(rows) is int and type(entry) is Entry:
                 if entry.shape[0] != rows:
                     raise PartError(f"{name!r} has {entry.shape[0]} rows, and the args say {rows} (padded_vocab_size).")
-                real = self.arguments.get("vocab_size")
                 if type(real) is int and real < rows:
                     self.padding = f"{rows - real} rows of the vocabulary are padding ({rows} for {real} tokens); they are kept"
 
     def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
         groups = self._groups(name, held)
-        if self.sizes[0] > 1:
-            version = self.parts[0].root.get("checkpoint_version")
-            number = float(version) if isinstance(version, (int, float)) else 0.0
+        version = self.first.get("checkpoint_version")
+        number = float(version) if isinstance(version, (int, float)) else 0.0
 
-            def part_of(other: str) -> Entry | None:
-                return next((entry for _, entry in self.held.get(other, {}).values()), None)
+        def part_of(other: str) -> Entry | None:
+            return next((entry for _, entry in self.held.get(other, {}).values()), None)
 
-            cut = _cut_of(name, [entry for _, entry in groups[0]], part_of, number)
-            if cut is not None:
-                return along(self.merger, name, cut[0], groups, count=cut[1])
+        cut = _cut_of(name, [entry for _, entry in groups[0]], part_of, number) if self.sizes[0] > 1 else None
+        if cut is not None:
+            return along(self.merger, name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _groups(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> list[Held]:
@@ -344,8 +311,7 @@ class _Merging:
         stages = sorted({(stage, experts) for _, stage, experts in held})
         wanted = [(stage, experts) for stage in dict.fromkeys(stage for stage, _ in stages) for experts in range(self.sizes[2])]
         for stage, experts in stages if _EXPERT.fullmatch(name) else wanted:
-            missing = [place for at in range(self.sizes[0]) if (place := (at, stage, experts)) not in held]
-            if missing:
+            if missing := [place for at in range(self.sizes[0]) if (place := (at, stage, experts)) not in held]:
                 folders = listed([_folder(place, self.sizes) for place in missing])
                 raise PartError(f"{name!r} is not in {folders}, and is on other ranks.")
         return [[held[at, stage, experts] for at in range(self.sizes[0])] for stage, experts in stages]

@@ -7,26 +7,25 @@ which reads them, before anything is written.
 
 from __future__ import annotations
 
-import array
 import struct
-import sys
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import product
 from math import isfinite, prod
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
 from ckpt_tools.formats.checkpoint import Checkpoint
+from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.io.content import read
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.sharded import joined
-from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.text import dotted, listed, some, these_ranks
+from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.exchange import DROP, Drop
-from ckpt_tools.tree.nodes import Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
@@ -50,14 +49,14 @@ class Piece:
 class Merger:
     """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
 
-    With `partial` what is not whole is noted in `lost`, with why, and is not an error.
+    With `partial` what is not whole is no error: `lost` has it by name, with why, and `leave_out` removes it.
     """
 
     def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
         self.keys, self.called, self.partial = keys, called or {}, partial
+        self.lost: dict[str, str] = {}
         self.tied: dict[Any, Entry] = {}
         self.replicas: list[tuple[str, Piece, Piece]] = []
-        self.lost: dict[str, str] = {}
 
     def tensor(
         self, name: str, dtype: DType, shape: Sizes, pieces: Sequence[Piece], *, measured: Sizes | None = None,
@@ -65,19 +64,23 @@ class Merger:
     ) -> Entry:  # fmt: skip
         """One tensor. `measured`: the shape that the pieces are boxes of, where that is not the tensor's."""
         boxes: dict[tuple[Sizes, Sizes], Piece] = {}
-        for piece in (piece for piece in pieces if prod(piece.sizes)):
+        for piece in (piece for piece in pieces if piece.entry.numel):
             if piece.entry.dtype.name != dtype.name:
                 there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
                 raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
             first = boxes.setdefault((piece.offsets, piece.sizes), piece)
             if first is not piece:
                 self.replicas.append((name, first, piece))
-        whole = shape if measured is None else measured
-        self._check_covered(name, whole, list(boxes.values()), pieces)
-        key = (dtype.name, shape, tuple((box, *_view(piece.entry)) for box, piece in boxes.items()))
+        held, whole = {box: piece.entry for box, piece in boxes.items()}, shape if measured is None else measured
+        if (count := sum(entry.numel for entry in held.values())) < prod(whole):
+            where = f"on {self.shown(*sorted({piece.rank for piece in pieces}))}" if pieces else "here"
+            why = "A part is missing, or is of another job."
+            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why, rest=True)
+        views = ((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items())
+        key = (dtype.name, shape, tuple(views))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
-        content = assemble(name, whole, dtype.itemsize, ((*box, row_major(piece.entry)) for box, piece in boxes.items()))
+        content = assemble(name, whole, dtype.itemsize, ((*box, row_major(entry)) for box, entry in held.items()))
         device = pieces[0].entry.storage.device if pieces else "cpu"
         storage = Storage(self.keys.next(), dtype, content.length, device, content)
         self.tied[key] = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
@@ -93,6 +96,24 @@ class Merger:
             self.replicas.append((name, own, Piece(own.offsets, entry, other)))
         return first
 
+    def shown(self, *ranks: int) -> str:
+        return these_ranks([self.called.get(rank, rank) for rank in ranks])
+
+    def check_replicas(self) -> None:
+        if wrong := self._differing():
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+
+    def _differing(self) -> dict[str, set[int]]:
+        """The names of which ranks hold different values, with these ranks."""
+        wrong: dict[str, set[int]] = {}
+        for name, one, other in self.replicas:
+            if one.entry.numel and not same_bytes(one.entry, other.entry):
+                wrong.setdefault(name, set()).update((one.rank, other.rank))
+        self.replicas.clear()
+        return wrong
+
+    # --- what is not whole
+
     def unless_lost(self, name: str, make: Callable[[], Node]) -> Node | Drop:
         """What is made under a name; DROP where that is not whole and no error."""
         try:
@@ -103,33 +124,29 @@ class Merger:
             self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
             return DROP
 
-    def shown(self, *ranks: int) -> str:
-        return these_ranks([self.called.get(rank, rank) for rank in ranks])
+    def compared(self, root: Node) -> Node:
+        """The tree, once what several ranks hold was read and compared."""
+        if not self.partial:
+            self.check_replicas()
+            return root
+        wrong = self._differing()
+        self.lost |= {name: f"different values on {self.shown(*sorted(ranks))}" for name, ranks in wrong.items()}
+        return self.leave_out(root)
 
-    def check_replicas(self) -> None:
-        """Read what several ranks hold, and compare it."""
-        if wrong := self.differing():
-            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
-
-    def differing(self) -> dict[str, set[int]]:
-        """The names of which ranks hold different values, with these ranks; reads them, once."""
-        wrong: dict[str, set[int]] = {}
-        for name, one, other in self.replicas:
-            if one.entry.numel and not same_bytes(one.entry, other.entry):
-                wrong.setdefault(name, set()).update((one.rank, other.rank))
-        self.replicas.clear()
-        return wrong
-
-    def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Piece], pieces: Sequence[Piece]) -> None:
-        held, wanted = sum(prod(piece.sizes) for piece in boxes), prod(shape)
-        if held < wanted:
-            ranks = sorted({piece.rank for piece in pieces})
-            where = f"on {self.shown(*ranks)}" if ranks else "here"
-            raise PartError(
-                f"{name!r} is not whole: {held} of its {wanted} elements are {where}.",
-                why="A part is missing, or is of another job.",
-                rest=True,
-            )
+    def leave_out(self, root: Node, inside: Where = ()) -> Node:
+        """The tree without what is lost, and without what is the same tensor under another name; `inside`: where it will be."""
+        if not self.lost:
+            return root
+        tensors = [(dotted((*inside, *tensor.where)), tensor) for tensor in find_tensors(root)]
+        gone = {id(tensor.node): self.lost[name] for name, tensor in tensors if name in self.lost}
+        out = [(name, tensor) for name, tensor in tensors if id(tensor.node) in gone]
+        if not inside and len(out) == len(tensors):
+            (name, why), *more = self.lost.items()
+            raise PartError(f"No tensor is whole in these files: {name!r} ({why}){f', and {len(more)} more' if more else ''}.")
+        self.lost |= {name: gone[id(tensor.node)] for name, tensor in out}
+        if fixed := [name for name, tensor in out if not is_named(tensor.where)]:
+            raise PartError(f"{fixed[0]!r} cannot be left out of its list: {self.lost[fixed[0]]}.")
+        return exchange.replace(root, lambda node: DROP if id(node) in gone else node)
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
         return PartError(
@@ -138,6 +155,11 @@ class Merger:
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
             rest=True,
         )
+
+
+def is_named(where: Where) -> bool:
+    """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
+    return bool(where) and type(where[-1]) is str
 
 
 def by_rank(rows: Iterable[tuple[_Rank, str]]) -> dict[_Rank, str]:
@@ -150,27 +172,22 @@ def by_rank(rows: Iterable[tuple[_Rank, str]]) -> dict[_Rank, str]:
 
 
 def check_same(what: str, said: Mapping[str, object]) -> None:
-    """Every file says the same of something."""
-    for file, value in said.items():
-        if value != said[first := next(iter(said))]:
-            raise PartError(
-                f"{first} and {file} do not have the same {what}.",
-                why="They were saved at different steps, or by several jobs.",
-            )
+    first = next(iter(said), "")
+    if other := next((file for file, value in said.items() if value != said[first]), None):
+        why = "They were saved at different steps, or by several jobs."
+        raise PartError(f"{first} and {other} do not have the same {what}.", why=why)
 
 
 _NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
+MOST_MISSING = 1 << 16  # a world, where some of its ranks are missing
 
 
-_MOST_RANKS = 1 << 16  # of which some may be missing
-
-
-def check_world(what: str, there: Collection[int], world: int, *, partial: bool) -> None:
-    """Every rank of a world is there, and no other. `partial`: some may be missing."""
+def check_world(what: str, there: Collection[int], world: int, *, partial: bool = False) -> list[int]:
+    """No rank is there but those of the world, and all of them; those that are missing, if some may be (`partial`)."""
     missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
     beyond = sorted(rank for rank in there if rank >= world)
-    if not beyond and (not missing or (partial and world <= _MOST_RANKS)):
-        return
+    if not beyond and (not missing or (partial and world <= MOST_MISSING)):
+        return [rank for rank in range(world) if rank not in there] if missing else []
     wrong = f"{these_ranks(beyond)} would be beyond it"
     if missing:
         wrong = f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
@@ -178,10 +195,6 @@ def check_world(what: str, there: Collection[int], world: int, *, partial: bool)
         f"{what}; {wrong}.", why=f"{len(there)} of {world} are there.",
         fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
     )  # fmt: skip
-
-
-def _view(entry: Entry) -> tuple[int, int, Sizes]:
-    return id(entry.storage), entry.offset, entry.stride
 
 
 # --- runs: what ranks hold one behind the other
@@ -192,70 +205,51 @@ Held = Sequence[tuple[int, Entry]]  # ranks in the order of their runs, and what
 
 def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count: int = 1) -> Entry:
     """One tensor out of the runs along a dimension that ranks hold, in their order; `count` runs each, first all first ones."""
-    first = groups[0][0][1]
+
+    def at_axis(shape: Sizes, size: int) -> Sizes:
+        return (*shape[:axis], size, *shape[axis + 1 :])
+
+    start, first = groups[0][0]
     for rank, entry in (row for held in groups for row in held):
-        if _around(first, axis) is None or _around(entry, axis) != _around(first, axis) or entry.shape[axis] % count:
-            one, two = (merger.shown(at) for at in (rank, groups[0][0][0]))
+        fits = len(entry.shape) > axis and at_axis(entry.shape, 0) == at_axis(first.shape, 0)
+        if not fits or entry.shape[axis] % count:
             among = f", of {count} each" if count > 1 else ""
             raise PartError(
-                f"{name!r} is {list(entry.shape)} on {one}, and {list(first.shape)} on {two}.",
+                f"{name!r} is {list(entry.shape)} on {merger.shown(rank)}, and {list(first.shape)} on {merger.shown(start)}.",
                 why=f"They should be parts of one tensor along dimension {axis}{among}.",
             )
-    pieces = [piece for held in groups for piece in _runs(axis, held, count)]
-    size = max(sum(entry.shape[axis] for _, entry in held) for held in groups)
-    shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
-    return merger.tensor(name, first.dtype, shape, pieces, requires_grad=first.requires_grad)
-
-
-def _around(entry: Entry, axis: int) -> tuple[int, ...] | None:
-    """The sizes of the other dimensions; None without the dimension."""
-    return (*entry.shape[:axis], -1, *entry.shape[axis + 1 :]) if axis < len(entry.shape) else None
-
-
-def _runs(axis: int, held: Held, count: int) -> Iterator[Piece]:
-    at = 0
-    for number in range(count):
-        for rank, entry in held:
+    pieces, none = list[Piece](), (0,) * len(first.shape)
+    for held in groups:
+        at = 0
+        for number, (rank, entry) in product(range(count), held):
             size = entry.shape[axis] // count
-            shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
-            run = replace(entry, shape=shape, offset=entry.offset + number * size * entry.stride[axis])
-            yield Piece(tuple(at if dim == axis else 0 for dim in range(len(shape))), run, rank)
+            offset = entry.offset + number * size * entry.stride[axis]
+            pieces.append(Piece(at_axis(none, at), replace(entry, shape=at_axis(entry.shape, size), offset=offset), rank))
             at += size
-
-
-class Row:
-    """Entries of one dimension, one behind the other: an element's place tells its entry. Some may be missing (None)."""
-
-    def __init__(self, runs: Iterable[tuple[int, int, Entry | None]]) -> None:
-        self.runs = [run for run in runs if run[1]]  # rank, number of elements, entry
-        self.ends = list(accumulate(numel for _, numel, _ in self.runs))
-
-    def cut(self, start: int, count: int, at: int = 0) -> Iterator[Piece]:
-        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
-        number = bisect_right(self.ends, start)
-        while count > 0 and number < len(self.ends):
-            rank, numel, entry = self.runs[number]
-            inside = start - (self.ends[number] - numel)
-            taken = min(count, numel - inside)
-            if entry is not None:
-                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
-            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+    whole = at_axis(first.shape, max(sum(entry.shape[axis] for _, entry in held) for held in groups))
+    return merger.tensor(name, first.dtype, whole, pieces, requires_grad=first.requires_grad)
 
 
 # --- several files as one
 
 
 def merged(
-    container: str, root: Node, files: Files, parts: Sequence[Checkpoint], compare: Callable[[], None] | None = None
+    container: str,
+    root: Node,
+    files: Files,
+    parts: Sequence[Checkpoint],
+    merger: Merger,
+    also: Callable[[], None] | None = None,
 ) -> Checkpoint:
-    """One Checkpoint of what ranks hold; `compare` reads what several of them hold, before anything is made of it."""
+    """One Checkpoint of what ranks hold, which is compared before anything is made of it; `also` compares more."""
     made = joined(container, root, files, parts, {})
     made.has_checksums = False  # those of the ranks' records are not looked at
+    made.lost = merger.lost
 
     def compared(root: Node) -> Node:
-        if compare is not None:
-            compare()
-        return root
+        if also is not None:
+            also()
+        return merger.compared(root)
 
     made.locator = compared
     return made
@@ -270,18 +264,13 @@ _VARIED = 16  # different elements, which no padding has, and no norm or bias th
 _NEAR = 1 / 32  # relative; a cast to bfloat16 is off by 1/256, wherever it is rounded to
 
 
-def _head(entry: Entry) -> Entry:
-    """The first elements of an entry that lies row-major, as a row."""
-    return replace(entry, shape=(min(entry.numel, _LOOKED_AT),), stride=(1,))
+def _head(entry: Entry) -> bytes:
+    return read(row_major(replace(entry, shape=(min(entry.numel, _LOOKED_AT),), stride=(1,))))
 
 
 def _in_rows(entries: Iterable[Entry]) -> list[Entry]:
     """Those that have elements, row-major, as their bytes say them."""
     return [entry for entry in entries if entry.numel and entry.is_contiguous and not entry.lazy_bits]
-
-
-def _is_varied(data: bytes, itemsize: int) -> bool:
-    return len({data[at : at + itemsize] for at in range(0, len(data), itemsize)}) >= _VARIED
 
 
 def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int], str]) -> None:
@@ -290,10 +279,8 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
     for rank, entries in parts.items():
         plain = _in_rows(entries)
         largest = max(plain, key=lambda entry: entry.numel, default=None)
-        if largest is None:
-            continue
-        data = read(row_major(_head(largest)))
-        if not _is_varied(data, largest.dtype.itemsize):
+        data, width = (_head(largest), largest.dtype.itemsize) if largest is not None else (b"", 1)
+        if len({data[at : at + width] for at in range(0, len(data), width)}) < _VARIED:
             continue
         first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), rank)
         if first != rank and all(map(same_bytes, _in_rows(parts[first]), plain)):
@@ -306,10 +293,10 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
 def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
     """Numbers and their 16-bit cast, which another file holds, are the same but for rounding."""
     for file, name, own, cast in pairs:
-        numbers, casts = (_numbers(entry) for entry in (own, cast))
-        if numbers is None or casts is None:
-            continue
-        far = sum(map(_is_far, numbers, casts))
+        numbers, casts = _numbers(own), _numbers(cast)
+        # of infinities and of what a cast makes zero nothing is said
+        finite = [pair for pair in zip(numbers, casts, strict=False) if all(map(isfinite, pair))]
+        far = sum(abs(one - other) > _NEAR * max(abs(one), abs(other)) + 1e-6 for one, other in finite)
         if 2 * far > len(numbers):
             raise PartError(
                 f"{file} does not hold the weights that the model file has: {far} of the first {len(numbers)} elements of "
@@ -318,17 +305,12 @@ def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
             )  # fmt: skip
 
 
-def _is_far(one: float, other: float) -> bool:
-    """Whether a number and its cast cannot be one; of infinities and of what a cast makes zero nothing is said."""
-    return isfinite(one) and isfinite(other) and abs(one - other) > _NEAR * max(abs(one), abs(other)) + 1e-6
-
-
-def _numbers(entry: Entry) -> Sequence[float] | None:
-    """The first elements; None where they do not lie in a row, or are not a model's numbers."""
-    if not _in_rows([entry]) or sys.byteorder != "little":
-        return None
-    data = read(row_major(_head(entry)))
-    if entry.dtype.name == "bfloat16":
-        return array.array("f", b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2)))
-    code = {"float32": "f", "float16": "e"}.get(entry.dtype.name)
-    return struct.unpack(f"<{len(data) // entry.dtype.itemsize}{code}", data) if code else None
+def _numbers(entry: Entry) -> Sequence[float]:
+    """The first elements; none where they do not lie in a row, or are not a model's numbers."""
+    code = {"float32": "f", "float16": "e", "bfloat16": "f"}.get(entry.dtype.name)
+    if code is None or not _in_rows([entry]):
+        return ()
+    data = _head(entry)
+    if entry.dtype.name == "bfloat16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    return struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)

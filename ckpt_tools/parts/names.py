@@ -32,8 +32,6 @@ _DEEPSPEED = r"(?:mp|pp|expp)_rank_\d"
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """The files of one checkpoint."""
-
     stem: str
     names: Mapping[int, str]
     world: int | None
@@ -52,14 +50,12 @@ def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
     for name in sorted(names):
         if (match := re.fullmatch(_NAME, name)) and not re.search(_DEEPSPEED, name):
             ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
-    return {key: _group(key[0], rows) for key, rows in ranks.items()}
-
-
-def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
-    world = re.search(_WORLD, head)
-    first = dict(reversed(rows))  # of two files of one rank the first
-    names = {rank: first[rank] for rank, _ in rows}
-    return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
+    found = {}
+    for (head, tail), rows in ranks.items():
+        first, world = dict(reversed(rows)), re.search(_WORLD, head)  # of two files of one rank the first
+        of_rank = {rank: first[rank] for rank, _ in rows}
+        found[head, tail] = Group(head, of_rank, int(world[1]) if world else None, tuple(name for _, name in rows))
+    return found
 
 
 def describes_items(head: bytes) -> bool:
@@ -77,11 +73,8 @@ def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def item_group_of(name: str, names: Sequence[str]) -> Group | None:
-    """The files of the item that a file called `model_0.pt` is a rank's part of."""
-    for item, group in item_groups(names).items():
-        if name in group.values():
-            return Group(f"{item}_", group, None, tuple(group.values()))
-    return None
+    groups = (Group(f"{item}_", group, None, tuple(group.values())) for item, group in item_groups(names).items())
+    return next((group for group in groups if name in group.every), None)
 
 
 def model_group(names: Sequence[str]) -> Group | None:
@@ -92,14 +85,12 @@ def model_group(names: Sequence[str]) -> Group | None:
     return groups[0] if len(groups) == 1 else None
 
 
-def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
-    """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
-    return tuple(sorted(name for name in names if re.fullmatch(CONSOLIDATED, name)))
+def matching(names: Sequence[str], rule: str) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if re.fullmatch(rule, name)))
 
 
 def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
-    """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
-    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if re.fullmatch(MP_RANK, name))
+    return tuple(f"{name}/{MEGATRON_FILE}" for name in matching(names, MP_RANK))
 
 
 def iteration_folder(folder: Path) -> Path:
@@ -120,7 +111,7 @@ def iteration_folder(folder: Path) -> Path:
 
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
 # torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
-_DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
+DCP_SAFETENSORS = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
 
 
 def indexes(names: Sequence[str]) -> tuple[str, ...]:
@@ -137,10 +128,6 @@ def is_index(source: Source, head: bytes) -> bool:
 def taken_before(index: str, names: Sequence[str]) -> list[str]:
     """The files of a whole model in a folder that transformers and diffusers take before an index in it."""
     return [name for name in names if name in ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
-
-
-def dcp_shards(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if re.fullmatch(_DCP_SAFETENSORS, name))
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -162,13 +149,11 @@ class ShardName:
 
 
 def shard_name(name: str) -> ShardName | None:
-    """What the name of a file says of a shard; None for any other."""
     match = re.fullmatch(_SHARD, name)
     return ShardName(match["stem"], match["suffix"], int(match["number"]), int(match["count"])) if match else None
 
 
 def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The files that call themselves shards, those together that differ in the number alone."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name in sorted(names):
         if said := shard_name(name):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
@@ -19,14 +19,11 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
-from ckpt_tools.parts.names import group_of, is_index, model_group
+from ckpt_tools.parts.names import is_index
 from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.nodes import Global, Node, Object
 from ckpt_tools.tree.options import natural
-
-if TYPE_CHECKING:
-    from ckpt_tools.parts.rank_files import Names
 
 _Source = TypeVar("_Source", bound=Source)
 
@@ -94,7 +91,6 @@ def _in_folder(source: Source) -> Source:
 
 
 def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
-    """What is decoded of a source, which is closed where that fails."""
     try:
         with collector_paused(), naming(source):
             return decode(source)
@@ -152,26 +148,23 @@ def files_beside(source: Source) -> Files:
     return Files(source.path, source.path.parent)
 
 
-def decode_folder(files: Files, *, partial: bool = False) -> Checkpoint:
-    """Decode a folder as the family that its files name. `partial`: what is whole of it, where the family can tell."""
-    return families.layout(files.folder, files.names()).decode(files, partial=partial)
+def decode_folder(files: Files) -> Checkpoint:
+    return families.layout(files.folder, files.names()).decode(files)
 
 
 # --- whole checkpoints
 
 
-def open_whole(path: File, *, partial: bool = False, names: Callable[[], Names] | None = None) -> Checkpoint:
-    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare."""
+def open_whole(path: File, *, partial: bool = False) -> Checkpoint:
+    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
+
+    `partial`: what is whole of it where files are missing, if its family can tell.
+    """
     path = as_path(path)
-    try:
-        found = _partial_at(path) if partial else None
-        if found is None:
-            return _whole(open_checkpoint(path))
-        return _whole(_opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True)))
-    except PartError as error:
-        if names is None or not error.unnamed:
-            raise
-        return _whole(_open_named(Path(path), names()))
+    found = _partial_at(path) if partial else None
+    if found is None:
+        return _whole(open_checkpoint(path))
+    return _whole(_opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True)))
 
 
 def _whole(checkpoint: Checkpoint) -> Checkpoint:
@@ -206,17 +199,6 @@ def _partial_at(path: str | os.PathLike[str]) -> Found | None:
         return None
     found = families.find_layout(place) if place.is_dir() else families.siblings(place)
     return found if found is not None and families.ROWS[found.family].partial else None
-
-
-def _open_named(place: Path, names: Names) -> Checkpoint:
-    """The files of ranks that are at a path, with rows of parameters cut into a target's tensors."""
-    from ckpt_tools.parts import rank_files
-
-    folder = place if place.is_dir() else place.parent
-    every = os.listdir(folder)
-    group = group_of(place.name, every) if folder != place else model_group(every)
-    assert group is not None, "callers have seen that they are files of ranks"
-    return _opened(Files(place, folder), lambda files: rank_files.merge(group, files, names=names))
 
 
 def take_whole(checkpoint: Checkpoint) -> None:

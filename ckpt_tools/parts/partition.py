@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,8 +31,6 @@ _GATHER = (
     "torch's get_model_state_dict with full_state_dict=True."
 )
 _ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
-_ZERO_ALONE = "Get the files of all ranks; in a folder of its own it is read alone."
-_MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -82,22 +81,16 @@ def of_tensors(checkpoint: Checkpoint) -> Partition | None:
     if unread:
         found = f"{len(unread)} of {count} tensors are distributed, and cannot be placed: {unread[0]}"
         return Partition(found.rstrip("."), _GATHER, "DTensor", parts=len(unread) + len(parts), tensors=count)
-    return _described(parts, count) if parts else None
-
-
-def _described(parts: Sequence[Part], count: int) -> Partition:
+    if not parts:
+        return None
     family, world = family_of(parts), max(part.world for part in parts)
     rank = next((part.rank for part in parts if part.rank is not None), None)
-    shares = max(part.shares for part in parts)
     whole = f", {count - len(parts)} are whole" if len(parts) < count else ""
     one = f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
-    found = f"{one}, {family}: 1/{shares} of {len(parts)} tensors{whole}"
+    found = f"{one}, {family}: 1/{max(part.shares for part in parts)} of {len(parts)} tensors{whole}"
     if any(part.is_partial for part in parts):
         found += "; sums that the ranks have not added up (Partial)"
     return Partition(found, _GATHER, family, rank, world, len(parts), count)
-
-
-_TP = r"tp|tensor|model"
 
 
 def family_of(parts: Sequence[Part]) -> str:
@@ -106,34 +99,29 @@ def family_of(parts: Sequence[Part]) -> str:
         return "FSDP1"
     widest = max((part for part in parts if part.mesh is not None), key=lambda part: len(part.placements))
     assert widest.mesh is not None
-    by_columns = any(place.kind == "shard" and place.dim > 0 for part in parts for place in part.placements)
-    named_tp = any(re.search(_TP, name, re.IGNORECASE) for name in widest.mesh.names)
-    kinds = {place.kind for part in parts for place in part.placements}
+    places = [place for part in parts for place in part.placements]
+    named_tp = any(re.search("tp|tensor|model", name, re.IGNORECASE) for name in widest.mesh.names)
+    by_columns = not widest.mesh.names and any(place.kind == "shard" and place.dim > 0 for place in places)
     if len(widest.placements) == 1:
-        return "TP" if named_tp or (by_columns and not widest.mesh.names) else "FSDP2"
-    if "strided" in kinds or named_tp:
+        return "TP" if named_tp or by_columns else "FSDP2"
+    if named_tp or any(place.kind == "strided" for place in places):
         return "FSDP2 x TP"
     return "HSDP" if len(widest.placements) == 2 and widest.placements[0].kind == "replicate" else "DTensor"
 
 
-# --- torch_checkpointing
-
-_ITEM = r".+_\d{1,6}\.(?:pt|safetensors)"  # compiled where one may be: most files are no part
+# --- by names and keys; patterns are compiled where one may be: most files are no part
 
 
 def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
-    """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
+    """A file of torch_checkpointing: by its name, and by the metadata.pkl beside it, which alone says how tensors were cut."""
     described = checkpoint.path.parent / "metadata.pkl"
-    if not isinstance(described, Path) or not described.is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
+    if not isinstance(described, Path) or not described.is_file():
         return None
-    count = beside()
+    count = beside() if re.fullmatch(r".+_\d{1,6}\.(?:pt|safetensors)", checkpoint.path.name) else None
     if count is None or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
         return None
     found = f"one of {count} ranks' files of an item that torch_checkpointing saved"
     return Partition(found, _GATHER, "torch_checkpointing", None, count)
-
-
-# --- DeepSpeed
 
 
 # What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
@@ -146,47 +134,41 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     root, name = checkpoint.root, checkpoint.name
     if type(root) is not Dict:
         return None
-    optimizer, size, shapes = root.get("optimizer_state_dict"), root.get("mp_world_size"), root.get("param_shapes")
+    optimizer, size, experts = root.get("optimizer_state_dict"), root.get("mp_world_size"), root.get("num_experts")
+    has_version, fix, world = "ds_version" in root, _ZERO, _count(root.get("dp_world_size"))
+    has_experts = type(experts) is List and bool(experts.items)
     if type(optimizer) is Dict and any(key in optimizer for key in _ROWS):
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
-        return Partition(found, _ZERO, "DeepSpeed", None, _count(optimizer.get("partition_count")))
-    if "ds_version" in root and type(size) is int and size > 1:
+        world = _count(optimizer.get("partition_count"))
+    elif has_version and type(size) is int and size > 1:
         found = f"one of {size} parts (tensor parallel ranks, or stages of a pipeline) of a DeepSpeed checkpoint"
-        return Partition(found, _ZERO, "DeepSpeed", None, size)
-    if "ds_version" in root and type(shapes) in (List, Dict) and _is_zero_3(root.get("module")):
+        world = size
+    elif has_version and type(root.get("param_shapes")) in (List, Dict) and _is_zero_3(root.get("module")):
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
-        return Partition(found, _ZERO, "DeepSpeed", None, _count(root.get("dp_world_size")))
-    if re.fullmatch(_MODULE, name):
-        return Partition("a layer, or an expert of one, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
-    if "param_shapes" not in root or not is_zero_file(name):
+    elif re.fullmatch(_MODULE, name):
+        found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
+    elif "param_shapes" in root and is_zero_file(name) and (has_experts or beside() is not None):
+        what = "experts" if has_experts else "fp32 ones"
+        found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
+        fix = "Get the files of all ranks; in a folder of its own it is read alone."
+    else:  # under stages 0 to 2 a model file is whole, in 16 bits
         return None
-    experts = root.get("num_experts")
-    has_experts = type(experts) is List and bool(experts.items)
-    if not has_experts and beside() is None:  # under stages 0 to 2 a model file is whole, in 16 bits
-        return None
-    what = "experts" if has_experts else "fp32 ones"
-    found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
-    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _count(root.get("dp_world_size")))
+    return Partition(found, fix, "DeepSpeed", None, world)
 
 
 def _count(node: Node) -> int | None:
-    """Of how many processes: a number, or one for each group of parameters."""
     counts = [count for count in (node.items if type(node) is List else [node]) if type(count) is int]
     return max(counts, default=None)
 
 
 def _is_zero_3(weights: Node) -> bool:
-    """Whether the names are there, and most tensors have no elements."""
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
     empty = sum(not entry.numel for entry in entries)
     return weights is None or bool(empty and empty * 2 >= len(entries))
 
 
-# --- Meta's Llama
-
-
 def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
-    """By its name, and by the files beside it or what its shapes say."""
+    """Meta's Llama: by its name, and by the files beside it or what its shapes say."""
     match = re.fullmatch(CONSOLIDATED, checkpoint.name) if checkpoint.name.startswith("consolidated.") else None
     if match is None or type(checkpoint.root) is not Dict:
         return None
@@ -199,16 +181,12 @@ def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 
 def _parts_by_shape(root: Dict) -> int:
     """Of how many parts a rank's file is one, by the shapes in it; 1 for a whole model, and for what does not tell."""
-    tensors = dict(root.items)
-    norm = tensors.get("norm.weight")
-    rows = next((node for name, node in tensors.items() if str(name).endswith("attention.wo.weight")), None)
+    norm = root.get("norm.weight")
+    rows = next((node for name, node in root.items if str(name).endswith("attention.wo.weight")), None)
     if type(norm) is not Entry or type(rows) is not Entry or len(norm.shape) != 1 or len(rows.shape) != 2:
         return 1
     whole, held = norm.shape[0], rows.shape[1]
     return whole // held if held and rows.shape[0] == whole and whole % held == 0 else 1
-
-
-# --- Megatron-LM
 
 
 # NeMo's folders of ranks in a .nemo; a model of one rank has none. Source: nemo/collections/nlp/parts/nlp_overrides.py.
@@ -216,7 +194,7 @@ _NEMO_RANK = r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ck
 
 
 def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
-    """By its arguments; a member of a .nemo by its folder."""
+    """Megatron-LM's: by its arguments; a member of a .nemo by its folder."""
     root = checkpoint.root
     if type(root) is not Dict:
         return None
@@ -231,9 +209,6 @@ def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
     cut = {kind: size for kind, size in sizes.items() if type(size) is int and size > 1}
     if not cut:
         return None
-    world = 1
-    for size in cut.values():
-        world *= size
-    shown = " x ".join(f"{size} {kind}" for kind, size in cut.items())
+    shown, world = " x ".join(f"{size} {kind}" for kind, size in cut.items()), prod(cut.values())
     found = f"one of {world} parts ({shown} parallel) of a Megatron-LM checkpoint"
-    return Partition(found, _MEGATRON, "Megatron-LM", None, world)
+    return Partition(found, "Megatron-LM's tools/checkpoint/convert.py writes it for one process.", "Megatron-LM", None, world)

@@ -50,15 +50,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank holds of one tensor."""
-
     kind: Literal["dtensor", "sharded"]
     dtype: DType
     shape: Sizes
     held: tuple[Piece, ...]
     rank: int | None
     world: int
-    listed: tuple[tuple[Sizes, Sizes], ...] = ()
     mesh: Mesh | None = None
     placements: tuple[Placement, ...] = ()
     requires_grad: bool = False
@@ -75,7 +72,6 @@ class Part:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the tensor is cut."""
         if self.mesh is None:
             return self.world
         cut = zip(self.placements, self.mesh.shape, strict=True)
@@ -95,43 +91,36 @@ class PartReader:
             return None
         if unusual.dtype is None or unusual.shape is None:
             raise TensorError("A distributed tensor has no dtype or shape.")
-        tensor = unwrapped(node)
+        read = self._dtensor if unusual.kind == "dtensor" else _sharded
         try:
-            if unusual.kind == "dtensor":
-                made = self._dtensor(tensor, unusual.dtype, unusual.shape)
-            else:
-                made = _sharded(tensor, unusual.dtype, unusual.shape)
+            return read(_args(unwrapped(node)), unusual.dtype, unusual.shape)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise TensorError("A distributed tensor does not say where its part lies in the whole.") from None
-        return made
 
-    def _dtensor(self, node: Object, dtype: DType, shape: Sizes) -> Part:
-        _, _, rebuilt_from, own_state = _args(node)
+    def _dtensor(self, args: Any, dtype: DType, shape: Sizes) -> Part:
+        _, _, rebuilt_from, own_state = args
         state = _state(own_state)
         entry, spec = state["_local_tensor"], _record(state["_spec"], "DTensorSpec")
         if type(entry) is not Entry:
             raise TensorError("The local part of a DTensor is not a plain tensor.")
-        mesh, rank, coordinate, world = self._mesh(spec["mesh"])
+        if id(spec["mesh"]) not in self.meshes:
+            self.meshes[id(spec["mesh"])] = _mesh(_record(spec["mesh"], "DeviceMesh"))
+        mesh, rank, coordinate, world = self.meshes[id(spec["mesh"])]
         placements = tuple(_placement(place, len(shape)) for place in row_of(spec["placements"]))
         if len(placements) != len(mesh.shape):
             raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
         held: tuple[Piece, ...] = ()
         if coordinate is not None:
-            order = _shard_order(spec.get("shard_order"), placements)
-            offsets, sizes = box_at(shape, mesh.shape, placements, coordinate, order)
+            offsets, sizes = box_at(
+                shape, mesh.shape, placements, coordinate, _shard_order(spec.get("shard_order"), placements)
+            )
             if entry.shape != sizes:
                 raise TensorError(
                     f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {rank}.",
                     why=f"Its place in the mesh, {list(coordinate)}, stands for {list(sizes)}.",
                 )
             held = (Piece(offsets, entry),)
-        grad = rebuilt_from[6] is True
-        return Part("dtensor", dtype, shape, held, rank, world, (), mesh, placements, grad)
-
-    def _mesh(self, node: Node) -> tuple[Mesh, int | None, Sizes | None, int]:
-        if id(node) not in self.meshes:
-            self.meshes[id(node)] = _mesh(_record(node, "DeviceMesh"))
-        return self.meshes[id(node)]
+        return Part("dtensor", dtype, shape, held, rank, world, mesh, placements, rebuilt_from[6] is True)
 
 
 # --- DTensor
@@ -195,54 +184,46 @@ def _placement(node: Node, dimensions: int) -> Placement:
 
 def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
     """A mesh, this rank, its coordinate (None where it is not in the mesh), and how many ranks there are in all."""
-    names = state.get("mesh_dim_names", state.get("_mesh_dim_names")) or ()
-    coordinate = state.get("_coordinate_on_dim")
-    coordinate = None if coordinate is None else _ints(coordinate)
+    names = tuple(map(str, row_of(state.get("mesh_dim_names", state.get("_mesh_dim_names")) or ())))
+    said = state.get("_coordinate_on_dim")
+    coordinate, rank = None if said is None else _ints(said), None
     if "_layout" in state:
-        mesh, rank, world = _mesh_by_layout(state, coordinate)
+        shape, ranks, rank, world = _by_layout(state, coordinate)
     else:
-        ranks = _numbers(state.get("_flatten_mesh_list"), state["mesh"])
-        tensor = state["mesh"]
+        ranks, tensor = _numbers(state.get("_flatten_mesh_list"), state["mesh"]), state["mesh"]
         if type(tensor) is not Entry:
             raise TensorError("The ranks of a mesh cannot be read.")
-        mesh, rank, world = Mesh(tensor.shape, ranks), None, len(ranks)
-    _check_mesh(mesh, coordinate)
+        shape, world = tensor.shape, len(ranks)
+    good = len(shape) <= _MOST_DIMENSIONS and min(shape, default=1) > 0 and prod(shape) == len(ranks)
+    if not good or min(ranks, default=0) < 0 or len(set(ranks)) != len(ranks):
+        raise TensorError("A mesh has impossible sizes or ranks.")
     if coordinate is not None:
-        own = mesh.ranks[sum(at * prod(mesh.shape[dim + 1 :]) for dim, at in enumerate(coordinate))]
+        if len(coordinate) != len(shape) or any(not 0 <= at < size for at, size in zip(coordinate, shape, strict=True)):
+            raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(shape)}.")
+        own = ranks[sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(coordinate))]
         if rank is not None and own != rank:
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
-    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, row_of(names)))), rank, coordinate, world
+    return Mesh(shape, ranks, names), rank, coordinate, world
 
 
-def _check_mesh(mesh: Mesh, coordinate: Sizes | None) -> None:
-    good = len(mesh.shape) <= _MOST_DIMENSIONS and min(mesh.shape, default=1) > 0 and prod(mesh.shape) == len(mesh.ranks)
-    if not good or min(mesh.ranks, default=0) < 0 or len(set(mesh.ranks)) != len(mesh.ranks):
-        raise TensorError("A mesh has impossible sizes or ranks.")
-    if coordinate is not None and not (
-        len(coordinate) == len(mesh.shape) and all(0 <= at < size for at, size in zip(coordinate, mesh.shape, strict=True))
-    ):
-        raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(mesh.shape)}.")
-
-
-def _mesh_by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Mesh, int | None, int]:
+def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes, Sizes, int | None, int]:
     """A mesh as torch 2.9 and later pickle it: sizes and strides over the ranks of the mesh that it is a part of."""
     everyone = _numbers(state.get("_flatten_rank_map"), state["_rank_map"])
     shape, axes = _axes(_record(state["_layout"], "_MeshLayout"))
     rank = state.get("_rank")
     if type(rank) is not int or coordinate is None:
-        return Mesh(shape, everyone[: prod(shape)]), None, len(everyone)
+        return shape, everyone[: prod(shape)], None, len(everyone)
     if prod(shape) > len(everyone) or len(coordinate) != len(axes):
         raise TensorError("A mesh has more ranks than there are.")
     first = everyone.index(rank) - sum(axis[at] for axis, at in zip(axes, coordinate, strict=True))
     places = [first + sum(steps) for steps in product(*axes)]
     if min(places) < 0:
         raise TensorError("A mesh has ranks that are not there.")
-    return Mesh(shape, tuple(everyone[place] for place in places)), rank, len(everyone)
+    return shape, tuple(everyone[place] for place in places), rank, len(everyone)
 
 
 def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
-    """The sizes of a mesh, and for each dimension how far each of its coordinates leads."""
     if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
         pairs = [_record(axis, "_FlatLayout") for axis in row_of(state["axes"])]
         rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
@@ -251,19 +232,23 @@ def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
     sizes = tuple(prod(shape) for shape, _ in rows)
     if len(sizes) > _MOST_DIMENSIONS or any(min(shape, default=1) < 1 for shape, _ in rows) or prod(sizes) > MOST_RANKS:
         raise TensorError("A mesh has impossible sizes.")
-    steps = [[range(0, size * step, step) if step else (0,) * size for size, step in zip(*row, strict=True)] for row in rows]
-    return sizes, [[sum(at) for at in product(*row)] for row in steps]
+    return sizes, [_offsets(*row) for row in rows]
+
+
+def _offsets(shape: Sizes, stride: Sizes) -> list[int]:
+    """Where each element lies, in row-major order."""
+    steps = [range(0, size * step, step) if step else (0,) * size for size, step in zip(shape, stride, strict=True)]
+    return [sum(at) for at in product(*steps)]
 
 
 # --- ShardedTensor
 
 
-def _sharded(node: Object, dtype: DType, shape: Sizes) -> Part:
-    shards, metadata, process_group, *_ = _args(node)[3]
+def _sharded(args: Any, dtype: DType, shape: Sizes) -> Part:
+    shards, metadata, process_group, *_ = args[3]
     rows: Any = _record(metadata, "ShardedTensorMetadata")["shards_metadata"]
     listed = tuple(_box(row, shape) for row in rows.items)
-    group = process_group.state if type(process_group) is Object else None
-    known = _state(group) if group is not None else {}
+    known = _state(process_group.state) if type(process_group) is Object and process_group.state is not None else {}
     held = []
     for shard in shards.items:
         record = _record(shard, "Shard")
@@ -273,7 +258,7 @@ def _sharded(node: Object, dtype: DType, shape: Sizes) -> Part:
         held.append(Piece(offsets, entry))
     rank, world = known.get("global_rank"), known.get("global_world_size")
     world = world if type(world) is int else len(listed)
-    return Part("sharded", dtype, shape, tuple(held), rank if type(rank) is int else None, world, listed)
+    return Part("sharded", dtype, shape, tuple(held), rank if type(rank) is int else None, world)
 
 
 def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
@@ -296,7 +281,6 @@ def _record(node: Node, *names: str) -> dict[str, Node]:
 
 
 def _class_name(node: Node) -> str:
-    """The class of a record of torch.distributed; the empty text for anything else."""
     function = node.function if type(node) is Object else None
     return function.name if type(function) is Global and function.module.startswith("torch.distributed.") else ""
 
@@ -336,7 +320,5 @@ def _numbers(listed: Node, tensor: Node) -> Sizes:
 
     width = tensor.dtype.itemsize
     data = read(part(tensor.storage.content, tensor.offset * width, tensor.span * width))
-    axes = zip(tensor.shape, tensor.stride, strict=True)
-    steps = (range(0, size * step, step) if step else (0,) * size for size, step in axes)
-    starts = (sum(at) * width for at in product(*steps))
+    starts = (at * width for at in _offsets(tensor.shape, tensor.stride))
     return tuple(int.from_bytes(data[at : at + width], "little", signed=True) for at in starts)

@@ -19,12 +19,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Keys, Warned, repeated
+from ckpt_tools.formats.base import Keys, Warned, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
@@ -54,7 +53,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
             fix=f"Name one of them: {index.path}",
         )
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
-    lost = [(name, f"in {file}, which is missing") for name, file in weight_map.items() if file in missing]
+    lost = {name: f"in {file}, which is missing" for name, file in weight_map.items() if file in missing}
     weight_map = {name: file for name, file in weight_map.items() if file not in missing}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
@@ -76,7 +75,6 @@ def partly(what: str, missing: Sequence[str]) -> Warned:
 
 
 def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Checkpoint]:
-    """The parts, each storage under a key that no other part's has."""
     keys, found = keys or Keys(), list(parts)
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
@@ -84,31 +82,27 @@ def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Check
 
 
 def joined(container: str, root: Node, files: Files, parts: Sequence[Checkpoint], metadata: Mapping[str, str]) -> Checkpoint:
+    """One Checkpoint of several files. Each warning names its file; twenty at most: a thousand shards may share an oddity."""
     orders = {part.byteorder for part in parts}
     if len(orders) > 1:
         raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
+    warnings = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
     return Checkpoint(
         container, root, files,
         list(dict.fromkeys(name for part in parts for name in part.globals)),
-        list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, _warnings(parts),
+        list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, warnings[:20],
         sum(part.storage_bytes for part in parts), orders.pop() if orders else "little",
         bool(parts) and all(part.has_checksums for part in parts),
         examined={part.source: part.globals for part in parts if part.is_examined},
     )  # fmt: skip
 
 
-def _warnings(parts: Sequence[Checkpoint]) -> list[Warned]:
-    """Warnings with the file that each is about, twenty at most: a thousand shards may share an oddity."""
-    found = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
-    return found[:20]
-
-
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     limits.HEADER.check(index.size, f"The index has {index.size} bytes.")
     try:
-        content = load_json(index.read(0, index.size), pairs=_unique)
+        content = load_json(index.read(0, index.size), pairs=unique)
     except ValueError as error:
-        raise DamagedFileError(f"{index.path} is not an index: it is not JSON.", why=f"{error}.") from None
+        raise DamagedFileError(f"{index.path} is not an index: it cannot be read as JSON.", why=f"{error}.") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
@@ -122,15 +116,7 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     return weight_map, texts
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise DamagedFileError(f"The index has {repeated(pairs)!r} twice.", why="Two programs would read two different files.")
-    return found
-
-
 def read_shard(name: str, files: Files) -> Checkpoint:
-    """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
     except NotACheckpointError as error:
@@ -145,7 +131,6 @@ def read_shard(name: str, files: Files) -> Checkpoint:
 
 
 def places_of(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
-    """Name -> the shard that holds it."""
     places: dict[str, str] = {}
     for file, decoded in shards.items():
         for name in as_dict(decoded.root).named:
@@ -188,7 +173,6 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metada
 
 
 def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The texts of the index and of the shards; where they differ, the index's."""
     own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}
     for texts in (metadata, *(decoded.metadata for decoded in shards)):
@@ -227,10 +211,10 @@ def _numbered(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [numbers[number] for number in sorted(numbers)], missing
 
 
-def _incomplete(there: Sequence[str], missing: Sequence[str]) -> PartError:
+def _incomplete(there: Sequence[str], missing: Sequence[str], *, rest: bool = True) -> PartError:
     return PartError(
         f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
-        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=True,
+        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=rest,
     )  # fmt: skip
 
 
@@ -288,16 +272,16 @@ def _split_count(decoded: Checkpoint) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
 
 
-def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
+def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     from ckpt_tools.formats.frameworks import gguf
 
     there, missing = _numbered(names)
-    if missing and not partial:
-        raise _incomplete(there, missing)
+    if missing:
+        raise _incomplete(there, missing, rest=False)
     found = {name: read_shard(name, files) for name in there}
     for number, (name, decoded) in enumerate(found.items()):
         said = decoded.metadata.get("split.no", str(number))
-        if decoded.container != "gguf" or (not missing and (said != str(number) or _split_count(decoded) != len(found))):
+        if decoded.container != "gguf" or said != str(number) or _split_count(decoded) != len(found):
             raise PartError(
                 f"{name} is not number {number + 1} of {len(found)}, as its name says.",
                 why=f"It calls itself number {said[:9]}, counted from 0, of {_split_count(decoded)}.",
@@ -308,8 +292,6 @@ def decode_splits(names: Sequence[str], files: Files, *, partial: bool = False) 
     made.metadata = texts | ({safetensors.GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
     made.encodings = {name: kind for part in found.values() for name, kind in part.encodings.items()}
     made.warnings = [row for row in made.warnings if "quantised" not in row.found] + gguf.stored_types(made.encodings)
-    if missing:
-        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(found)} files are", missing))
     return made
 
 

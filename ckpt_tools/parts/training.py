@@ -53,7 +53,6 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 
 def is_state(name: str) -> bool:
-    """Whether a name in a step's folder is that of the training's state, which is beside the model."""
     return re.fullmatch(_STATE, name) is not None
 
 
@@ -74,7 +73,6 @@ def _is_accelerates(names: Iterable[str]) -> bool:
 
 
 def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The steps' folders in a run's, the newest first."""
     found = [(int(match[1]), name) for name in names if (match := re.fullmatch(_STEP, name)) and (folder / name).is_dir()]
     return [folder / name for _, name in sorted(found, reverse=True)]
 
@@ -116,18 +114,7 @@ def described(folder: Path) -> str:
             return f"a training run with {len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the newest {steps[0].name}"
         if TRAINER_STATE in names:
             step = step_of(folder)
-            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}, {_how(folder, names)}"
+            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}"
         if _is_accelerates(names):
-            return f"a state of accelerate, {_how(folder, names)}"
+            return "a state of accelerate"
     return ""
-
-
-def _how(folder: Path, names: Sequence[str]) -> str:
-    if any(re.match(r"pytorch_model_fsdp(?:_\d|\.bin)", name) for name in names):
-        return "the model in FSDP's files"
-    if by_name.checkpoint_folder(folder) != folder:
-        return "the model in DeepSpeed's files"
-    if by_name.indexes(names):
-        return "the model in shards"
-    whole = [name for name in names if name in by_name.ONE_FILE]
-    return f"the model in {whole[0]}" if whole else "with no model that is known"

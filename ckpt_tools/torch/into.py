@@ -18,7 +18,7 @@ from ckpt_tools.fit.fit import Choices, Fitted, Wanted, fit, left_out
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of
-from ckpt_tools.fit.targets import Target, names_of, read_target
+from ckpt_tools.fit.targets import Target
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_extra, tensors_by_name
 from ckpt_tools.formats.single import collector_paused
@@ -284,7 +284,7 @@ def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadR
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
     slots = find_slots(model)
     _check_assign(model, slots, options.assign)
-    with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
+    with open_whole(path) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
         with collector_paused():

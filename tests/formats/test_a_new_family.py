@@ -19,7 +19,7 @@ from ckpt_tools.parts.sharded import joined, renewed
 from ckpt_tools.tree.nodes import Dict, as_dict
 
 
-def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
+def decode(names: Sequence[str], files: Files) -> Checkpoint:
     """The tensors of all files, one after another."""
     parts = renewed([decode_file(files.open(name)) for name in names])
     return joined("made-up", Dict([item for part in parts for item in as_dict(part.root).items]), files, parts, {})

@@ -95,6 +95,26 @@ def test_a_name_that_one_rank_lacks(tmp_path: Path) -> None:
         assert not {"a.bias", "bn.running_var"} & set(found)
 
 
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    """They are one on the first rank; the ranks differ in the second, and both are listed: none goes without a word."""
+    save_ranks(tmp_path / "in", fsdp2, 2)
+    one = torch.ones(4)
+    change(rank_file(tmp_path / "in", 0, 2), x=one, y=one)
+    change(rank_file(tmp_path / "in", 1, 2), x=torch.ones(4), y=torch.zeros(4))
+    found, report = written(tmp_path / "in")
+    assert {name for name, _ in report.dropped} == {"x", "y"}
+    assert not {"x", "y"} & {*found}
+
+
+def test_a_list_is_never_shorter(tmp_path: Path) -> None:
+    """Of a list nothing can be left out: the others would move up."""
+    save_ranks(tmp_path / "in", fsdp2, 2)
+    for rank in (0, 1):
+        change(rank_file(tmp_path / "in", rank, 2), more=[torch.full((2,), float(rank)), torch.ones(3)])
+    with pytest.raises(PartError, match=r"'more\.0' cannot be left out of its list: different values on ranks 0, 1"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", partial=True)
+
+
 def test_names_that_tell_no_world(tmp_path: Path) -> None:
     """The last ranks are missing, and only the meshes inside say that there were more."""
     expected = save_ranks(tmp_path / "in", fsdp2, 3, name="model.rank_{rank}.pth")
@@ -160,6 +180,24 @@ def test_zero_without_a_rank(stage: int, gone: int, tmp_path: Path) -> None:
     assert ckpt_tools.convert(one, tmp_path / "one.pth", partial=True).dropped == report.dropped
     with pytest.raises(PartError, match="The optimizer's state needs the files of all ranks"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "o.pth", select="optimizer", partial=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_weights_as_they_were_trained_with(stage: int, tmp_path: Path) -> None:
+    """The 16-bit weights of DeepSpeed are whole in one file: nothing is missing in them without a rank."""
+    tag = save_zero(tmp_path / "in", trained(), stage, 3)
+    for path in tag.glob("zero_pp_rank_1_*"):
+        path.unlink()
+    assert ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select="module", partial=True).dropped == []
+
+
+def test_a_pipeline_without_a_layers_file(tmp_path: Path) -> None:
+    """Its trained weights are in the optimizer's files; what is frozen has no name, so that the note names the file."""
+    shutil.copytree(ROOT / "fixtures" / "deepspeed" / "pipeline-z1-bf16", tmp_path / "in")
+    (tmp_path / "in" / "reference.pth").unlink()
+    (tmp_path / "in" / "global_step2" / "layer_01-model_states.pt").unlink()
+    _, report = written(tmp_path / "in")
+    assert "layer_01-model_states.pt" in next(row.text for row in report.notes if row.code == "parts-missing")
 
 
 def test_a_pipeline_without_a_stage(tmp_path: Path) -> None:

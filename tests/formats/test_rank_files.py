@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
 from ckpt_tools.errors import ChecksumError, NotACheckpointError, PartError
-from ckpt_tools.torch import load_into, load_state_dict
+from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
 from tests.support.graphs import equal
-from tests.support.rank_files import Net, fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
+from tests.support.rank_files import fsdp1, fsdp2, fsdp_tp, hsdp, net, rank_of, save_ranks, sharded, tp
 from tests.support.zips import flip_byte
 
 Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
@@ -180,51 +180,8 @@ def test_a_tensor_that_is_all_that_a_rank_has(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / "in", tmp_path / "part.pth", partial=True)
 
 
-# --- FSDP1's LOCAL_STATE_DICT
-
-
-def flat(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-    """What FSDP1 saves of two wrapped modules without `use_orig_params`: a row for each, and the buffers."""
-    parameters = dict(model.named_parameters())
-    inner = torch.cat([value.detach().flatten() for name, value in parameters.items() if name.startswith("a.")])
-    outer = torch.cat([value.detach().flatten() for name, value in parameters.items() if not name.startswith("a.")])
-    rows = {"_flat_param": sharded(outer, rank, world), "a._flat_param": sharded(inner, rank, world)}
-    return {**rows, **dict(model.named_buffers())}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_rows_without_names(world: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A target tells names and shapes: a file, a folder, or a live model; without one it is refused by name."""
-    expected = save_ranks(tmp_path / "in", flat, world, dtype=dtype)
-    torch.save(net(dtype).state_dict(), tmp_path / "like.pth")
-    for path in (tmp_path / "in", tmp_path / "in" / f"model_world_size_{world}_rank_1.pt"):
-        with pytest.raises(PartError, match="without their names: FSDP1's LOCAL_STATE_DICT") as caught:
-            ckpt_tools.convert(path, tmp_path / "refused.pth")
-        assert "`like=TARGET`" in caught.value.fix
-        ckpt_tools.convert(path, tmp_path / "out.pth", like=tmp_path / "like.pth", overwrite=True)
-        found = torch.load(tmp_path / "out.pth", weights_only=True)
-        assert equal(found, expected)
-        assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
-    model = Net(dtype)
-    assert load_into(model, tmp_path / "in")
-    assert equal(model.state_dict(), expected)
-
-
-def test_genuine_rows_without_names(tmp_path: Path) -> None:
-    """What FSDP1 saved with `use_orig_params`: filled rows, and runs under the parameters' names."""
-    genuine = Path(__file__).parents[2] / "fixtures" / "fsdp1" / "local-bf16"
-    expected = torch.load(genuine / "reference.pth", weights_only=True)
-    ckpt_tools.convert(genuine, tmp_path / "out.pth", like=genuine / "reference.pth")
-    assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
-
-
-def test_rows_of_another_model(tmp_path: Path) -> None:
-    """A target with other parameters is told by the length of the row; a part that is missing by the boxes."""
-    save_ranks(tmp_path / "in", flat, 2)
-    torch.save({**net().state_dict(), "a.weight": torch.ones(5, 8)}, tmp_path / "like.pth")
-    with pytest.raises(PartError, match=r"'a\._flat_param' has 40 elements, and the 2 parameters of the target"):
-        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", like=tmp_path / "like.pth")
-    with pytest.raises(PartError, match="belong into it"):
-        load_into(nn.Linear(2, 2), tmp_path / "in")
-    assert not (tmp_path / "out.pth").exists()
+def test_rows_without_names() -> None:
+    """What FSDP1 saved as LOCAL_STATE_DICT: rows of parameters without names are refused, and what to do is said."""
+    with pytest.raises(PartError, match="without their names: FSDP1's LOCAL_STATE_DICT") as caught:
+        load_state_dict(Path(__file__).parents[2] / "fixtures" / "fsdp1" / "local-bf16")
+    assert "SHARDED_STATE_DICT" in caught.value.fix

@@ -134,7 +134,10 @@ def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
         open_checkpoint(folder)
     assert caught.value.why == "There is no such file."
     assert "names it: get the missing file again" in caught.value.fix
-    for text, message in (('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"), ('{"weight_map": ', "not JSON")):
+    for text, message in (
+        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is there twice"),
+        ('{"weight_map": ', "cannot be read as JSON"),
+    ):
         index.write_text(text)
         with pytest.raises(DamagedFileError, match=message):
             open_checkpoint(index)

@@ -102,20 +102,12 @@ def test_a_remote_folder_of_shards(memory: Any, tmp_path: Path, format: Any) -> 
     assert content(memory, "/runs/new") == {path.name: path.read_bytes() for path in (tmp_path / "near").iterdir()}
     assert report.files == (5 if format == "pth" else 6)  # a tied name is a tensor of its own in safetensors
     with pytest.raises(OutputExistsError, match="not empty"):
-        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
-    memory.pipe("/runs/new/config.json", b"{}")
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format, overwrite=True)
     memory.pipe("/runs/a-file", b"")
-    convert(tmp_path / "in.pth", "memory://runs/new/", shard_size=8000, format=format, overwrite=True)
-    convert(tmp_path / "in.pth", tmp_path / "larger", shard_size=8000, format=format)
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "larger").iterdir()}
-    assert content(memory, "/runs/new") == expected | {"config.json": b"{}"}
     convert("memory://runs/new", tmp_path / "back.pth")
     back = torch.load(tmp_path / "back.pth", weights_only=True)
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
     assert torch.equal(back["tied"], back["t0.w"])
-    other: Any = "pth" if format == "safetensors" else "safetensors"
-    with pytest.raises(OutputError, match="checkpoint of another kind"):
-        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=8000, format=other, overwrite=True)
     with pytest.raises(OutputError, match="is a file"):
         convert(tmp_path / "in.pth", "memory://runs/a-file", shard_size=8000, overwrite=True)
     with pytest.raises(OutputError, match="HTTP has no upload"):
@@ -127,9 +119,8 @@ def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> 
     """torch's writer writes it there, and torch's own reader of such places loads it; ours too."""
     state: dict[str, Any] = {"model": {"a.w": torch.randn(20, 5), "b": torch.arange(3)}, "epoch": 4}
     torch.save(state, tmp_path / "in.pth")
-    for _ in range(2):
-        convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp", overwrite=True)
-        assert sorted(content(memory, "/runs/dcp")) == [".metadata", "__0_0.distcp"]
+    convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp")
+    assert sorted(content(memory, "/runs/dcp")) == [".metadata", "__0_0.distcp"]
     target: dict[str, Any] = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "epoch": 0}
     dcp.load(target, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
     assert torch.equal(target["model"]["a.w"], state["model"]["a.w"])
@@ -141,7 +132,7 @@ def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> 
 
 
 def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a driver is asked for: all shards come before the index, and an old index goes before the first shard is put."""
+    """Of what a driver is asked for: all shards come before the index."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
     asked: list[str] = []
     for name in ("open", "mv", "rm_file"):
@@ -158,19 +149,13 @@ def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.Mo
         *(f"open /runs/new/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)),
         "mv /runs/new/model.safetensors.index.json",
     ]
-    asked.clear()
-    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
-    moves = [row for row in asked if ".ckpt-tmp" not in row]
-    assert moves[0] == "rm_file /runs/new/model.safetensors.index.json"
-    assert moves[-1] == "mv /runs/new/model.safetensors.index.json"
-    assert len(moves) == 5
 
 
 @pytest.mark.parametrize("options", [{"shard_size": 4000}, {"format": "dcp"}], ids=["shards", "dcp"])
 def test_a_failed_folder_leaves_nothing(
     memory: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that fails at any file leaves no new folder, and an old one as it was."""
+    """A driver that fails at any file leaves no new folder."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
     opened = type(memory).open
     left = [0]
@@ -191,28 +176,20 @@ def test_a_failed_folder_leaves_nothing(
         assert not memory.exists("/runs/new")
     left[0] = 0
     convert(tmp_path / "in.pth", "memory://runs/new", **options)
-    before = content(memory, "/runs/new")
-    assert len(before) == files
-    for number in range(1, files + 1):
-        left[0] = number
-        with pytest.raises(RemoteError, match="cannot be reached"):
-            convert(tmp_path / "in.pth", "memory://runs/new", overwrite=True, **options)
-        assert content(memory, "/runs/new") == before
+    assert len(content(memory, "/runs/new")) == files
 
 
-def test_a_rename_that_fails_is_told(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the file system fails while files take their places, the message says that the folder has no index."""
+def test_a_rename_that_fails_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the file system fails as the index takes its place, all of the folder goes."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
 
     def broken(*_: Any, **__: Any) -> None:
         raise PermissionError("no")
 
     monkeypatch.setattr(type(memory), "mv", broken)
-    with pytest.raises(RemoteError) as caught:
-        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
-    assert "has lost its index" in caught.value.fix
-    assert not any("index.json" in name or "ckpt-tmp" in name for name in memory.store)
+    with pytest.raises(RemoteError, match="cannot be reached"):
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
+    assert not memory.store
 
 
 def test_a_file_address(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +28,6 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 if TYPE_CHECKING:
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
-    from ckpt_tools.parts.rank_files import Names
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
 
@@ -92,7 +91,7 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:
     """Open what is to be converted."""
     try:
-        return open_whole(source, partial=options.partial, names=_names(options))
+        return open_whole(source, partial=options.partial)
     except PartError as error:
         if error.rest and not options.partial:
             from ckpt_tools.parts.open import has_partial
@@ -100,19 +99,6 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
             if has_partial(source):
                 error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
         raise
-
-
-def _names(options: ConvertOptions) -> Callable[[], Names] | None:
-    """What the target tells of parameters that are in rows without names, where there is one."""
-    if options.like is None:
-        return None
-
-    def names() -> Names:
-        from ckpt_tools.fit.targets import names_of, read_target
-
-        return names_of(read_target(options.like, args=options.like_args))
-
-    return names
 
 
 def report_flat(flat: Flat, report: Converted) -> None:

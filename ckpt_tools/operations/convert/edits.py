@@ -83,6 +83,7 @@ class Edits:
         ties, danger = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), _danger(checkpoint)
         account = self.account
         root, used = self._opened(checkpoint, report, account)
+        report.dropped += checkpoint.lost.items()
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.globals):
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
@@ -316,7 +317,6 @@ def _under(key: str, root: Node) -> Node:
 def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict[str, str]:
     """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
     checkpoint.locate()
-    report.dropped += checkpoint.lost
     report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
     # That the input is one file of several, and how all of them are named
     if may_be_of_several(checkpoint.path.name):

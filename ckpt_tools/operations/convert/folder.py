@@ -251,7 +251,8 @@ class FolderTarget:
         if is_address(self.path):
             from ckpt_tools.io import remote
 
-            return remote.check_folder(os.fspath(self.path), overwrite=overwrite)
+            remote.check_new_folder(os.fspath(self.path))
+            return []
         target = check_folder(self.path, overwrite=overwrite)
         with output_errors(target):
             return os.listdir(target) if target.is_dir() else []
@@ -285,9 +286,8 @@ class FolderTarget:
         if is_address(self.path):
             from ckpt_tools.io import remote
 
-            rule = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))  # what goes when the writing fails
-
-            return remote.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.options.overwrite)
+            own = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))
+            return remote.uploading_folder(os.fspath(self.path), last=last, own=own)
         return replacing_folder(
             self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.durable, inputs=self.inputs
         )
