@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.checksums import Leaving, leaving
@@ -45,13 +46,9 @@ class Planned:
 
 @collector_paused()
 def run(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    edits: Edits,
-    output: Output | None,
-    clone: Clone | None,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
     opened: Checkpoint | None = None,
-) -> Converted:
+) -> Converted:  # fmt: skip
     """Read (or take what is open), plan and, with an output, carry it out."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
     with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
@@ -92,7 +89,7 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:
     """Open what is to be converted."""
     try:
-        return open_whole(source, partial=options.partial, names=_names(options))
+        return open_whole(source, partial=options.partial, names=None if options.like is None else partial(_names, options))
     except PartError as error:
         if error.rest and not options.partial:
             from ckpt_tools.parts.open import has_partial
@@ -102,17 +99,11 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
         raise
 
 
-def _names(options: ConvertOptions) -> Callable[[], Names] | None:
-    """What the target tells of parameters that are in rows without names, where there is one."""
-    if options.like is None:
-        return None
+def _names(options: ConvertOptions) -> Names:
+    """What the target tells of parameters that are in rows without names."""
+    from ckpt_tools.fit.targets import names_of, read_target
 
-    def names() -> Names:
-        from ckpt_tools.fit.targets import names_of, read_target
-
-        return names_of(read_target(options.like, args=options.like_args))
-
-    return names
+    return names_of(read_target(options.like, args=options.like_args))
 
 
 def report_flat(flat: Flat, report: Converted) -> None:
@@ -121,7 +112,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.notes += [Note(code, text) for code, text in flat.notes]
     if flat.aliases:
         text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
-        report.notes.append(Note("aliases", text))
+        report.note("aliases", text)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 
@@ -132,18 +123,20 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
 
         flat = flatten(edited.root, objects=edits.options.objects, metadata=checkpoint.metadata, texts=edits.texts)
         report_flat(flat, report)
-        pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
-    elif edits.kind == "gguf":
-        pieces = _lay_out_gguf(edited.root, checkpoint, edits, report)
-    else:
-        if checkpoint.metadata:
-            from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
+        return safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
+    if edits.kind == "gguf":
+        return _lay_out_gguf(edited.root, checkpoint, edits, report)
+    if checkpoint.metadata:
+        from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 
-            known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
-            lost = [key for key in checkpoint.metadata if key not in known]
-            report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
-        pieces = _lay_out_torch(edited.root, checkpoint, edits)
-    return pieces
+        known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
+        lost = [key for key in checkpoint.metadata if key not in known]
+        report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
+    if edits.kind == "pth-legacy":
+        from ckpt_tools.formats import torch_legacy
+
+        return torch_legacy.lay_out(edited.root)
+    return zip_writer.lay_out(edited.root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
 
 
 def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
@@ -156,18 +149,8 @@ def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Conv
         report.dropped.append((gguf.OF_THE_INPUT, "the types of the input's tensors"))
     if "general.architecture" not in flat.metadata:
         text = "llama.cpp reads a GGUF by 'general.architecture', which is not in the metadata; `set_metadata` sets it."
-        report.notes.append(Note("no-architecture", text))
+        report.note("no-architecture", text)
     if quantise := edits.options.quantises:
         count = sum(gguf.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
-        report.notes.append(
-            Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
-        )
+        report.note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
     return gguf.lay_out(flat.tensors, flat.metadata, quantise=quantise)
-
-
-def _lay_out_torch(root: Node, checkpoint: Checkpoint, edits: Edits) -> list[Piece]:
-    if edits.kind == "pth-legacy":
-        from ckpt_tools.formats import torch_legacy
-
-        return torch_legacy.lay_out(root)
-    return zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
