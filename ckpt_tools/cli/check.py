@@ -107,6 +107,8 @@ def check(
         show(partial(print_checked, reports, digests=digest and output is None))
     if form == "json" or (form == "text" and not quiet):
         print_others(expanded.others, json=form == "json")
+    if output is not None and form == "text" and not quiet:
+        click.echo(printable(f"wrote {output}"))
     sys.exit(code)
 
 

@@ -129,8 +129,7 @@ def about_option(error: click.NoSuchOption) -> click.NoSuchOption:
     hint = as_options(meant(error.option_name.lstrip("-").replace("-", "_"), known))
     if not hint and error.possibilities:
         hint = f"Did you mean {', '.join(map(repr, error.possibilities))}?"
-    hint = hint or "CHANGELOG.md says what is gone."
-    return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}", ctx=error.ctx)
+    return click.NoSuchOption(error.option_name, f"No such option {error.option_name!r}. {hint}".rstrip(), ctx=error.ctx)
 
 
 TOPICS = {

@@ -19,7 +19,7 @@ from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address, is_there
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.render.text import Page, console, counted, name_table, print_title, show, size_text, wrapped
-from ckpt_tools.text import printable
+from ckpt_tools.text import dotted, printable
 
 
 @click.command(short_help="Show what is in a checkpoint.")
@@ -48,10 +48,8 @@ def inspect(
 
     Exit code: 0 success, 2 usage, 3 a file cannot be read (the others are shown).
     """
-    lost = [path for path in paths if not (isinstance(path, Handed) or is_address(path) or is_there(path))]
-    if len(paths) == 2 and lost == [paths[1]]:
-        shown = shlex.join(map(str, paths))
-        raise click.UsageError(f"No file is called {str(paths[1])!r}. If it is a tensor: ckpt show {shown}")
+    if len(paths) == 2 and _is_tensor(*paths):
+        raise click.UsageError(f"{paths[1]} is a tensor: ckpt show {shlex.join(map(str, paths))}")
     expanded = expand(paths)
     if not json:
         sys.stdout.writelines(f"{printable(text)}\n" for text in map(_of_training, paths) if text)
@@ -64,6 +62,14 @@ def inspect(
         code = _overview(paths, expanded.checkpoints, jobs, paged=not no_pager)
     print_others(expanded.others, json=json)
     sys.exit(code)
+
+
+def _is_tensor(path: Path, name: Path) -> bool:
+    """Whether a checkpoint has a tensor with the name that was given as a second file."""
+    if isinstance(path, Handed) or isinstance(name, Handed) or is_address(name) or is_there(name) or not is_there(path):
+        return False
+    result = _described(path)
+    return isinstance(result, Description) and str(name) in {dotted(row["where"]) for row in result.tensors}
 
 
 def _of_training(path: Path) -> str:
@@ -217,11 +223,10 @@ def step_text(values: Mapping[str, Any]) -> str:
 def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError], top: Path | None, out: Page) -> None:
     """A line for each checkpoint below a folder; `top` is that folder, None where there are several."""
     known = [row for row in rows if isinstance(row, OverviewRow)]
-    lost = len(rows) - len(known)
-    unread = f"; {lost} cannot be read" if lost else ""
+    unread = f"; {len(rows) - len(known)} cannot be read" if len(rows) > len(known) else ""
     size = size_text(sum(row.bytes for row in known))
     where = f"{top}: " if top is not None else ""
-    print_title(f"{where}{counted(len(rows), 'checkpoint')}, {size}{unread}", out)
+    print_title(f"{where}{counted(len(known), 'checkpoint')}, {size}{unread}", out)
     out.print()
     names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
     out.print(name_table("file", names, _columns(rows, out), out, right=("tensors", "size"), whole=("verdict",)))

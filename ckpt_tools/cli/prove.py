@@ -10,6 +10,7 @@ import click
 
 from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options, select_option, show_progress
 from ckpt_tools.render.proved import print_proved
+from ckpt_tools.text import printable
 from ckpt_tools.values.pytorch import need_torch
 
 
@@ -27,7 +28,7 @@ from ckpt_tools.values.pytorch import need_torch
     "--input", multiple=True, required=True, metavar="[NAME=]SHAPE[:N]",
     help="1x3x224x224: random normal numbers; 1x16:30522: integers below 30522; input_ids=1x16:30522: by name. Repeatable.",
 )  # fmt: skip
-@select_option(help="Which state dict of OLD, where it holds several.")
+@select_option(help="Which state dict of OLD, if it has several; OLD_PATH=NEW_PATH for both.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Random seed [0].")
 @click.option("--runs", type=click.IntRange(1, 1000), default=2, metavar="N", help="Number of random inputs to try [2].")
 @click.option(
@@ -59,4 +60,6 @@ def prove(old: Path, new: Path, quiet: bool, json: bool, **options: Any) -> None
     with show_progress(quiet=quiet):
         report = prove_models(old, new, inputs=options.pop("input"), **options)
     print_report(report, print_proved, json=json, quiet=quiet)
+    if options["certificate"] is not None and not (json or quiet):
+        click.echo(printable(f"wrote {options['certificate']}"))
     sys.exit(0 if report else 1)

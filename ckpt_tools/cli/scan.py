@@ -10,8 +10,9 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import PIPED, form_options, jobs_option, quiet_option, show_progress
+from ckpt_tools.cli.options import PIPED, form_options, jobs_option, print_failure, quiet_option, show_progress
 from ckpt_tools.io.member_paths import Handed
+from ckpt_tools.io.output import is_address, is_there, missing
 from ckpt_tools.operations.scan import Scanned, counts
 from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
 from ckpt_tools.render.text import Page, counted, print_parts
@@ -41,7 +42,8 @@ def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: boo
     from ckpt_tools.operations.scan import files_of, scan_files
     from ckpt_tools.render.findings import of_scanned
 
-    files = list(files_of(paths))
+    gone = [path for path in paths if not (isinstance(path, Handed) or is_address(path) or is_there(path))]
+    files = list(files_of(path for path in paths if path not in gone))
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
     form = "json" if json else format
     reports, done, total = list[Scanned](), 0, sum(map(_size, files))
@@ -63,7 +65,9 @@ def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: boo
         from ckpt_tools.render.text import show
 
         show(partial(print_counts, reports))
-    sys.exit(0 if min(reports, key=bool, default=True) else 1)
+    for path in gone:
+        print_failure(path, missing(path), json=form == "json")
+    sys.exit(3 if gone else 0 if min(reports, key=bool, default=True) else 1)
 
 
 def _size(path: str | os.PathLike[str]) -> int:

@@ -27,7 +27,7 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
         for device in (source, target) if equals else (source,):
             if not is_device(device):
                 raise UsageError(
-                    f"`map_location={spec!r}`: {device!r} is not a device where tensors have values.",
+                    f"`map_location={spec!r}`: {device!r} is not a device that holds values.",
                     fix="For example: cpu, cuda:1, cuda:0=cpu.",
                 )
     if len(pairs) == 1 and not pairs[0][1]:

@@ -178,7 +178,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     shared = [names for names in storages.values() if len(names) > 1]
     if shared:
         count = sum(map(len, shared))
-        text = f"{count} tensors are different views on shared storages; each is written in full: {_some(shared[0])}."
+        text = f"{count} tensors share memory; each is written in full: {_some(shared[0])}."
         flat.notes.append(("views-separated", text))
 
 

@@ -2,7 +2,7 @@
 
     ROOT/archive_format                           "pt2"
     ROOT/data/weights/MODEL_weights_config.json   name -> {"path_name", "is_param", "use_pickle", "tensor_meta"}
-    ROOT/data/weights/weight_N                    the bytes of a storage, or with "use_pickle" what torch.save made of a tensor
+    ROOT/data/weights/weight_N                    the bytes of a storage, or a pickle ("use_pickle", refused)
     ROOT/data/constants/, models/, sample_inputs/, extra/   belong to the graph
 
 One model is a state dict, several are one state dict each under their names. What earlier versions wrote (MODEL.pt instead of
@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Keys, program, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip_directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.torch_objects import META, on_meta
@@ -43,6 +42,7 @@ def sniff(names: set[str], folder: str) -> bool:
 def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
     records = torch_zip.by_name(directory)
     start = folder + _WEIGHTS
+    # the byte order stays little: torch.export.load takes the elements as they lie, whatever the record says
     decoded = Checkpoint(
         "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
         has_checksums=any(record.crc for record in directory.records),
@@ -69,31 +69,28 @@ class _Weights:
 
     def __init__(self, program: Checkpoint, records: Mapping[str, Record], start: str) -> None:
         self.program, self.records, self.start = program, records, start
-        self.keys, self.inflated = Keys(), Inflated(program.source)
+        self.keys = Keys()
         self.storages: dict[str, Storage] = {}
-        self.unpickled: set[str] = set()
-        self.byteorder = ""
         self.grads: dict[str, bool] = {}
 
     def read(self, name: str) -> Dict:
         self.grads = {}
-        with torch_zip.json_of(
-            self.program.source, self.records[name], check=self.program.has_checksums, pairs=unique
-        ) as table:
+        checked = self.program.has_checksums
+        with torch_zip.json_of(self.program.source, self.records[name], check=checked, pairs=unique) as table:
             return Dict([(key, self._tensor(key, row)) for key, row in table["config"].items()])
 
-    def _tensor(self, name: str, row: dict[str, Any]) -> Node:
+    def _tensor(self, name: str, row: dict[str, Any]) -> Entry:
         record = self.records.get(self.start + str(row["path_name"]))
         if record is None:
             why = f"Its record would be {row['path_name']!r}."
             raise DamagedFileError(f"The bytes of {name!r} are not in the file.", why=why)
         if _exactly(bool, row["use_pickle"]):
-            return self._unpickled(name, record)
+            fix = "Load it with torch.export.load, and save its state dict."
+            raise UnsupportedContainerError(f"{name!r} is a pickle in the program, of a tensor of a class of its own.", fix=fix)
         meta = row["tensor_meta"]
         dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
         if dtype is None or meta["layout"] != _STRIDED:
             raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
-        self._follow("little", name)  # torch.export.load takes the elements as they lie, whatever the record says
         shape, stride = (tuple(_exactly(int, size["as_int"]) for size in meta[field]) for field in ("sizes", "strides"))
         parameter, grad = _exactly(bool, row["is_param"]), _exactly(bool, meta["requires_grad"])
         device, index = meta["device"]["type"], meta["device"]["index"]
@@ -113,22 +110,6 @@ class _Weights:
         )  # fmt: skip
         check(entry, repr(name))
         return entry
-
-    def _unpickled(self, name: str, record: Record) -> Node:
-        """What torch.save made of a tensor. Each has a record of its own: reading one for every row would take for ever."""
-        if record.name in self.unpickled:
-            raise DamagedFileError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
-        self.unpickled.add(record.name)
-        part = decode_archive(*self.inflated.place(record), record)
-        self._follow(part.byteorder, name)
-        self.program.merge(part, record.name)
-        return self.keys.renew(part.root)
-
-    def _follow(self, byteorder: str, name: str) -> None:
-        """The file's tensors are of one byte order."""
-        if self.byteorder not in ("", byteorder):
-            raise DamagedFileError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
-        self.program.byteorder = self.byteorder = byteorder
 
 
 _Kind = TypeVar("_Kind", bool, int)

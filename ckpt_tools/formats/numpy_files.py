@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
@@ -32,21 +32,9 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import sizes_of
-from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY, DType
-from ckpt_tools.tree.nodes import (
-    MAX_DIMENSIONS,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Storage,
-    array_bytes,
-    check,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Dict, Entry, Global, List, Node, Object, Storage, array_bytes
 from ckpt_tools.values.numeric import part, swapped
 
 _MAGIC = b"\x93NUMPY"
@@ -56,8 +44,7 @@ _RECONSTRUCT = (Global("numpy.core.multiarray", "_reconstruct"), Global("numpy._
 _FROMBUFFER = (Global("numpy.core.numeric", "_frombuffer"), Global("numpy._core.numeric", "_frombuffer"))
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a header says: kind and size of an element ("f4"), byte order, Fortran order, shape; and its own length."""
 
     code: str
@@ -89,11 +76,9 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
     for record in directory.records:
         name = record.name.removesuffix(".npy")
         if name != record.name and name in names:
-            raise DamagedFileError(
-                f"Two arrays may be called {name!r}: the records {name!r} and {record.name!r}.", why=TWO_FILES
-            )
-        if not (name.isascii() or record.flags & _UTF_8):
-            raise DamagedFileError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=_OTHER_NAME)
+            raise DamagedFileError(f"Two arrays may be called {name!r}: {record.name!r} is there too.", why=TWO_FILES)
+        if not (name.isascii() or record.flags & _UTF_8):  # numpy.load would read it as cp437
+            raise DamagedFileError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=TWO_FILES)
         header = parse_header(record_head(source, record, _MAX_HEADER + 12), name)
         node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
         if arrays.left:
@@ -107,7 +92,6 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
 
 
 _UTF_8 = 1 << 11  # of a record's flags
-_OTHER_NAME = "numpy.load would read it as cp437, which gives another name."
 
 
 def _part(source: Source, record: Record, header: Header) -> Part:
@@ -131,24 +115,17 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     fields = _literal(head[start : start + length])
-    if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
+    shape, fortran = fields.get("shape"), fields.get("fortran_order")
+    if fields.keys() != {"descr", "fortran_order", "shape"} or type(shape) is not tuple or type(fortran) is not bool:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
-    shape, fortran = fields["shape"], fields["fortran_order"]
-    sizes = [size for size in shape if type(size) is int and size >= 0] if isinstance(shape, tuple) else [-1]
-    if not isinstance(shape, tuple) or len(sizes) < len(shape) or len(shape) > MAX_DIMENSIONS or type(fortran) is not bool:
-        raise DamagedFileError(
-            f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
-        )
-    code, order = _kind(fields["descr"], what)
-    return Header(code, order == ">", fortran, shape, start + length)
-
-
-def _kind(descr: object, what: str) -> tuple[str, str]:
-    found = _DESCR.fullmatch(descr) if type(descr) is str else None
+    if min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS:
+        raise DamagedFileError(f"{what} has a malformed header.", why="Its shape is impossible.")
+    descr = str(fields["descr"])
+    found = _DESCR.fullmatch(descr)
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
-        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch does not have.")
-    return code, found[1]
+        raise UnsupportedContainerError(f"{what} has the NumPy dtype {descr[:100]!r}, which torch does not have.")
+    return Header(code, found[1] == ">", fortran, shape, start + length)
 
 
 # One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
@@ -159,23 +136,21 @@ _FIELD = re.compile(
 )
 
 
-def _literal(text: bytes) -> dict[str, object] | None:
-    """The fields of a header; None when it is not one."""
+def _literal(text: bytes) -> dict[str, object]:
+    """The fields of a header; none when it is not one."""
     inside = text.decode("latin-1").strip()
     if inside[:1] != "{" or inside[-1:] != "}":
-        return None
-    inside, fields, at = inside[1:-1].rstrip(), {}, 0
+        return {}
+    inside, fields, at = inside[1:-1].rstrip(), dict[str, object](), 0
     while at < len(inside):
         found = _FIELD.match(inside, at)
         if found is None or found[2] in fields:
-            return None
-        if found[4] is not None or found[7] is not None:
-            fields[found[2]] = found[4] or found[7] or ""
-        elif found[5] is not None:
-            fields[found[2]] = found[5] == "True"
-        else:
-            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
+            return {}
         at = found.end()
+        if found[6] is not None:
+            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
+        else:
+            fields[found[2]] = found[5] == "True" if found[5] else found[4] or found[7] or ""
     return fields
 
 
@@ -202,11 +177,11 @@ class Arrays:
         return self._entry(dtype, header.shape, own, fortran=header.fortran, big=header.big)
 
     def _entry(self, dtype: DType, shape: tuple[int, ...], content: Content, *, fortran: bool, big: bool) -> Entry:
-        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran else contiguous_stride(shape)
+        stride = tuple(reversed(nodes.contiguous_stride(shape[::-1]))) if fortran else nodes.contiguous_stride(shape)
         made = swapped(content, dtype.swap_width) if big else content
         storage = Storage(str(self.count), dtype if dtype.storage else None, content.length, None, made)
         entry = Entry(storage, dtype, shape, stride, 0)
-        check(entry)
+        nodes.check(entry)
         self.count += 1
         self.storage_bytes += storage.nbytes
         return entry
@@ -235,7 +210,7 @@ class Arrays:
     def _objects(self, header: Header, rest: Part) -> Node:
         """What the pickle of an array of objects holds: the object of an array without dimensions, else a list."""
         pickles = Pickles(rest)
-        machine, root, blobs = load_with_blobs(pickles, _refuse, prefix=f"{self.count}.")
+        machine, root, blobs = load_with_blobs(pickles, prefix=f"{self.count}.")
         self.left = pickles.left
         self.count += 1
         self.storage_bytes += blobs.storage_bytes
@@ -261,9 +236,10 @@ class Arrays:
         dtype, big = _numbers(kind)
         if dtype is None or shape is None or min(shape, default=0) < 0:
             return node
-        if (data := array_bytes(data, _elements(shape) * dtype.itemsize)) is None:
+        nbytes = _elements(shape) * dtype.itemsize
+        if (data := array_bytes(data, nbytes)) is None:
             return node
-        if _elements(shape) * dtype.itemsize != len(data):
+        if nbytes != len(data):
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
         return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
 
@@ -277,9 +253,7 @@ def _numbers(kind: Node) -> tuple[DType | None, bool]:
     if type(kind) is not Object or kind.name != "numpy.dtype" or type(kind.args) is not tuple or not kind.args:
         return None, False
     if len(kind.steps) > 1:
-        raise TensorError(
-            "The dtype of a pickled array is set twice: NumPy takes the one that was there when the array was made."
-        )
+        raise TensorError("The dtype of a pickled array is set twice.", why="NumPy takes the first for the array.")
     code, state = kind.args[0], kind.state
     big = type(state) is tuple and len(state) > 1 and state[1] == ">"
     return BY_NUMPY.get(code) if type(code) is str else None, big
@@ -296,10 +270,6 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
             buffer = buffer.args[0]
         return shape, kind, order == "F", buffer
     return None
-
-
-def _refuse(pid: Node) -> Node:
-    raise PickleError("The pickle refers to something outside it.")
 
 
 def _elements(shape: tuple[int, ...]) -> int:

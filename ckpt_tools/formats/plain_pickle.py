@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def sniff(head: bytes) -> bool:
 
 def decode(source: Source) -> Checkpoint:
     pickles = Pickles(Part(source, 0, source.size))
-    machine, root, blobs = load_with_blobs(pickles, _refuse, arrays=array_behind)
+    machine, root, blobs = load_with_blobs(pickles, arrays=array_behind)
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
@@ -85,10 +85,6 @@ def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Checkpoint]]:
     if not any(type(node) is bytes and node.startswith(_ZIP) for _, node in walk(root, plain=False, values=_BYTES)):
         return root, found
     return exchange.replace(root, swap, values=_BYTES), found
-
-
-def _refuse(pid: Node) -> Node:
-    raise PickleError("The pickle refers to something outside it: it is a part of another file.")
 
 
 def _goes_on(pickles: Pickles) -> bool:

@@ -52,10 +52,9 @@ def decode(source: Source, unread: dict[str, str] | None = None) -> Checkpoint:
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
-    limits.NODES.check(limits.LISTED * len(metadata), f"The safetensors metadata has {len(metadata)} entries.", source.size)
     size = source.size - data_start
-    what = f"The file lists {len(header)} tensors in {source.size} bytes."
-    limits.NODES.check(limits.LISTED * len(header), what, source.size)
+    for count, what in ((len(metadata), "entries of metadata"), (len(header), "tensors")):
+        limits.NODES.check(limits.LISTED * count, f"The file lists {count} {what} in {source.size} bytes.", source.size)
     spans: list[tuple[int, int, str]] = []
     items: list[tuple[Any, Any]] = []
     for index, (name, info) in enumerate(header.items()):
@@ -92,26 +91,17 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
         raise DamagedFileError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
+
+    def no_value(text: str) -> NoReturn:
+        raise ValueError(f"{text} is not a value or size that safetensors has")
+
+    # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
+    whole = (lambda text: no_value(text) if text == "-0" else int(text)) if b"-0" in raw else None
     try:
-        # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
-        whole = _no_minus_zero if b"-0" in raw else None
-        text = raw.decode("utf-8")
-        header: dict[str, Any] = load_json(text, pairs=_unique, constant=_no_constant, whole=whole)
-    except UnicodeDecodeError:
-        raise DamagedFileError("The safetensors header is not UTF-8.") from None
-    except ValueError as error:
-        raise DamagedFileError("The safetensors header is not JSON.", why=f"{error}.") from None
+        header: dict[str, Any] = load_json(raw.decode("utf-8"), pairs=_unique, constant=no_value, whole=whole)
+    except ValueError as error:  # one of Unicode too
+        raise DamagedFileError("The safetensors header is not JSON in UTF-8.", why=f"{error}.") from None
     return header, 8 + length
-
-
-def _no_minus_zero(text: str) -> int:
-    if text == "-0":
-        raise ValueError("-0 is not a size")
-    return int(text)
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON value")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,9 +151,8 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
         raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
     bits = prod(shape) * dtype.bits // dtype.packed
     if 8 * (end - begin) != bits:
-        raise DamagedFileError(
-            f"Tensor {name!r} needs {bits / 8 if bits % 8 else bits // 8} bytes and has the offsets {begin} to {end}."
-        )
+        needed = bits / 8 if bits % 8 else bits // 8
+        raise DamagedFileError(f"Tensor {name!r} needs {needed} bytes and has the offsets {begin} to {end}.")
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 
@@ -247,40 +236,36 @@ def _json_map(text: str | None) -> dict[str, Any] | None:
 
 
 def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, reserve: int = 0) -> list[Piece]:
-    offsets: dict[str, list[int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     contents: list[Content] = []
     at = 0
     for name, (_, content) in sorted(tensors.items(), key=lambda item: -item[1][0].dtype.itemsize):
-        offsets[name] = [at, at + content.length]
+        offsets[name] = at, at + content.length
         at += content.length
         contents.append(content)
-    raw = _header(tensors, metadata, offsets)
+    if "__metadata__" in tensors:
+        raise ConvertError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
+    fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
+    fields += [_field(name, entry, *offsets[name]) for name, (entry, _) in tensors.items()]
+    try:
+        raw = f"{{{','.join(fields)}}}".encode()
+    except UnicodeEncodeError:
+        raise ConvertError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
     raw += b" " * (reserve + -(len(raw) + reserve) % 8)
     if len(raw) > MAX_HEADER:
         raise ConvertError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
     return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
 
 
-def _header(
-    tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], offsets: Mapping[str, list[int]]
-) -> bytes:
-    if "__metadata__" in tensors:
-        raise ConvertError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
-    fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
-    for name, (entry, _) in tensors.items():
-        dtype, (begin, end) = entry.dtype, offsets[name]
-        sizes = [*entry.shape]
-        if dtype.safetensors is None or (dtype.packed > 1 and not sizes):
-            what = f"{name!r} is {dtype.name}, which safetensors has no type for."
-            raise ConvertError(what, fix="Write a .pth, which holds any tensor.")
-        if sizes:
-            sizes[-1] *= dtype.packed
-        shape = ",".join(map(str, sizes))
-        fields.append(f'{_json(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
-    try:
-        return f"{{{','.join(fields)}}}".encode()
-    except UnicodeEncodeError:
-        raise ConvertError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
+def _field(name: str, entry: Entry, begin: int, end: int) -> str:
+    dtype, sizes = entry.dtype, [*entry.shape]
+    if dtype.safetensors is None or (dtype.packed > 1 and not sizes):
+        what = f"{name!r} is {dtype.name}, which safetensors has no type for."
+        raise ConvertError(what, fix="Write a .pth, which holds any tensor.")
+    if sizes:
+        sizes[-1] *= dtype.packed
+    shape = ",".join(map(str, sizes))
+    return f'{_json(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
 
 
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
@@ -105,18 +105,21 @@ class Blobs:
         return Part.of_bytes(data, self.part.source, self.part.at + self.anchor + place[0])
 
 
-def load_with_blobs(
-    pickles: Pickles, persistent: Callable[[Node], Node], *, prefix: str = "", arrays: Behind | None = None
-) -> tuple[Machine, Node, Blobs]:
+def load_with_blobs(pickles: Pickles, *, prefix: str = "", arrays: Behind | None = None) -> tuple[Machine, Node, Blobs]:
+    """A pickle by itself, whose storages are in it."""
     blobs = Blobs()
 
     def make(data: bytes, offset: int) -> Machine:
         nonlocal blobs
         blobs = Blobs(pickles.part, prefix=prefix)
-        return blobs.watch(Machine(data, blobs.makers, persistent, offset, arrays=arrays), pickles.anchor)
+        return blobs.watch(Machine(data, blobs.makers, _refuse, offset, arrays=arrays), pickles.anchor)
 
     machine, root = pickles.load(make)
     return machine, root, blobs
+
+
+def _refuse(pid: Node) -> Node:
+    raise PickleError("The pickle refers to something outside it: it is a part of another file.")
 
 
 def is_stream(head: bytes) -> bool:

@@ -83,7 +83,8 @@ def _member(source: Source, record: Record, inflated: Inflated, warnings: list[W
     head = record_head(source, record, _HEAD)
     kind = _kind(head)
     if head.startswith(_ZIP):
-        return decode_archive(*inflated.place(record), record)
+        with _named(record):
+            return decode_inner(*inflated.place(record), record.size, record.name)
     if kind is None and not plain_pickle.sniff(head):
         return None
     # a stored one is checked by its CRC-32 when bytes leave, a deflated one was when inflated
@@ -125,11 +126,6 @@ def _named(record: Record) -> Iterator[None]:
     except CkptError as error:
         error.what = f"The member {record.name!r}: {error.what}"
         raise
-
-
-def decode_archive(source: Source, start: int, record: Record) -> Checkpoint:
-    with _named(record):
-        return decode_inner(source, start, record.size, record.name)
 
 
 class Inflated:

@@ -141,6 +141,8 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
                 execute(planned, output, options.progress)
         for checkpoint in checkpoints:
             checkpoint.source.check_unchanged()
+    for note in report.output.notes:
+        note.text = note.text.replace("`strip_module`", "`unwrap`")  # what average has
     if beyond := [name for name, count in mean.counts if count.overflowed or count.saturated]:
         report.output.note("overflowed", f"Values of the mean are too large for their dtype: {listed(beyond, 3)}.")
     return report
@@ -152,7 +154,7 @@ def _weights(given: Sequence[float] | None, count: int) -> list[float]:
         raise UsageError("An average takes two checkpoints or more, and the file to write.")
     weights = [1.0] * count if given is None else list(given)
     if len(weights) != count:
-        raise UsageError(f"`weights` names {len(weights)} numbers for {count} checkpoints.")
+        raise UsageError(f"`weights` has {len(weights)} numbers for {count} checkpoints.")
     whole = math.fsum(weights)
     if not all(map(math.isfinite, weights)) or not math.isfinite(whole) or whole == 0:
         raise UsageError("`weights` must be finite numbers that do not sum to zero.")

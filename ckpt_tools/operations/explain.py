@@ -90,7 +90,8 @@ def explain(words: str) -> list[Explanation]:
         raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
     name = words.strip().strip("[]")
     if (code := codes().get(name)) is not None:
-        return [Explanation(name, f"{name} ({code['severity']})", code["text"], "ckpt check FILE", "docs/check.md")]
+        command = code.get("command", "ckpt check FILE")
+        return [Explanation(name, f"{name} ({code['severity']})", code["text"], command, "docs/check.md")]
     shown = _LONG.sub(r"\1", _RANK.sub("", _COLOUR.sub("", words[-MOST:])))
     message = plain(shown)
     for row in _rows():

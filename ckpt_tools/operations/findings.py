@@ -20,7 +20,7 @@ from ckpt_tools.pickling.weights_only import is_newer_dtype
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.modules import is_lightning
-from ckpt_tools.tree.names import MODULE, of_all, unwrapping, wrapped_part
+from ckpt_tools.tree.names import MODULE, of_all, split_by_module, unwrapping, wrapped_part
 from ckpt_tools.tree.nodes import Entry, Global, Object, Storage
 from ckpt_tools.tree.parametrized import parametrized, told
 from ckpt_tools.tree.visit import walk
@@ -52,6 +52,10 @@ class Facts:
         every = " ".join(dict.fromkeys(filter(None, (options, self.needed))))
         return mending("convert", str(self.checkpoint.path), every)
 
+    def repair(self) -> str:
+        """The command that repairs the file."""
+        return mending("repair", str(self.checkpoint.path))
+
 
 # A finding, and the option that mends it together with others; "" for one that has its own way.
 _Advised: TypeAlias = tuple[Finding, str]
@@ -77,7 +81,7 @@ def of_training(finding: Finding) -> Finding:
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
-        _alone, _lightning, _adapters, _wrappers, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
+        _alone, _lightning, _adapters, _wrappers, _mixed_prefixes, _wrapped_parts, _prefixes, _parametrized, _arrays, _devices,
         _big_endian, _oversized, _dead_bytes, _loading, _warnings, _tied_names,
     )  # fmt: skip
     options: dict[str, None] = {}
@@ -124,6 +128,14 @@ def _wrappers(facts: Facts) -> Iterator[_Advised]:
             wrappers = ", ".join(map(repr, row["wrappers"]))
             found, expected = f"names start with {wrappers}", f"names without {wrappers}"
             yield Finding("wrapper-prefix", "warning", row["where"], found, expected, facts.fix(option)), option
+
+
+def _mixed_prefixes(facts: Facts) -> Iterator[_Advised]:
+    """State dicts of which some names have `module.`, others of the same module not."""
+    for state_dict in facts.checkpoint.state_dicts:
+        if (halved := split_by_module(state_dict.names)) is not None:
+            found, fix = f"some names start with 'module.', others do not: {halved!r} is split", facts.repair()
+            yield Finding("mixed-prefix", "warning", list(state_dict.where), found, "all names with it, or none", fix), ""
 
 
 def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:

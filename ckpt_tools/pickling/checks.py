@@ -50,6 +50,7 @@ class _Keys:
     def __init__(self) -> None:
         self.repeated: list[str] = []
         self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
+        self.tuples: dict[int, tuple[Hashable, int, int]] = {}  # by id: stand-in, parts that Python would hash, depth
         self.parts = 0
         self.states: dict[int, Node] = {}  # by id
 
@@ -120,11 +121,7 @@ class _Keys:
     def identity(self, key: Node, depth: int = 0) -> Hashable:
         """The stand-in of a key; never a long number, of which Python's hash lets a file choose collisions."""
         if type(key) is tuple:
-            limits.check_depth(depth, "The pickle uses tuples nested too deep as a dict key.")
-            self.parts += len(key)
-            limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
-            inner = tuple([self.identity(part, depth + 1) for part in key])
-            return "t", self.numbers.setdefault(inner, len(self.numbers))
+            return self._tuple(key, depth)
         if type(key) in (Dict, List) or (type(key) is Object and key.name in UNHASHABLE):
             raise PickleError("The pickle uses a value as a dict key that Python cannot hash.")
         if type(key) is float:
@@ -140,6 +137,20 @@ class _Keys:
         if type(key) is Object and key.name in _VALUES:
             return self._value(key, depth)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
+
+    def _tuple(self, key: tuple[Node, ...], depth: int) -> Hashable:
+        """A number for the stand-ins of all parts: tuples may hold one another a million times."""
+        stand_in, parts, levels = self.tuples.get(id(key), (None, len(key), 0))
+        limits.check_depth(depth + levels, "The pickle uses tuples nested too deep as a dict key.")
+        before = self.parts
+        self.parts += parts
+        limits.NODES.check(self.parts // 4, "The pickle has dict keys of more parts than any checkpoint.")
+        if stand_in is None:
+            inner = tuple([self.identity(part, depth + 1) for part in key])
+            stand_in = ("t", self.numbers.setdefault(inner, len(self.numbers)))
+            levels = 1 + max([self.tuples[id(part)][2] for part in key if type(part) is tuple], default=0)
+            self.tuples[id(key)] = stand_in, self.parts - before, levels
+        return stand_in
 
     def _value(self, key: Object, depth: int) -> Hashable:
         """The stand-in of what a call makes, where Python compares that by value."""

@@ -587,9 +587,11 @@ def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes |
             return codecs.raw_unicode_escape_decode(line)[0]  # the codec by name would be imported
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
             raise Malformed("holds a string without its quotes")
+        if b"\\" not in line:
+            return line[1:-1]
         with warnings.catch_warnings():  # of escapes that are none: warnings can be errors
             warnings.simplefilter("ignore")
-            return codecs.escape_decode(line[1:-1])[0] if b"\\" in line else line[1:-1]
+            return codecs.escape_decode(line[1:-1])[0]
     except ValueError:
         if strict or op == 0x56 or op == 0x53:
             raise Malformed("holds a value that cannot be read") from None

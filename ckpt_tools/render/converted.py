@@ -105,14 +105,14 @@ def object_rows(report: Converted) -> list[Row]:
     outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
     rows = rows_of("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
     if len(outer) < len(report.objects):
-        rows.append(("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)"))
+        rows.append(("object", f"{len(report.objects) - len(outer)} more inside these (--json lists them)"))
     return rows
 
 
 def _names(state_dict: RenamedNames) -> list[Row]:
     where = path_text(state_dict.where)
-    if not state_dict.renamed:
-        return [("state dict", f"{where}: {counted(state_dict.tensors, 'tensor')}")]
+    if not state_dict.renamed:  # IN's, which says nothing of OUT
+        return []
     examples = [("", printable(f"{old} -> {new}")) for old, new in state_dict.examples]
     return [("names", f"{where}: {state_dict.renamed} of {state_dict.tensors} renamed"), *examples]
 

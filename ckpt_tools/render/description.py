@@ -225,7 +225,7 @@ def print_description(description: Description, view: View, out: Page) -> None:
         out.print(_tensor_table(lines, view, out))
     elif description.tensors:
         near = meant_by(str(view.filter), [".".join(map(str, row["where"])) for row in description.tensors])
-        out.print(f"\nno tensor matches {printable(f'{view.filter}. {near}').rstrip()}", soft_wrap=True)
+        out.print(f"\nNo tensor matches {printable(f'{view.filter!r}. {near}').rstrip()}", soft_wrap=True)
     limit = None if view.all else _SHOWN_REST
     states = [optimizer_text(where, below) for where, below in closed.items()]
     if rest := [*rows_of("optimizer", states, limit, "--all"), *_rest(description, limit)]:

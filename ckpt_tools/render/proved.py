@@ -37,8 +37,8 @@ def _verdict(report: Proved) -> str:
         return "different: outputs of other shapes, or not finite"
     word = "equal" if report.equal else "different"
     word = "equal, but not fully checked" if report.unproved else word
-    room = f"(tolerance {report.tolerance:.3g})"
-    return f"{word}: the largest difference is {report.largest:.3g}, {report.relative:.3g} of the largest output {room}"
+    room = f"tolerance {report.tolerance:.3g})"
+    return f"{word}: largest difference {report.largest:.3g} (relative {report.relative:.3g}, {room}"
 
 
 def _unproved(row: Unproved) -> str:
@@ -55,7 +55,7 @@ def _fault(fault: Fault) -> list[tuple[str, str]]:
     if fault.place == "code":
         sides = [f"after {fault.after}" if fault.after else "", f"before {fault.before}" if fault.before else ""]
         where += f", in its own code {', '.join(filter(None, sides))}".rstrip()
-    return [("part at", where), *[("why", reason) for reason in fault.reasons]]
+    return [("differ at", where), *[("why", reason) for reason in fault.reasons]]
 
 
 def print_not_signed(found: NotSigned, out: Page) -> None:

@@ -35,7 +35,8 @@ class Finding:
 CODES = frozenset((
     "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
-    "wrapper-prefix", "inner-module", "common-prefix", "partition", "parts-differ", "padded-vocabulary", "parts-disagree",
+    "wrapper-prefix", "mixed-prefix", "inner-module", "common-prefix", "partition", "parts-differ", "padded-vocabulary",
+    "parts-disagree",
     "weights-only-refused", "newer-dtype", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "arrays-in-objects", "parametrized", "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",

@@ -59,6 +59,14 @@ def strip_module(name: str) -> str:
     return name
 
 
+def split_by_module(names: Iterable[str]) -> str | None:
+    """A module that `module.` splits in two: some of its tensors have the prefix, others have not."""
+    wrapped, bare = set[str](), set[str]()
+    for name in names:
+        (wrapped if name.startswith(MODULE) else bare).add(strip_module(name).rpartition(".")[0])
+    return min(wrapped & bare - {""}, default=None)
+
+
 def uneven(names: Iterable[str]) -> tuple[str, str] | None:
     """Two names of which one starts with more `module.` than the other: what is left of the longer may be the user's own."""
     inside = [name for name in names if name.startswith(MODULE)]

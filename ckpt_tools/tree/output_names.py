@@ -26,7 +26,7 @@ _KINDS = {
     "a TorchServe archive": ".mar", "a NeMo archive": ".nemo", "Paddle weights": ".pdparams", "MATLAB arrays": ".mat",
     "a table": ".csv .parquet .arrow", "a part of a distributed checkpoint": ".distcp",
     "an archive": ".zip .gz .tgz .xz .bz2 .zst .7z .rar", "a settings file": ".json .jsonl .yaml .yml .toml",
-    "a text": ".txt .md .html .htm .py .pdf", "a picture": ".png .jpg", "a digest file": ".digest",
+    "text files": ".txt .md .html .htm .py .pdf", "a picture": ".png .jpg", "a digest file": ".digest",
 }  # fmt: skip
 _OTHERS = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes.split()}
 _OF_COPIES = (".bak", ".old", ".orig", ".backup", ".new", ".tmp", "~")

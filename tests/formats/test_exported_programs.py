@@ -1,8 +1,6 @@
 """Exported programs (`.pt2`): torch.export is the oracle; damage is done to its files' tables by hand."""
 
-import io
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError, UnsupportedContainerError
 from ckpt_tools.torch import load_state_dict
 from tests.support.commands import ckpt
 from tests.support.graphs import assert_same
-from tests.support.legacy import saved
 from tests.support.zips import called_big, rewrite
 
 pytestmark = [
@@ -112,24 +109,10 @@ def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pth"), dict(models["large"].state_dict(keep_vars=True)), storages=False)
 
 
-def _pickled(*names: str) -> Callable[[dict[str, Any]], object]:
-    """These weights, or `view`, are what torch.save made of one."""
-    return lambda rows: [rows[name].update(use_pickle=True, path_name="weight_99") for name in names or ("view",)]
-
-
-def _saved(*, big: bool = False) -> bytes:
-    """What torch.save makes of [0, 1, 2], called big-endian or not."""
-    out = io.BytesIO()
-    (called_big if big else rewrite)(io.BytesIO(saved(torch.arange(3.0))), out)
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_pickled_weight_is_read_where_it_lies(program: Path, method: int, tmp_path: Path) -> None:
-    """What torch.save made of a tensor subclass is a checkpoint in the archive, also when a zip tool has packed that again."""
-    rewrite(edited(program, _pickled(), weight_99=_saved()), tmp_path / "packed.pt2", method=method)
-    ckpt_tools.convert(tmp_path / "packed.pt2", tmp_path / "out.pth", objects="plain")
-    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
+def test_a_pickled_weight_is_refused(program: Path) -> None:
+    """What torch.save made of a tensor subclass."""
+    with pytest.raises(UnsupportedContainerError, match="'view' is a pickle in the program"):
+        ckpt_tools.inspect(edited(program, lambda rows: rows["view"].update(use_pickle=True)))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -149,37 +132,11 @@ def test_a_buffer_on_the_record_of_a_parameter(program: Path, first: bool) -> No
     assert {row["name"]: row["requires_grad"] for row in ckpt_tools.inspect(path).tensors} == expected
 
 
-def test_a_pickled_weight_of_the_other_byte_order_is_refused(program: Path) -> None:
-    """Its bytes would be read as those of the others are."""
-    with pytest.raises(DamagedFileError, match="endian, those of other weights are not"):
-        ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(big=True)))
-
-
 def test_a_program_has_no_byte_order(program: Path, tmp_path: Path) -> None:
     """torch.export.load takes the elements as they lie, whatever the record `byteorder` says."""
     called_big(program, path := tmp_path / "big.pt2")
     assert_same(dict(load_state_dict(path)), dict(torch.export.load(path).state_dict), storages=False)
     assert torch.equal(load_state_dict(path)["view"], torch.arange(12.0).view(3, 4).t())
-
-
-def test_pickled_weights_alone_follow_their_own_byte_order(program: Path) -> None:
-    """torch.export.load hands each to torch.load, which swaps."""
-
-    def alone(rows: dict[str, Any]) -> None:
-        row = rows["view"] | {"use_pickle": True, "path_name": "weight_99"}
-        rows.clear()
-        rows["view"] = row
-
-    path = edited(program, alone, weight_99=_saved(big=True))
-    expected = torch.load(io.BytesIO(_saved(big=True)))
-    assert not torch.equal(expected, torch.arange(3.0))
-    assert torch.equal(load_state_dict(path)["view"], expected)
-
-
-def test_a_pickle_is_the_bytes_of_one_weight(program: Path) -> None:
-    """A table of a thousand rows over one record would have it read a thousand times."""
-    with pytest.raises(DamagedFileError, match="another weight"):
-        ckpt_tools.inspect(edited(program, _pickled("view", "first.weight"), weight_99=_saved()))
 
 
 def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
@@ -188,7 +145,6 @@ def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
 
 @pytest.mark.parametrize(("change", "error", "says"), [
     (lambda rows: rows["view"].update(path_name="../../etc/passwd"), DamagedFileError, "are not in the file"),
-    (lambda rows: rows["view"].update(use_pickle=True), CkptError, "zip"),
     (lambda rows: rows["view"].pop("path_name"), DamagedFileError, "is malformed"),
     (lambda rows: rows.update(more=7), DamagedFileError, "is malformed"),
     (lambda rows: rows["view"].update(is_param=1), DamagedFileError, "1 is neither true nor false"),

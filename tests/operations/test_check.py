@@ -209,15 +209,15 @@ def devices(path: Path, **options: object) -> list[tuple[str, str]]:
 def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
     """Tags of other devices are a problem, those of the devices up to its number are none; no device is a usage error."""
     mixed = FIXTURES / "mixed_devices.pth"
-    assert devices(mixed, device="cuda:3") == [("problem", "tensors are on mps: not there on a machine with cuda:3")]
-    assert devices(mixed, device="cuda:2") == [("problem", "tensors are on mps, cuda:3: not there on a machine with cuda:2")]
-    assert devices(mixed, device="mps") == [("problem", "tensors are on cuda:0, cuda:3: not there on a machine with mps")]
+    assert devices(mixed, device="cuda:3") == [("problem", "tensors are on mps: a machine with cuda:3 lacks them")]
+    assert devices(mixed, device="cuda:2") == [("problem", "tensors are on mps, cuda:3: a machine with cuda:2 lacks them")]
+    assert devices(mixed, device="mps") == [("problem", "tensors are on cuda:0, cuda:3: a machine with mps lacks them")]
     assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
     assert devices(FIXTURES / "cuda.pth", device="cpu")
     apple = tmp_path / "apple.pth"
     ckpt_tools.convert(FIXTURES / "cuda.pth", apple, map_location="mps")
     assert devices(apple) == devices(apple, device="mps") == []
-    assert devices(apple, device="cpu") == [("problem", "tensors are on mps: not there on a machine with cpu")]
+    assert devices(apple, device="cpu") == [("problem", "tensors are on mps: a machine with cpu lacks them")]
     with pytest.raises(UsageError, match="is not a device"):
         check(mixed, device="cuda:x")
 

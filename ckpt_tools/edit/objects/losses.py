@@ -115,7 +115,7 @@ class Dropped:
     globs: frozenset[str] = frozenset()
 
 
-_NOT_IN_PLAIN = "They lie in objects whose plain form, the state dict of a module for example, does not hold them."
+_NOT_IN_PLAIN = "They are in objects whose plain form has no place for them."
 
 
 def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = (), why: str = _NOT_IN_PLAIN) -> Dropped:

@@ -47,7 +47,7 @@ def _devices(checkpoint: Checkpoint, device: str | None) -> Iterator[Finding]:
     tags = [tag for tag in found if tag not in (None, "cpu", "meta")]
     if device is not None:
         present = int(device.partition(":")[2] or 0) + 1 if device.partition(":")[0] == "cuda" else 0
-        beyond, here = [tag for tag in tags if not _is_there(tag, device)], f"not there on a machine with {device}"
+        beyond, here = [tag for tag in tags if not _is_there(tag, device)], f"a machine with {device} lacks them"
     else:
         tags = [tag for tag in tags if tag.partition(":")[0] == "cuda"]
         present = _cuda_devices() if tags else 0

@@ -377,7 +377,7 @@ def _equal(checkpoint: Checkpoint, read: Read, state_dicts: Sequence[Where]) -> 
 
 def _differences(compared: digests.Compared) -> Iterator[Finding]:
     for where, how in compared.different:
-        yield Finding("different", "problem", list(where), f"{how}: not as in {compared.against}")
+        yield Finding("different", "problem", list(where), f"{how}, compared with {compared.against}")
     rows = (("missing", compared.missing, "only in"), ("unexpected", compared.unexpected, "not in"))
     for code, wheres, what in rows:
         if wheres:

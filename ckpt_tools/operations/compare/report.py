@@ -126,11 +126,11 @@ def conclude(
     found = [kind for kind, count in counts.items() if count]
     report.same = not found
     if not found and contents:
-        values = "values, " if pattern is None else ""
+        values = "settings, " if pattern is None else ""
         report.summary = f"They are the same: names, shapes, dtypes, {values}and every byte of the tensors."
     elif not found:
-        facts = "names, shapes, dtypes and values" if pattern is None else "names, shapes and dtypes"
-        report.summary = f"They have the same {facts}; the tensors' bytes were not compared."
+        facts = "names, shapes, dtypes and settings" if pattern is None else "names, shapes and dtypes"
+        report.summary = f"They have the same {facts}; the numbers of the tensors were not compared."
     elif len(found) == 1 and (only := _only_difference(found[0], report, names, sides)):
         report.summary = f"The only difference is {only}."
     else:
@@ -144,9 +144,9 @@ def conclude(
 _WORDS = {
     "moved": ("state dict at another path", "state dicts at other paths"),
     "added": ("tensor added", "tensors added"), "removed": ("tensor removed", "tensors removed"),
-    "renamed": ("name changed", "names changed"), "shape": ("other shape", "other shapes"),
-    "dtype": ("other dtype", "other dtypes"), "device": ("other device tag", "other device tags"),
-    "value": ("other value", "other values"), "object": ("other object", "other objects"),
+    "renamed": ("name changed", "names changed"), "shape": ("shape differs", "shapes differ"),
+    "dtype": ("dtype differs", "dtypes differ"), "device": ("device tag differs", "device tags differ"),
+    "value": ("setting differs", "settings differ"), "object": ("object differs", "objects differ"),
     "tensor": ("tensor with different numbers", "tensors with different numbers"),
 }  # fmt: skip
 

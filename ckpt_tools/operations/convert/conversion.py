@@ -111,8 +111,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
     report.notes += [Note(code, text) for code, text in flat.notes]
     if flat.aliases:
-        text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
-        report.note("aliases", text)
+        report.note("aliases", "ckpt restores tied names from this file; other loaders see only the first of each.")
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 

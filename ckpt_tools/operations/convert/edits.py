@@ -380,7 +380,7 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
     if state and not into_folder:  # where it comes along, or stays by name
         report.note("training-state", f"{folder} also has the state of the training, which stays there: {listed(state)}.")
     if others := [name for name in names if name not in state]:
-        report.note("others-beside", f"{folder} holds other checkpoints too, which are converted one by one: {listed(others)}.")
+        report.note("others-beside", f"{folder} also has other checkpoints, which were not converted: {listed(others)}.")
 
 
 def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:

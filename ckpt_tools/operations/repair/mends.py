@@ -15,7 +15,7 @@ from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
 from ckpt_tools.text import Report
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, MOST_DOTS, strip_inner, strip_module, unwrap
+from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, MOST_DOTS, split_by_module, strip_inner, strip_module, unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, Where
 from ckpt_tools.tree.visit import reachable
 
@@ -130,15 +130,15 @@ def _mend_prefixes(state_dict: StateDict) -> Iterator[Mended]:
 
 def _mend_mixed(state_dict: StateDict, wrapped: Sequence[str], bare: Sequence[str]) -> Mended:
     """`module.` on a part of the names: a wrapper where both parts are halves of one module, else perhaps the model's own."""
-    where, shown = list(state_dict.where), f"{len(wrapped)} of {len(wrapped) + len(bare)} names begin with module."
-    shared = {_parent(strip_module(name)) for name in wrapped} & {_parent(name) for name in bare} - {""}
-    if not shared:
+    where, shown = list(state_dict.where), f"{len(wrapped)} of {len(wrapped) + len(bare)} names begin with 'module.'"
+    halved = split_by_module(state_dict.names)
+    if halved is None:
         text = f"{shown}, which may be the model's own; if not: ckpt convert --strip-module"
         return Mended("mixed-prefix", where, text, left=True)
     if not _would_not_collide(state_dict.names, strip_module):
         return Mended("mixed-prefix", where, f"{shown}, and some names are there with and without it", left=True)
     renaming.rename_state_dict(state_dict, strip_module)
-    return Mended("mixed-prefix", where, f"{shown}, and {sorted(shared)[0]} was split by it; it is removed")
+    return Mended("mixed-prefix", where, f"{shown}, which splits {halved}; it is removed")
 
 
 def _dotted(names: Sequence[str]) -> bool:

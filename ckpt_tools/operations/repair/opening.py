@@ -262,7 +262,7 @@ def _of_several_files(path: str | os.PathLike[str], why: str) -> UnsupportedCont
     check = f"ckpt check {shlex.quote(str(path))}"
     return UnsupportedContainerError(
         f"{path} is a checkpoint of several files; ckpt repair takes one file.", why=why.strip(),
-        fix=f"Repair the damaged one ({check} names it) and put the result in its place, or get it again.",
+        fix=f"Repair the damaged one ({check} names it), or get it again.",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
@@ -351,7 +351,7 @@ def prove(
         inputs: "1x3x224x224" for normal numbers, "1x16:30522" for integers below 30522, "input_ids=1x16:30522" by name; several
             in a list.
         model_args: keyword arguments of the callable, as a mapping or JSON text; one for both, or a pair.
-        select: the dotted path of the state dict in `old`, where it holds several.
+        select: the dotted path of the state dict in `old`, if it has several; `OLD=NEW` for both.
         seed, runs: of the inputs, and how many sets of them, from 1 to 1000.
         tolerance: the largest difference, by the largest output, that counts as equal; else 1e-9 in float64, and in
             float32 some times what rounding every weight does.
@@ -367,6 +367,11 @@ def prove(
     return Prover(specs, seed, runs, tolerance).prove(
         (os.fspath(old), os.fspath(new)), _two(model), _two(model_args), select, certificate, overwrite
     )
+
+
+def _places(select: str | None) -> tuple[str | None, str | None]:
+    old, _, new = (select or "").partition("=")
+    return old or None, new or None
 
 
 def _two(value: Any) -> tuple[Any, Any]:
@@ -398,7 +403,7 @@ class Prover:
     ) -> Proved:  # fmt: skip
         if certificate is not None:
             check_document_name(certificate, "a certificate", ".json")
-        wanted = [Wanted(*row) for row in zip(paths, models, arguments, (select, None), strict=True)]
+        wanted = [Wanted(*row) for row in zip(paths, models, arguments, _places(select), strict=True)]
         old, new = make_both(wanted[0], wanted[1], self.seed)
         report = Proved(Run(paths[0], wanted[0].label), Run(paths[1], wanted[1].label))
         report.inputs, report.seed, report.runs = self.specs, self.seed, len(self.sets)
@@ -517,7 +522,11 @@ def _from(wanted: Wanted) -> Any:
 
 
 def _filled(model: torch.nn.Module, wanted: Wanted) -> torch.nn.Module:
-    load_into(model, wanted.path, select=wanted.select)
+    try:
+        load_into(model, wanted.path, select=wanted.select)
+    except MatchError as error:
+        error.fix = "If it is a checkpoint of another model, give `model` twice: for the old one and for the new one."
+        raise
     model.eval()
     for module in model.modules():
         module.training = False  # whatever an eval() of its own does
