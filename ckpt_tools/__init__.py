@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.compare.differences import diff
     from ckpt_tools.operations.compare.report import Difference
     from ckpt_tools.operations.compare.stats import Stats, stats
-    from ckpt_tools.operations.convert.in_place import edit_in_place
     from ckpt_tools.operations.convert.report import Converted
-    from ckpt_tools.operations.convert.run import convert
+    from ckpt_tools.operations.convert.run import convert, edit_in_place
     from ckpt_tools.operations.explain import Explanation, explain
     from ckpt_tools.operations.extract_lora import Extracted, extract_lora
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.match import Matched, match
     from ckpt_tools.operations.proved import Proved
-    from ckpt_tools.operations.repair.report import Repaired
+    from ckpt_tools.operations.repair.mends import Repaired
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
     from ckpt_tools.operations.show import Shown, show
@@ -57,11 +56,11 @@ _HOMES = {
     "Averaged": "operations.average", "Checked": "operations.check.report", "Checkpoint": "formats.checkpoint",
     "Converted": "operations.convert.report", "Description": "operations.inspect", "Difference": "operations.compare.report",
     "Extracted": "operations.extract_lora", "Explanation": "operations.explain", "Matched": "operations.match",
-    "Proved": "operations.proved", "Repaired": "operations.repair.report", "Reported": "render.html",
+    "Proved": "operations.proved", "Repaired": "operations.repair.mends", "Reported": "render.html",
     "Scanned": "operations.scan", "Shown": "operations.show", "Signed": "operations.signing",
     "Stats": "operations.compare.stats", "Steps": "torch.steps", "Verified": "operations.signing",
     "average": "operations.average", "check": "operations.check.run", "convert": "operations.convert.run",
-    "diff": "operations.compare.differences", "edit_in_place": "operations.convert.in_place",
+    "diff": "operations.compare.differences", "edit_in_place": "operations.convert.run",
     "extract_lora": "operations.extract_lora", "explain": "operations.explain", "inspect": "operations.inspect",
     "latest_good": "operations.check.latest", "LazyFile": "torch.lazy", "match": "operations.match", "open": "torch.lazy",
     "open_checkpoint": "parts.open", "prove": "torch.proving.prove", "repair": "operations.repair.run",

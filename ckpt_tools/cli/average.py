@@ -6,14 +6,10 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUT, OUTPUT, given, options_of, out_option, print_report, report_options
-from ckpt_tools.cli.progress import show_progress
-from ckpt_tools.operations.average import Averaged
-from ckpt_tools.operations.options import AverageOptions
+from ckpt_tools.cli.options import OUT, OUTPUT, given, options_of, out_option, print_report, report_options, show_progress
+from ckpt_tools.operations.average import Averaged, AverageOptions
 from ckpt_tools.render.converted import object_rows
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import print_rows, print_title, rows_of
-from ckpt_tools.render.text import counted, size_text
+from ckpt_tools.render.text import Page, counted, print_rows, print_title, rows_of, size_text
 from ckpt_tools.render.wording import as_options
 
 

@@ -20,8 +20,8 @@ from ckpt_tools.cli.options import (
     once,
     print_others,
     quiet_option,
+    show_progress,
 )
-from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
@@ -99,7 +99,12 @@ def check(
         reports, logged, code = _collected(found, form, _SEVERITIES[fail_on or "warning"], keep=output is not None)
     if output is not None:
         save_digests(reports[0], output, overwrite=overwrite)
-    _print(form, reports, logged, quiet=quiet, digests=digest and output is None)
+    if form in WHOLE:
+        print_whole(form, logged, "ckpt check")
+    elif form == "text" and quiet:
+        print_unreadable(reports)
+    elif form == "text":
+        show(partial(print_checked, reports, digests=digest and output is None))
     if form == "json" or (form == "text" and not quiet):
         print_others(expanded.others, json=form == "json")
     if output is not None and form == "text" and not quiet:
@@ -122,15 +127,6 @@ def _collected(
         elif form in WHOLE:
             logged.append(of_checked(report))
     return reports, logged, code
-
-
-def _print(form: str, reports: list[Checked], logged: list[Logged], *, quiet: bool, digests: bool) -> None:
-    if form in WHOLE:
-        print_whole(form, logged, "ckpt check")
-    elif form == "text" and quiet:
-        print_unreadable(reports)
-    elif form == "text":
-        show(partial(print_checked, reports, digests=digests))
 
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:

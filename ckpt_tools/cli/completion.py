@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,21 +19,15 @@ _MOST = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
-def complete_places(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Dotted paths of dicts and lists that hold tensors, state dicts first."""
-    return _offered(ctx, incomplete, names=False)
-
-
-def complete_names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of tensors, then the paths of what holds them."""
-    return _offered(ctx, incomplete, names=True)
-
-
-def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[str]:
+def _offered(ctx: click.Context, _param: click.Parameter, incomplete: str, *, names: bool) -> list[str]:
     with contextlib.suppress(Exception):  # a damaged file, a missing one, no memory: a shell wants silence
         found = (text for text in _found(ctx, names=names) if text.startswith(incomplete) and _PLAIN.fullmatch(text))
         return list(islice(dict.fromkeys(found), _MOST))
     return []
+
+
+# Dotted paths of dicts and lists that hold tensors, state dicts first; with `names` those of tensors before them.
+complete_places, complete_names = partial(_offered, names=False), partial(_offered, names=True)
 
 
 def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,8 @@ from ckpt_tools.cli.options import (
     print_failure,
     print_report,
     report_options,
+    show_progress,
 )
-from ckpt_tools.cli.progress import show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
@@ -107,7 +107,7 @@ def convert(
             raise click.UsageError("--to-dir does not go with --in-place.")
         if output is not None:
             raise click.UsageError("-o OUT does not go with --to-dir.")
-        sources = inputs((source, target, *more))
+        sources = [LOCATION.convert(value, None, None) for value in (source, target, *more) if value is not None]
         sys.exit(convert_many(sources, to_dir, asked, part or (1, 1), skip_done=skip_done, quiet=quiet, json=json))
     if part is not None or skip_done:
         raise click.UsageError(f"{'--part' if part is not None else '--skip-done'} needs --to-dir DIR.")
@@ -118,28 +118,22 @@ def convert(
             "If one of them is the value of an option, quote it as one word: --rename 'OLD=NEW'."
         )
     target = one_out(target, output)
-    if in_place:
-        with show_progress(quiet=quiet) as progress:
-            report = _edit_in_place(source, target, asked | {"progress": progress})
-        _print(report, json=json, quiet=quiet)
-        return
-    if target is None:
+    if target is None and not in_place:
         raise click.UsageError("Missing OUT (or use --in-place).")
-    folder = "shard_size" in asked or asked.get("format") == "dcp"
+    folder = not in_place and ("shard_size" in asked or asked.get("format") == "dcp")
     with work_shared(folder=folder) as ranks, show_progress(quiet=quiet) as progress:
-        report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
+        if target is None or in_place:
+            report = _edit_in_place(source, target, asked | {"progress": progress})
+        else:
+            report = convert_with(source, target, ConvertOptions(progress=progress, **asked), ranks)
     if ranks is None or not ranks.rank:  # the first process reports for all
-        _print(report, json=json, quiet=quiet)
+        from ckpt_tools.render.converted import print_converted  # not before: the copying begins sooner
+
+        print_report(report, print_converted, json=json, quiet=quiet)
     if ranks is not None and ranks.world > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # now: threads of gloo that still run abort an interpreter that winds down
-
-
-def _print(report: Converted, *, json: bool, quiet: bool) -> None:
-    from ckpt_tools.render.converted import print_converted  # not before: the copying begins sooner
-
-    print_report(report, print_converted, json=json, quiet=quiet)
 
 
 def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
@@ -152,18 +146,13 @@ def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
 
 
 def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Converted:
-    from ckpt_tools.operations.convert.in_place import edit_in_place
+    from ckpt_tools.operations.convert.run import edit_in_place
 
     if target is not None:
         raise click.UsageError("--in-place replaces IN; give no OUT.")
     if other := [name for name in asked if name not in InPlaceOptions.options]:
         raise click.UsageError(f"--in-place does not go with --{other[0].replace('_', '-')}: it replaces IN.")
     return edit_in_place(path, **asked)
-
-
-def inputs(given: Iterable[str | Path | None]) -> list[Path]:
-    """The inputs, as paths or addresses."""
-    return [LOCATION.convert(value, None, None) for value in given if value is not None]
 
 
 def convert_many(

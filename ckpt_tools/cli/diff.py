@@ -8,8 +8,7 @@ from typing import cast
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, filter_option, print_report, report_options, select_option
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, filter_option, print_report, report_options, select_option, show_progress
 from ckpt_tools.render.difference import DiffSort, print_difference
 
 

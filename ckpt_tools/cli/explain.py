@@ -32,48 +32,25 @@ def explain(words: tuple[str, ...]) -> None:
         while part := sys.stdin.read(known.MOST):
             text = (text + part)[-known.MOST :]
     if not words and not text.strip():
-        show_topics(known.topics())
-        return
-    if found := known.explain(text):
-        show_explained(found)
-        return
-    show_guesses(known.guesses(text))
-    sys.exit(1)
+        _write([f"{name}: {title}" for name, title in known.topics()])
+    elif found := known.explain(text):
+        _write(_explained(found))
+    else:
+        near = [_named(one) for one in known.guesses(text)]
+        _write(["This message is unknown. The most similar are:", *near] if near else ["This message is unknown."])
+        sys.exit(1)
 
 
-def show_explained(found: Sequence[Explanation]) -> None:
+def _explained(found: Sequence[Explanation]) -> list[str]:
     """The best answer and its command, and the names of others that fit too."""
     best, *others = found
-    lines = [
-        *_plain(best.text).split("\n"),
-        *(f"  {line}" for line in best.command.split("\n")),
-        "",
-        _named(best),
-        f"({best.page})",
-    ]
-    lines += [f"Also: {_named(other)}" for other in others]
-    _write(lines)
-
-
-def show_guesses(near: Sequence[Explanation]) -> None:
-    """That no page has these words, and the nearest, as what they are."""
-    if not near:
-        _write(["This message is unknown."])
-        return
-    _write(["This message is unknown. The most similar are:", *map(_named, near)])
-
-
-def show_topics(topics: Sequence[tuple[str, str]]) -> None:
-    """Everything there is to explain, a line each."""
-    _write([f"{name}: {title}" for name, title in topics])
+    commands = [f"  {line}" for line in best.command.split("\n")]
+    text = best.text.replace("`", "'").split("\n")
+    return [*text, *commands, "", _named(best), f"({best.page})", *(f"Also: {_named(other)}" for other in others)]
 
 
 def _named(one: Explanation) -> str:
     return f"{one.name}: {one.title}"
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "'")
 
 
 def _write(lines: Sequence[str]) -> None:

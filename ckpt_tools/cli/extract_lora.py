@@ -6,13 +6,19 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUT, OUTPUT, given, one_out, options_of, out_option, print_report, report_options
-from ckpt_tools.cli.progress import show_progress
-from ckpt_tools.operations.extract_lora import Extracted
-from ckpt_tools.operations.options import ExtractOptions
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import print_rows, print_title, rows_of
-from ckpt_tools.render.text import counted, size_text
+from ckpt_tools.cli.options import (
+    OUT,
+    OUTPUT,
+    given,
+    one_out,
+    options_of,
+    out_option,
+    print_report,
+    report_options,
+    show_progress,
+)
+from ckpt_tools.operations.extract_lora import Extracted, ExtractOptions
+from ckpt_tools.render.text import Page, counted, print_rows, print_title, rows_of, size_text
 from ckpt_tools.text import printable, shape_text
 
 

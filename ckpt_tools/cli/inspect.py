@@ -6,23 +6,19 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, print_others
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import PIPED, expand, filter_option, print_failure, print_others, show_progress
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address, is_there
 from ckpt_tools.operations.inspect import Description
-from ckpt_tools.operations.safety import Safety
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import name_table, print_title, wrapped
-from ckpt_tools.render.text import console, counted, show, size_text
+from ckpt_tools.render.text import Page, console, counted, name_table, print_title, show, size_text, wrapped
 from ckpt_tools.text import dotted, printable
 
 
@@ -93,12 +89,15 @@ def _pages(files: list[Path], jobs: int | None, view: tuple[Any, ...], *, json: 
     described = _each(_json_line if json else _described, files, jobs)
     for number, (path, result) in enumerate(zip(files, described, strict=True)):
         if isinstance(result, CkptError):
-            code = result.exit_code
-            print_failure(path, result, json=json, safety=_safety(path, result))
+            code = _fail(path, result, json=json)
         elif json:
             click.echo(result)
         else:
-            _show(result, number, view, paged=paged and len(files) == 1)
+            from ckpt_tools.render.description import View, print_description
+
+            if number:
+                click.echo()
+            show_paged(partial(print_description, result, View(*view)), allowed=paged and len(files) == 1)
     return code
 
 
@@ -109,9 +108,16 @@ def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None, *, p
     code = 0
     for path, row in zip(files, rows, strict=True):
         if isinstance(row, CkptError):
-            code = row.exit_code
-            print_failure(path, row, json=False, safety=_safety(path, row))
+            code = _fail(path, row, json=False)
     return code
+
+
+def _fail(path: Path, error: CkptError, *, json: bool) -> int:
+    """Say why one file cannot be read, and what it would run; the exit code."""
+    from ckpt_tools.operations.safety import of_unreadable
+
+    print_failure(path, error, json=json, safety=of_unreadable(path, error))
+    return error.exit_code
 
 
 def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> Iterable[Any]:
@@ -135,9 +141,10 @@ def _row(path: Path) -> OverviewRow | CkptError:
     result = _described(path)
     if isinstance(result, CkptError):
         return result
-    row = row_of(result)
-    step = None if row.step or is_state(path.name) or is_address(path) else step_of(path.parent)
-    return row if step is None else replace(row, step=f"step {step}")
+    step = step_text({**result.metadata, **result.values})
+    if not step and not is_state(path.name) and not is_address(path) and (around := step_of(path.parent)) is not None:
+        step = f"step {around}"
+    return OverviewRow(result.container, result.totals["tensors"], result.file_bytes, _verdict(result), step)
 
 
 def _described(path: Path) -> Description | CkptError:
@@ -149,25 +156,11 @@ def _described(path: Path) -> Description | CkptError:
         return error
 
 
-def _safety(path: Path, error: CkptError) -> Safety | None:
-    from ckpt_tools.operations.safety import of_unreadable
-
-    return of_unreadable(path, error)
-
-
 def _json_line(path: Path) -> str | CkptError:
     from ckpt_tools.render.json import line
 
     result = _described(path)
     return result if isinstance(result, CkptError) else line(result.to_json())
-
-
-def _show(description: Description, number: int, view: tuple[Any, ...], *, paged: bool) -> None:
-    from ckpt_tools.render.description import View, print_description
-
-    if number:
-        click.echo()
-    show_paged(partial(print_description, description, View(*view)), allowed=paged)
 
 
 def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
@@ -208,13 +201,6 @@ class OverviewRow:
     bytes: int
     verdict: str
     step: str
-
-
-def row_of(description: Description) -> OverviewRow:
-    """What the table says of a checkpoint."""
-    step = step_text({**description.metadata, **description.values})
-    tensors = description.totals["tensors"]
-    return OverviewRow(description.container, tensors, description.file_bytes, _verdict(description), step)
 
 
 def _verdict(description: Description) -> str:

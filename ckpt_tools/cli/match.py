@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, given, options_of, print_report, report_options
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, given, options_of, print_report, report_options, show_progress
 from ckpt_tools.matching.advice import Question
-from ckpt_tools.operations.options import MatchOptions
+from ckpt_tools.operations.match import MatchOptions
 from ckpt_tools.render.matched import print_matched
 from ckpt_tools.text import printable
 

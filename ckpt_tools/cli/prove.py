@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options, select_option
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options, select_option, show_progress
 from ckpt_tools.render.proved import print_proved
 from ckpt_tools.text import printable
 from ckpt_tools.values.pytorch import need_torch

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT, one_out, out_option, print_report, report_options
-from ckpt_tools.cli.progress import show_progress
-from ckpt_tools.operations.repair.report import Repaired
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import print_rows, print_title, rows_of
-from ckpt_tools.render.text import path_text, size_text
+from ckpt_tools.cli.options import LOCATION, OUT, one_out, out_option, print_report, report_options, show_progress
+from ckpt_tools.operations.repair.mends import Repaired
+from ckpt_tools.render.text import Page, path_text, print_rows, print_title, rows_of, size_text
 from ckpt_tools.tree.findings import mending
 
 

@@ -8,8 +8,7 @@ from pathlib import Path, PurePath
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, quiet_option, select_option
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, quiet_option, select_option, show_progress
 
 
 @click.command(short_help="Write an HTML report.")

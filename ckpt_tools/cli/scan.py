@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import PIPED, form_options, jobs_option, print_failure, quiet_option
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import PIPED, form_options, jobs_option, print_failure, quiet_option, show_progress
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address, is_there, missing
-from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.scan import Scanned, counts
 from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.text import counted, print_parts
+from ckpt_tools.render.text import Page, counted, print_parts
 from ckpt_tools.text import printable
 
 
@@ -49,11 +46,13 @@ def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: boo
     files = list(files_of(path for path in paths if path not in gone))
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
     form = "json" if json else format
-    reports = []
+    reports, done, total = list[Scanned](), 0, sum(map(_size, files))
     unmoved = quiet or (sys.stdout.isatty() and form not in WHOLE)  # where the lines themselves show how far it is
     with show_progress(quiet=unmoved) as progress:
-        for report in _counted(scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)), files, progress):
+        for report in scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)):
             reports.append(report)
+            done += report.file_bytes
+            progress(min(done, total), total)
             if form in AT_ONCE:
                 print_at_once(form, report, of_scanned)
             elif form == "text" and not quiet and (all or len(files) == 1 or report.verdict != "nothing"):
@@ -69,15 +68,6 @@ def scan(paths: tuple[Path, ...], all: bool, quiet: bool, format: str, json: boo
     for path in gone:
         print_failure(path, missing(path), json=form == "json")
     sys.exit(3 if gone else 0 if min(reports, key=bool, default=True) else 1)
-
-
-def _counted(reports: Iterator[Scanned], files: Sequence[str | os.PathLike[str]], progress: Progress) -> Iterator[Scanned]:
-    """The reports as they come, each file's bytes told when it is done."""
-    total, done = sum(map(_size, files)), 0
-    for report in reports:
-        done += report.file_bytes
-        progress(min(done, total), total)
-        yield report
 
 
 def _size(path: str | os.PathLike[str]) -> int:

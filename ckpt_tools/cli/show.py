@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,9 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_names
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, json_option, once, select_option
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, json_option, once, select_option, show_progress
 from ckpt_tools.operations.show import Shown
-from ckpt_tools.render.plain import PIPE_WIDTH
+from ckpt_tools.render.text import PIPE_WIDTH
 from ckpt_tools.text import printable, shape_text
 
 
@@ -72,10 +72,8 @@ class _Page:
         self.texts = report.texts
         self.width = width
         sizes, packed = [len(places) for places in report.axes], 1
-        if sizes and (count := _product(sizes)):
+        if count := math.prod(sizes):
             packed = len(report.texts) // count  # two float4 are one element
-        elif not sizes:
-            packed = len(report.texts)
         # How many places of each dimension were asked for; None where one was named, which leaves no dimension
         named = iter(report.selected)
         whole = [next(named) if is_range else None for is_range in report.ranges]
@@ -129,10 +127,3 @@ class _Page:
                 line = ""
             line += more if line == "[" else f" {more}"
         yield line if cells else "[]"
-
-
-def _product(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count

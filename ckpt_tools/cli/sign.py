@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options
-from ckpt_tools.cli.progress import show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, once, print_report, report_options, show_progress
 from ckpt_tools.render.proved import print_not_signed, print_signed, print_verified
 from ckpt_tools.render.text import show
 

@@ -7,9 +7,8 @@ from typing import cast
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, filter_option, json_option, print_report, select_option
-from ckpt_tools.cli.progress import show_progress
-from ckpt_tools.render.stats import StatsSort, StatsView, print_stats
+from ckpt_tools.cli.options import LOCATION, filter_option, json_option, print_report, select_option, show_progress
+from ckpt_tools.render.stats import StatsSort, print_stats
 
 
 @click.command(short_help="Show statistics of each tensor.")
@@ -40,5 +39,4 @@ def stats(path: Path, select: str | None, filter: str | None, depth: int | None,
 
     with show_progress() as progress:
         report = measure(path, select=select, filter=filter, depth=depth, progress=progress)
-    view = StatsView(all, depth is not None, cast("StatsSort", sort))
-    print_report(report, print_stats, json=json, view=view)
+    print_report(report, print_stats, json=json, show_all=all, modules=depth is not None, sort=cast("StatsSort", sort))

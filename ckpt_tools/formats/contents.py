@@ -25,6 +25,11 @@ class Tensor:
     scheme: str = ""
 
     @property
+    def name(self) -> str:
+        """What it is called in the dict that it is in."""
+        return str(self.where[-1]) if self.where else ""
+
+    @property
     def unusual(self) -> UnusualTensor | None:
         """What its call tells of one that is not a plain view on a storage."""
         return unusual_tensor(self.node)

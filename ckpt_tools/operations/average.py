@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
@@ -19,15 +19,23 @@ from ckpt_tools.formats.contents import StateDict, find_state_dicts, find_tensor
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.operations.compare.sides import check_effort
+from ckpt_tools.io.writer import Progress
+from ckpt_tools.operations.compare.sides import check_effort, check_names
 from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.object_policy import modules_first
-from ckpt_tools.operations.convert.options import ConvertOptions
+from ckpt_tools.operations.convert.options import (
+    ConvertOptions,
+    DryRunOption,
+    NameOptions,
+    ObjectOptions,
+    OutputOptions,
+    Selection,
+    WriteOptions,
+)
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import open_output
-from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import Report, dotted, listed
@@ -36,14 +44,32 @@ from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
 from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, Where, contiguous_stride
-from ckpt_tools.tree.options import as_keywords
-from ckpt_tools.tree.output_names import check_one_file, output_format
+from ckpt_tools.tree.options import as_in, as_keywords, option, record
+from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import CastCount, has_numbers, largest, row_major, view_of, weighted_mean, widest
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 COUNTER = "num_batches_tracked"
+Integers: TypeAlias = Literal["first", "max"]
+
+
+@record
+class AverageOptions(ObjectOptions, DryRunOption):
+    """All that `average` takes."""
+
+    weights: Sequence[float] | None = option(
+        "Weight of each IN, divided by their sum [all equal].", metavar="W,W,...", in_code="Numbers."
+    )
+    unwrap: bool = as_in(NameOptions, "unwrap", "Remove wrappers from all names first.")
+    integers: Integers | None = option(
+        "Which value to take for integers that differ; otherwise they are refused.", choices=["first", "max"]
+    )
+    select: str | None = as_in(Selection, "select", "Use only this state dict or subtree of every IN.")
+    format: Format | None = as_in(OutputOptions, "format", "Format of OUT [by its name].")
+    overwrite: bool = as_in(OutputOptions, "overwrite")
+    progress: Progress | None = as_in(WriteOptions, "progress")
 
 
 @dataclass(slots=True, repr=False)
@@ -117,9 +143,8 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
             checkpoint.source.check_unchanged()
     for note in report.output.notes:
         note.text = note.text.replace("`strip_module`", "`unwrap`")  # what average has
-    if beyond := mean.overflowed():
-        text = f"Values of the mean are too large for their dtype: {listed(beyond, 3)}."
-        report.output.notes.append(Note("overflowed", text))
+    if beyond := [name for name, count in mean.counts if count.overflowed or count.saturated]:
+        report.output.note("overflowed", f"Values of the mean are too large for their dtype: {listed(beyond, 3)}.")
     return report
 
 
@@ -182,7 +207,10 @@ class _Mean:
         found = [find_state_dicts(root) for root in self.roots]
         for state_dicts, path, root in zip(found, self.paths, self.roots, strict=True):
             if not state_dicts:
-                raise _no_state_dict(path, root)
+                fix = f"ckpt inspect {path} shows what is in it."
+                if any(is_module(node) for _, node in walk(root, plain=False)):
+                    fix = "The state dict of a pickled model is taken out with `objects='plain'`."
+                raise ConvertError(f"{path} holds no state dict.", why="Only the tensors of state dicts are averaged.", fix=fix)
             if any(map(names_quantised, state_dicts)):
                 _check_plain(state_dicts, path)
         self.count = len(found[0])
@@ -198,7 +226,6 @@ class _Mean:
                 (key, self.mean(self.name(key), sides) if type(key) is str and is_tensor(node) else node)
                 for key, node in base.node.items
             ]
-        self.note_widened()
         self.note_rest(used)
 
     def counterpart(self, base: StateDict, found: list[StateDict], path: str) -> StateDict:
@@ -232,7 +259,8 @@ class _Mean:
         if len(entries) != len(nodes):
             return _unusual(name, nodes, sides)
         _check_agree(name, entries, sides)
-        if not all(_has_mean(entry.dtype) for entry in entries):
+        kinds = {entry.dtype for entry in entries}
+        if not all(dtype.family in ("float", "complex") and has_numbers(dtype) and dtype.packed == 1 for dtype in kinds):
             return self.integer(name, entries, sides)
         self.report.averaged += 1
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
@@ -269,10 +297,6 @@ class _Mean:
             self.widened.append(f"{name} ({dtype.name})")
         return dtype
 
-    def overflowed(self) -> list[str]:
-        """Names of tensors whose mean is beyond their dtype's largest number."""
-        return [name for name, count in self.counts if count.overflowed or count.saturated]
-
     def entry(self, entries: Sequence[Entry], content: Content, dtype: DType) -> Entry:
         """A new entry with this content; names that are tied in every source stay tied."""
         key = tuple(view_of(entry) for entry in entries)
@@ -285,23 +309,20 @@ class _Mean:
             self.made[key] = replace(first, dtype=dtype, storage=storage, stride=stride, offset=0, extras=extras)
         return replace(self.made[key], kind=entries[0].kind, requires_grad=entries[0].requires_grad)
 
-    def note_widened(self) -> None:
-        """Say which tensors have another dtype than in the first file."""
+    def note_rest(self, used: Sequence[Sequence[StateDict]]) -> None:
+        """Say which tensors have another dtype than in the first file, and what was not averaged."""
         if self.widened:
             text = f"In OUT as wide as in the file that has it widest: {listed(self.widened, 3)}."
-            self.report.output.notes.append(Note("widest-dtype", text))
-
-    def note_rest(self, used: Sequence[Sequence[StateDict]]) -> None:
-        """Say what was not averaged."""
+            self.report.output.note("widest-dtype", text)
         rest = [{tensor.where for tensor in tensors_outside(*row)} for row in zip(self.roots, used, strict=True)]
         if rest[0]:
             what = f"{len(rest[0])} tensors outside state dicts (optimizer state)"
             text = f"{what} are those of {self.paths[0]}; `select` drops them."
-            self.report.output.notes.append(Note("rest-from-first", text))
+            self.report.output.note("rest-from-first", text)
         for path, wheres in zip(self.paths[1:], rest[1:], strict=True):
             if more := [dotted(where) for where in wheres - rest[0]]:
                 text = f"{path} has {len(more)} more tensors, which are in no mean and left out: {listed(sorted(more), 3)}."
-                self.report.output.notes.append(Note("rest-left-out", text))
+                self.report.output.note("rest-left-out", text)
 
 
 def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:
@@ -317,34 +338,14 @@ def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:
             )
 
 
-def _no_state_dict(path: str, root: Node) -> ConvertError:
-    fix = f"ckpt inspect {path} shows what is in it."
-    if any(is_module(node) for _, node in walk(root, plain=False)):
-        fix = "The state dict of a pickled model is taken out with `objects='plain'`."
-    return ConvertError(f"{path} holds no state dict.", why="Only the tensors of state dicts are averaged.", fix=fix)
-
-
-def _has_mean(dtype: DType) -> bool:
-    return dtype.family in ("float", "complex") and has_numbers(dtype) and dtype.packed == 1
-
-
 def _has_largest(dtype: DType) -> bool:
     return dtype.family in ("int", "bool") and has_numbers(dtype) and dtype.name != "uint64"  # compared as int64
 
 
 def _check_names(first: _NamedTensors, other: _NamedTensors) -> None:
-    missing = [name for name in first.nodes if name not in other.nodes]
-    extra = [name for name in other.nodes if name not in first.nodes]
-    if not missing and not extra:
-        return
-    both = [
-        f"Only {side.path} has {listed(list(map(repr, names)), 3)}."
-        for side, names in ((first, missing), (other, extra))
-        if names
-    ]
-    alike = {unwrap_name(name) for name in first.nodes} == {unwrap_name(name) for name in other.nodes}
+    alike = set(map(unwrap_name, first.nodes)) == set(map(unwrap_name, other.nodes))
     fix = "They agree without wrappers: `unwrap=True`." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
-    raise ConvertError(f"{first.path} and {other.path} have different names.", why=" ".join(both), fix=fix)
+    check_names((first.path, first.nodes), (other.path, other.nodes), fix)
 
 
 def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> None:

@@ -89,8 +89,9 @@ def explain(words: str) -> list[Explanation]:
     if not words.strip():
         raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
     name = words.strip().strip("[]")
-    if name in codes():
-        return [_of_code(name)]
+    if (code := codes().get(name)) is not None:
+        command = code.get("command", "ckpt check FILE")
+        return [Explanation(name, f"{name} ({code['severity']})", code["text"], command, "docs/check.md")]
     shown = _LONG.sub(r"\1", _RANK.sub("", _COLOUR.sub("", words[-MOST:])))
     message = plain(shown)
     for row in _rows():
@@ -152,11 +153,6 @@ def _explanation(row: Mapping[str, Any], names: Mapping[str, str | None]) -> Exp
 def fill(text: str, names: Mapping[str, str | None]) -> str:
     """A text of the table with the names that a message has; else with those of the table."""
     return _FILLED.sub(lambda found: names.get(found[1]) or found[2], text).strip()
-
-
-def _of_code(code: str) -> Explanation:
-    row = codes()[code]
-    return Explanation(code, f"{code} ({row['severity']})", row["text"], row.get("command", "ckpt check FILE"), "docs/check.md")
 
 
 @cache

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.checksums import leaving
@@ -17,29 +17,51 @@ from ckpt_tools.edit.lora.config import CONFIG
 from ckpt_tools.edit.lora.extraction import Changed, Extraction
 from ckpt_tools.edit.lora.names import PEFT_PREFIX
 from ckpt_tools.edit.lora.shapes import is_embedding, last_name, turned_by_biases
-from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.formats.single import collector_paused
-from ckpt_tools.io.content import Content, Literal, Piece, total
+from ckpt_tools.io.content import Content, Piece, total
+from ckpt_tools.io.content import Literal as Bytes
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output_folder import check_folder, replacing_folder
-from ckpt_tools.io.writer import write
-from ckpt_tools.operations.options import ExtractOptions
+from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.operations.compare.sides import check_names
+from ckpt_tools.operations.convert.options import DryRunOption, OutputOptions, Selection, WriteOptions
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import Report, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, as_dict, contiguous_stride
-from ckpt_tools.tree.options import as_keywords
+from ckpt_tools.tree.options import as_in, as_keywords, option, record, several
 from ckpt_tools.values.low_rank import Factors, Matrix, difference, difference_norm, factors
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.pytorch import need_torch
 
 _TENSORS = "adapter_model.safetensors"
+
+
+@record
+class ExtractOptions(DryRunOption):
+    """All that `extract_lora` takes."""
+
+    rank: int | None = option("Rank of the adapter's matrices, or the smaller side of a weight if that is less.", metavar="R")
+    only: str | Sequence[str] = several("Only tensors whose name matches.", metavar="GLOB")
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "Dtype of the adapter's matrices [fp32].", choices=["fp32", "bf16", "fp16"], default="fp32"
+    )
+    select: str | None = as_in(Selection, "select", "The state dict or subtree of both to compare.")
+    overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
+    progress: Progress | None = as_in(WriteOptions, "progress", "Called with (modules done, modules in all).")
+
+    def check(self) -> None:
+        """Raise UsageError without a rank."""
+        super().check()
+        if not self.rank:
+            raise UsageError("`rank` is missing: a whole number from 1 up.", fix="For example: `rank=16`.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +135,8 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
     with ExitStack() as stack, collector_paused():
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
-        _check_names(base, tuned, report)
+        fix = f"ckpt convert fits the names of one to the other: `like={report.base!r}`."
+        check_names((report.base, base), (report.tuned, tuned), fix)
         left = [leaving(Dict(list(side.items())), (), keeps=False) for side in (base, tuned)]
         adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
         adapter.make()
@@ -148,21 +171,6 @@ def _tensors(checkpoint: Checkpoint, select: str | None) -> dict[str, Node]:
     found = tensors_by_name(as_dict(choose_state_dict(checkpoint, select).node))
     plain = {unwrap(name): node for name, node in found.items()}
     return dict(plain) if len(plain) == len(found) else dict(found)
-
-
-def _check_names(base: Mapping[str, Node], tuned: Mapping[str, Node], report: Extracted) -> None:
-    if base.keys() == tuned.keys():
-        return
-    missing, extra = [name for name in base if name not in tuned], [name for name in tuned if name not in base]
-    both = [
-        f"Only {path} has {listed(list(map(repr, names)), 3)}."
-        for path, names in ((report.base, missing), (report.tuned, extra))
-        if names
-    ]
-    raise ConvertError(
-        f"{report.base} and {report.tuned} have different names.", why=" ".join(both),
-        fix=f"ckpt convert fits the names of one to the other: `like={report.base!r}`.",
-    )  # fmt: skip
 
 
 class _Adapter:
@@ -205,7 +213,7 @@ class _Adapter:
         base, tuned = _matrix(row.name, row.base), _matrix(row.name, row.tuned)
         rank = min(self.report.rank, base.rows, base.columns)
         embedding = len(base.shape) == 2 and is_embedding(module, self.base)
-        made = factors(base, tuned, rank, self.dtype, turned=embedding or self.is_turned(module, base))
+        made = factors(base, tuned, rank, self.dtype, turned=embedding or self.is_turned(module, base.shape))
         ones = (1,) * (len(base.shape) - 2)
         outputs = made.up.length // (rank * self.dtype.itemsize)
         inputs = base.shape[1:] if ones else (made.down.length // (rank * self.dtype.itemsize),)
@@ -216,10 +224,9 @@ class _Adapter:
         self.report.modules.append(ExtractedModule(module, list(base.shape), rank, made.size, error))
         return made
 
-    def is_turned(self, module: str, weight: Matrix) -> bool:
+    def is_turned(self, module: str, shape: Sequence[int]) -> bool:
         """Whether a linear layer is stored as [in, out]."""
-        known = self.turned.get(last_name(module), set())
-        return len(weight.shape) == 2 and known == {True}
+        return len(shape) == 2 and self.turned.get(last_name(module)) == {True}
 
     def put(self, name: str, dtype: DType, shape: tuple[int, ...], content: Content) -> None:
         """A tensor of the adapter."""
@@ -230,9 +237,7 @@ class _Adapter:
         """adapter_config.json. The scale of each module is 1: alpha is its rank."""
         rank = self.report.rank
         other = {f"^{re.escape(row.name)}": row.rank for row in self.report.modules if row.rank != rank}
-        is_turned = any(
-            self.is_turned(row.name, _matrix(row.name, self.sorted.factored[row.name].base)) for row in self.report.modules
-        )
+        is_turned = any(self.is_turned(row.name, row.shape) for row in self.report.modules)
         return {
             "peft_type": "LORA", "base_model_name_or_path": self.report.base, "task_type": None, "inference_mode": True,
             "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
@@ -269,6 +274,6 @@ def _write(adapter: _Adapter, target: str | os.PathLike[str], inputs: Sequence[A
     pieces = safetensors.lay_out(adapter.tensors, {"format": "pt"})
     with replacing_folder(target, last=CONFIG, stale=stale, overwrite=options.overwrite, inputs=tuple(inputs)) as staging:
         staging.check_space(total(pieces) + len(text))
-        for name, made in ((_TENSORS, pieces), (CONFIG, [Piece(Literal(text))])):
+        for name, made in ((_TENSORS, pieces), (CONFIG, [Piece(Bytes(text))])):
             with staging.output(name) as output:
                 write(made, output)

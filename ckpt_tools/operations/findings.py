@@ -159,25 +159,23 @@ def _has_its_base(names: Iterable[str]) -> bool:
 
 
 def _adapters(facts: Facts) -> Iterator[_Advised]:
-    if facts.adapter is not None:
-        if _has_its_base(facts.checkpoint.state_dicts[0].names):
-            found = f"a PEFT model: an adapter ({facts.adapter['kind']}) and the weights that it changes"
-            fix = "Merge it where it was trained: PEFT's merge_and_unload, then save_pretrained."
-            yield Finding("adapter", "info", [], found, "weights with the adapter merged", fix), ""
-            return
-        found = f"an adapter ({facts.adapter['kind']}), not a whole model"
-        if (problem := facts.adapter["problem"]) is not None:
-            yield Finding("adapter", "warning", [], f"{found}; {problem}", "one that can be merged into its base"), ""
-            return
+    if facts.adapter is None:
+        return
+    found = f"an adapter ({facts.adapter['kind']}), not a whole model"
+    if _has_its_base(facts.checkpoint.state_dicts[0].names):
+        found = f"a PEFT model: an adapter ({facts.adapter['kind']}) and the weights that it changes"
+        fix = "Merge it where it was trained: PEFT's merge_and_unload, then save_pretrained."
+        yield Finding("adapter", "info", [], found, "weights with the adapter merged", fix), ""
+    elif (problem := facts.adapter["problem"]) is not None:
+        yield Finding("adapter", "warning", [], f"{found}; {problem}", "one that can be merged into its base"), ""
+    else:
         fix = printable(f"ckpt convert BASE MERGED.safetensors --lora {shlex.quote(str(facts.checkpoint.path))}")
         yield Finding("adapter", "info", [], found, "its base with the adapter merged", fix), ""
 
 
 def _prefixes(facts: Facts) -> Iterator[_Advised]:
     """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
-    if facts.adapter is not None:  # PEFT's own prefix
-        return
-    if is_lightning(facts.checkpoint.root):
+    if facts.adapter is not None or is_lightning(facts.checkpoint.root):  # PEFT's own prefix
         return
     for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):
         prefix = None if row["wrappers"] else of_all(state_dict.names)
@@ -222,8 +220,7 @@ def _devices(facts: Facts) -> Iterator[_Advised]:
     devices = [device for device in facts.totals["devices"] if device not in ("cpu", "meta")]
     if devices:
         expected = "cpu, if your machine lacks that device"
-        found = f"tensors are on {', '.join(devices)}"
-        yield Finding("device-tags", "info", [], found, expected, facts.fix(_TO_CPU)), _TO_CPU
+        yield Finding("device-tags", "info", [], f"tensors are on {', '.join(devices)}", expected, facts.fix(_TO_CPU)), _TO_CPU
 
 
 def _big_endian(facts: Facts) -> Iterator[_Advised]:

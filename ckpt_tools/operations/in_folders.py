@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.families import Found, layout_of
-from ckpt_tools.parts.names import COMMON, DCP_METADATA, INDEX_SUFFIX, MP_RANK, ShardName, describes_items, shard_name
+from ckpt_tools.parts.families import layout_of
+from ckpt_tools.parts.names import COMMON, DCP_METADATA, INDEX_SUFFIX, MP_RANK, describes_items, shard_name
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -43,7 +43,6 @@ _NO_CONTENT = re.compile(rb"\0+\Z|version https://git-lfs|\s*<(?:!doctype|html)|
 _TORCH_RECORDS = ("/data.pkl", "/constants.pkl", "/archive_format", "/byteorder", ".data/serialization_id", ".npy")
 _TORCH_TAR = frozenset((b"sys_info", b"pickle", b"storages", b"tensors"))
 _SAFETENSORS_HEADER = re.compile(rb'\{\s*["}]')
-_Sniff = Callable[[bytes], bool]
 _FILES = frozenset(("torch-zip", "torch-legacy", "torch-tar", "pickle", "safetensors"))  # which shards are in
 _DISTRIBUTED = ".distcp"
 _SKIPPED = frozenset((".git",))  # which may hold every file a second time
@@ -96,21 +95,16 @@ def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
         layout = layout_of(folder, list(names))
     except NotACheckpointError:  # several: each index by itself, the rest by what it is
         layout = None
-    if layout is not None and layout.family == "sharded" and not indexes:
-        layout = None
-    if layout is not None and layout.family == "training":  # its files are checkpoints of their own
-        layout = None
-    if layout is not None and layout.family == "items" and not _describes_items(folder / layout.names[0]):
-        layout = None
-    parts = {name for files in indexes.values() for name in files} | set(indexes) | _of_adapter(names)
-    if layout is not None:
-        return [folder], parts | _own(layout, names)
-    return [folder / name for name in indexes], parts
-
-
-def _of_adapter(names: Sequence[str]) -> set[str]:
-    """The configuration of a PEFT adapter, which is read with the adapter's tensors."""
-    return {"adapter_config.json"} if any(name.startswith("adapter_model.") for name in names) else set()
+    parts = {name for files in indexes.values() for name in files} | set(indexes)
+    if any(name.startswith("adapter_model.") for name in names):  # read with the tensors of a PEFT adapter
+        parts.add("adapter_config.json")
+    family = layout.family if layout is not None else ""
+    several = (family == "sharded" and not indexes) or family == "training"  # its files are checkpoints of their own
+    if layout is None or several or (family == "items" and not _describes_items(folder / layout.names[0])):
+        return [folder / name for name in indexes], parts
+    distributed = DCP_METADATA in layout.names  # whose files no index names
+    own = {name for name in names if distributed and (name.endswith(".distcp") or name == COMMON)}
+    return [folder], parts | own | set(layout.names)
 
 
 def _describes_items(path: Path) -> bool:
@@ -120,14 +114,6 @@ def _describes_items(path: Path) -> bool:
             return describes_items(file.read(_HEAD))
     except OSError:  # told about when it is opened
         return True
-
-
-def _own(layout: Found, names: Sequence[str]) -> set[str]:
-    """The files of a folder's one checkpoint that no index names."""
-    distributed = (
-        {name for name in names if name.endswith(".distcp") or name == COMMON} if DCP_METADATA in layout.names else set()
-    )
-    return set(layout.names) | distributed
 
 
 def indexed_files(path: Path) -> list[str] | None:
@@ -156,30 +142,20 @@ def _is_checkpoint(path: Path) -> bool:
             head = file.read(_HEAD)
     except OSError:  # told about when it is opened
         return True
-    return is_checkpoint_head(path, head) or (suffix in _MAYBE and _NO_CONTENT.match(head) is not None)
+    begins = _is_torch_zip(path) if is_zip(head) else _begins(head)  # whatever it is called
+    return begins or (suffix in _MAYBE and _NO_CONTENT.match(head) is not None)
 
 
-def is_checkpoint_head(path: Path, head: bytes) -> bool:
-    """Whether a file that starts with these bytes is a checkpoint, whatever it is called."""
-    if is_zip(head):
-        return _is_torch_zip(path)
-    return _is_safetensors(head) or any(sniff(head) for sniff in _sniffs())
-
-
-def _sniffs() -> Iterator[_Sniff]:
+def _begins(head: bytes) -> bool:
+    """Whether a file that starts with these bytes, which are not a zip's, is a checkpoint."""
+    if 2 <= int.from_bytes(head[:8], "little") <= limits.HEADER.value and _SAFETENSORS_HEADER.match(head, 8) is not None:
+        return True
+    if head[257:262] == b"ustar" and head[:100].rstrip(b"\0").removeprefix(b"./").rstrip(b"/") in _TORCH_TAR:
+        return True
     from ckpt_tools.formats import numpy_files, plain_pickle
     from ckpt_tools.formats.torch_legacy import is_stream
 
-    yield from (is_stream, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
-
-
-def _is_torch_tar(head: bytes) -> bool:
-    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0").removeprefix(b"./").rstrip(b"/") in _TORCH_TAR
-
-
-def _is_safetensors(head: bytes) -> bool:
-    length = int.from_bytes(head[:8], "little")
-    return 2 <= length <= limits.HEADER.value and _SAFETENSORS_HEADER.match(head, 8) is not None
+    return is_stream(head) or plain_pickle.sniff(head) or numpy_files.sniff(head)
 
 
 def _is_torch_zip(path: Path) -> bool:
@@ -212,23 +188,15 @@ def alone(checkpoint: Checkpoint) -> Finding | None:
     if is_address(str(path)):
         return Finding("alone", "info", [], found, expected, "Name the folder, or the index.")
     with contextlib.suppress(OSError):
-        if len(_numbers_beside(path, said)) == said.count:
-            return Finding("alone", "info", [], found, expected, _all_here(path, said))
+        every = filter(None, map(shard_name, os.listdir(path.parent)))
+        wanted = (said.stem, said.count, said.suffix)
+        if len({one.number for one in every if (one.stem, one.count, one.suffix) == wanted}) == said.count:
+            index = path.parent / f"{said.stem}{said.suffix}{INDEX_SUFFIX}"
+            whole = shlex.quote(str(index if index.exists() else path.parent))
+            fix = printable(f"All {said.count} are here; they are one: ckpt inspect {whole}")
+            return Finding("alone", "info", [], found, expected, fix)
     fix = "Others are not beside it: get them and the index, and name their folder."
     return Finding("alone", "warning", [], found, expected, fix)
-
-
-def _numbers_beside(path: Path, said: ShardName) -> set[int]:
-    """The numbers of the shards that differ from one in that alone, its own among them."""
-    every = filter(None, map(shard_name, os.listdir(path.parent)))
-    wanted = (said.stem, said.count, said.suffix)
-    return {one.number for one in every if (one.stem, one.count, one.suffix) == wanted}
-
-
-def _all_here(path: Path, said: ShardName) -> str:
-    index = path.parent / f"{said.stem}{said.suffix}{INDEX_SUFFIX}"
-    whole = shlex.quote(str(index if index.exists() else path.parent))
-    return printable(f"All {said.count} are here; they are one: ckpt inspect {whole}")
 
 
 def whole_folder(path: Path) -> str:

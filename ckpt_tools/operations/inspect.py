@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +23,7 @@ from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.parts.families import partition
 from ckpt_tools.parts.open import open_checkpoint
-from ckpt_tools.parts.partition import Partition, names_parts
+from ckpt_tools.parts.partition import names_parts
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import Report, dotted
 from ckpt_tools.tree.findings import Finding
@@ -43,35 +43,27 @@ if TYPE_CHECKING:
 _Elements = tuple[object, ...]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Sharing:
-    """Groups of names: within one state dict as they are, across several as dotted paths."""
-
-    tied: list[list[str]] = field(default_factory=list)
-    shared: list[list[str]] = field(default_factory=list)
-
-
-def find_sharing(checkpoint: Checkpoint) -> Sharing:
-    """The groups of a checkpoint, in order; tensors without bytes are in none."""
+def find_sharing(checkpoint: Checkpoint) -> tuple[list[list[str]], list[list[str]]]:
+    """Groups of names that are tied, and that share a storage: in one state dict as they are, across several as paths."""
     entries = [(tensor.where, tensor.node) for tensor in checkpoint.tensors if type(tensor.node) is Entry]
     if len({id(entry.storage) for _, entry in entries}) == len(entries):  # as in most files
-        return Sharing()
+        return [], []
     groups: dict[int, list[tuple[Where, Entry]]] = {}
     for where, entry in entries:
         if entry.nbytes:
             groups.setdefault(id(entry.storage), []).append((where, entry))
     state_dicts = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
-    found = Sharing()
+    tied, shared = list[list[str]](), list[list[str]]()
     for group in groups.values():
         if len(group) == 1:
             continue
         same: dict[_Elements, list[Where]] = {}
         for where, entry in group:
             same.setdefault(elements_of(entry), []).append(where)
-        found.tied += [_names(wheres, state_dicts) for wheres in same.values() if len(wheres) > 1]
+        tied += [_names(wheres, state_dicts) for wheres in same.values() if len(wheres) > 1]
         if len(same) > 1:
-            found.shared.append(_names([where for where, _ in group], state_dicts))
-    return found
+            shared.append(_names([where for where, _ in group], state_dicts))
+    return tied, shared
 
 
 def elements_of(entry: Entry) -> _Elements:
@@ -145,29 +137,27 @@ def inspect(path: File) -> Description:
         CkptError: see `ckpt_tools.open_checkpoint`.
     """
     with collector_paused():
-        return _describe_file(path)  # the tree is gone before the collector comes back, which would walk through it
-
-
-def _describe_file(path: File) -> Description:
-    with open_checkpoint(path) as checkpoint:
-        return describe(checkpoint)
+        with open_checkpoint(path) as checkpoint:
+            found = describe(checkpoint)
+        del checkpoint  # the tree is gone before the collector comes back, which would walk through it
+    return found
 
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
     rows, facts = _gather(checkpoint)
-    safety, loads, sharing = facts.safety, facts.loads, find_sharing(checkpoint)
+    safety, loads, part, packed = facts.safety, facts.loads, facts.part, checkpoint.packed
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     told = chain.from_iterable(_values(Dict([(name, node)])) for name, node in checkpoint.beside.items())
     values = dict(islice(chain(told, _values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, facts.state_dicts, rows, facts.totals,
-        sharing.tied, sharing.shared, values, _objects(checkpoint),
+        *find_sharing(checkpoint), values, _objects(checkpoint),
         list(map(str, dict.fromkeys((*checkpoint.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
         dict(checkpoint.metadata), list(findings(facts)),
-        _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint), _quantised_row(checkpoint),
-        facts.adapter,
+        None if part is None else {name: getattr(part, name) for name in ("family", "rank", "world", "parts", "tensors")},
+        None if packed is None else {"kind": packed.kind, "member": packed.member}, _quantised_row(checkpoint), facts.adapter,
     )  # fmt: skip
 
 
@@ -182,17 +172,12 @@ def _gather(checkpoint: Checkpoint, safety: Safety | None = None) -> tuple[_Rows
     rows, state_dicts, totals = _measure(checkpoint, names)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
-    adapter = _adapter_row(checkpoint, chain.from_iterable(own for _, own in names))
+    adapter = None
+    if any("lora" in name or name.startswith("base_model.model.") for _, own in names for name in own):
+        from ckpt_tools.edit.lora.summary import summary
+
+        adapter = summary(checkpoint)
     return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint), adapter)
-
-
-def _part_row(part: Partition) -> dict[str, Any]:
-    return {name: getattr(part, name) for name in ("family", "rank", "world", "parts", "tensors")}
-
-
-def _packed_row(checkpoint: Checkpoint) -> dict[str, str] | None:
-    packed = checkpoint.packed
-    return None if packed is None else {"kind": packed.kind, "member": packed.member}
 
 
 def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -208,15 +193,6 @@ def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return summary(checkpoint)
 
 
-def _adapter_row(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Any] | None:
-    """What an adapter is, told by its names and by the configuration beside it."""
-    if not any("lora" in name or name.startswith("base_model.model.") for name in names):
-        return None
-    from ckpt_tools.edit.lora.summary import summary
-
-    return summary(checkpoint)
-
-
 _Rows: TypeAlias = list[dict[str, Any]]
 _Names: TypeAlias = list[tuple[Where, list[str]]]  # where each state dict is, and the names in it
 
@@ -224,7 +200,11 @@ _Names: TypeAlias = list[tuple[Where, list[str]]]  # where each state dict is, a
 def _measure(checkpoint: Checkpoint, names: _Names) -> tuple[_Rows, _Rows, dict[str, Any]]:
     """A row for each tensor and each state dict; the totals."""
     inside = {where: frozenset(own) for where, own in names}
-    reader = _part_reader() if names_parts(checkpoint) else None
+    reader = None
+    if names_parts(checkpoint):
+        from ckpt_tools.parts.rank_parts import PartReader
+
+        reader = PartReader()
     rows = [_tensor_row(tensor, inside, reader) for tensor in checkpoint.tensors]
     state_dicts = _state_dicts(names, rows)
     totals = {
@@ -237,12 +217,6 @@ def _measure(checkpoint: Checkpoint, names: _Names) -> tuple[_Rows, _Rows, dict[
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }
     return rows, state_dicts, totals
-
-
-def _part_reader() -> PartReader:
-    from ckpt_tools.parts.rank_parts import PartReader
-
-    return PartReader()
 
 
 def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: PartReader | None) -> dict[str, Any]:
@@ -267,7 +241,7 @@ def _of_unusual(tensor: Tensor, node: Object, reader: PartReader | None) -> dict
         with contextlib.suppress(TensorError):  # what cannot be placed is told by a finding
             if (part := reader.read(node)) is not None:
                 return _of_part(part)
-    storages = _storages(node)
+    storages = list({id(below): below for below in reachable(node) if type(below) is Storage}.values())
     return {
         "dtype": unusual.dtype.name if unusual.dtype else None,
         "shape": _list(unusual.shape), "stride": _list(unusual.stride), "offset": None,
@@ -294,10 +268,6 @@ def _list(sizes: tuple[int, ...] | None) -> list[int] | None:
     return None if sizes is None else list(sizes)
 
 
-def _storages(node: Node) -> list[Storage]:
-    return list({id(below): below for below in reachable(node) if type(below) is Storage}.values())
-
-
 def _numbers(rows: list[dict[str, Any]]) -> int:
     """How many numbers the tensors hold."""
     return sum([prod(row["shape"] or ()) for row in rows])
@@ -309,15 +279,10 @@ def _state_dicts(names: _Names, rows: list[dict[str, Any]]) -> list[dict[str, An
         if row["name"] is not None:
             below.setdefault(tuple(row["where"][:-1]), []).append(row)
     return [
-        {
-            "where": list(where),
-            "tensors": len(own := below.get(where, [])),
-            "parameters": _numbers(own),
-            "bytes": sum(row["bytes"] for row in own),
-            "wrappers": list(wrappers_in(own_names)),
-        }
+        {"where": list(where), "tensors": len(own := below.get(where, [])), "parameters": _numbers(own),
+         "bytes": sum(row["bytes"] for row in own), "wrappers": list(wrappers_in(own_names))}
         for where, own_names in names
-    ]
+    ]  # fmt: skip
 
 
 def _values(root: Node) -> Iterator[tuple[str, Any]]:
@@ -338,13 +303,9 @@ def _module_values(root: Node) -> Iterator[tuple[str, Any]]:
         if is_module(node) and id(node) not in seen:
             seen.add(id(node))
             with contextlib.suppress(LimitError):  # modules that hold one another: the first names are shown
-                yield from _settings_of(where, node)
-
-
-def _settings_of(where: Where, module: Object) -> Iterator[tuple[str, Any]]:
-    for path, value in settings(module):
-        if _is_row(value) or type(value) in PLAIN:
-            yield dotted((*where, *path)), value_text(value)
+                for path, value in settings(node):
+                    if _is_row(value) or type(value) in PLAIN:
+                        yield dotted((*where, *path)), value_text(value)
 
 
 def _holds_no_values(node: Node) -> bool:

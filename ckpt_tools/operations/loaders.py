@@ -20,16 +20,8 @@ _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _UNPACKED = "once it is unpacked"
-_ELSEWHERE = (
-    _DCP,
-    _SAFETENSORS,
-    _RANK_FILES,
-    _DEEPSPEED,
-    "gguf.",
-    "onnx.",
-    "flax.",
-    "h5py.",
-)  # calls of files that are not for torch.load
+# Calls of files that are not for torch.load.
+_ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.", "onnx.", "flax.", "h5py.")
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
@@ -41,11 +33,9 @@ _CALLS = {
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
     "pickle": "it is a pickle that torch.save did not write",
     "zip-bundle": "it is an archive around checkpoints",
-    "npz": "it is a file of NumPy's",
-    "npy": "it is a file of NumPy's",
+    **dict.fromkeys(("npz", "npy"), "it is a file of NumPy's"),
     "onnx": "it is an ONNX model",
-    "keras": "it is an HDF5 file",
-    "hdf5": "it is an HDF5 file",
+    **dict.fromkeys(("keras", "hdf5"), "it is an HDF5 file"),
     "flax": "it is a file of Flax's",
     "gguf": "it is a GGUF file, which llama.cpp loads",
     "torch-tar": "it is in the tar format, which weights_only does not take",
@@ -88,14 +78,10 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     if container in PROGRAMS:  # torch.load looks at none of their globals
         return Loads(_call(checkpoint), [], [_REFUSED[container]], misnamed)
     refused = checkpoint.refused_globals
-    if refused:
-        reasons = []
-    elif container in _REFUSED:
-        reasons = [_REFUSED[container]]
-    else:
-        reasons = [f"it uses {reason}" for reason in checkpoint.unusual]
+    reasons: list[str] = []
     if not refused:
-        reasons += [f"another pickle in the file names {name}" for name in elsewhere]
+        own = [_REFUSED[container]] if container in _REFUSED else [f"it uses {reason}" for reason in checkpoint.unusual]
+        reasons = own + [f"another pickle in the file names {name}" for name in elsewhere]
     if misnamed and not refused:
         reasons.insert(0, f"it is {misnamed}")
     elif container == "safetensors" and checkpoint.path.suffix != ".safetensors":

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.parametrized import fold_for
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fit.options import LikeOptions, RunOptions
 from ckpt_tools.fit.partners import Seen, look_at
 from ckpt_tools.fit.targets import choose_state_dict, read_target
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.advice import Advice, advise
-from ckpt_tools.operations.options import MatchOptions
+from ckpt_tools.operations.convert.options import NameOptions, Selection
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import Report
+from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import as_dict
-from ckpt_tools.tree.options import as_keywords
+from ckpt_tools.tree.options import as_in, as_keywords, flag, option, record
+
+
+@record
+class MatchOptions(LikeOptions, RunOptions):
+    """All that `match` takes."""
+
+    rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
+    select: str | None = as_in(Selection, "select", "Which state dict of IN, if it has several.")
+    output: str | os.PathLike[str] | None = option("Write a plan (TOML) for convert.", metavar="PLAN", alias="-o")
+    overwrite: bool = flag("Replace PLAN if it exists.")
+
+    def check(self) -> None:
+        """Raise UsageError where no target is named, or a plan is to be replaced and none written."""
+        super().check()
+        if self.like is None:
+            raise UsageError("`like` is missing: the target.")
+        if self.overwrite and self.output is None:
+            raise UsageError("`overwrite` needs `output=PLAN`.")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

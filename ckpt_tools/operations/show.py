@@ -25,7 +25,7 @@ from ckpt_tools.values.numeric import has_numbers
 from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 ALL = 1000  # so many values are shown without leaving any out
 _MOST = 1_000_000  # so many fit a report
@@ -76,16 +76,9 @@ def _plain(value: Any) -> Any:
 
 @natural
 def show(
-    path: File,
-    name: str,
-    *,
-    index: str | None = None,
-    select: str | None = None,
-    whole: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Shown:
+    path: File, name: str, *, index: str | None = None, select: str | None = None, whole: bool = False,
+    output: str | os.PathLike[str] | None = None, overwrite: bool = False, progress: Progress | None = None,
+) -> Shown:  # fmt: skip
     """Show the values of one tensor of a checkpoint, exactly; of more than 1,000 the first and last of every dimension.
 
     Args:
@@ -150,7 +143,7 @@ def _chosen(
 
 def _named(tensors: Collection[Tensor], name: str) -> list[Tensor]:
     exact = [tensor for tensor in tensors if dotted(tensor.where) == name]
-    return exact or [tensor for tensor in tensors if tensor.where and str(tensor.where[-1]) == name]
+    return exact or [tensor for tensor in tensors if tensor.where and tensor.name == name]
 
 
 def _only(found: Sequence[Tensor], name: str) -> Tensor:
@@ -172,17 +165,13 @@ _WHY_NOT = {
 
 def _entry(tensor: Tensor) -> Entry:
     """The tensor as a view on bytes."""
-    name, node = dotted(tensor.where), tensor.node
+    node, what = tensor.node, f"The values of {dotted(tensor.where)!r} cannot be shown."
     if type(node) is not Entry:
         kind = tensor.unusual.kind if tensor.unusual is not None else ""
         why = _WHY_NOT.get(kind, "Only the class of this tensor knows its values.")
-        raise ConvertError(
-            f"The values of {name!r} cannot be shown.", why=why, fix="ckpt_tools.torch.load gives it as torch has it."
-        )
+        raise ConvertError(what, why=why, fix="ckpt_tools.torch.load gives it as torch has it.")
     if not has_numbers(node.dtype):
-        raise ConvertError(
-            f"The values of {name!r} cannot be shown.", why=f"It is {node.dtype.name}, for which torch has no numbers."
-        )
+        raise ConvertError(what, why=f"It is {node.dtype.name}, for which torch has no numbers.")
     return node
 
 
@@ -206,14 +195,9 @@ def _read(entry: Entry, axes: Sequence[windows.Axis], report: Shown, *, whole: b
         ]
     found = blocks[0]
     report.texts = windows.texts(found, entry.dtype)
-    report.values = _squeezed(found, axes).tolist()
-
-
-def _squeezed(found: torch.Tensor, axes: Sequence[windows.Axis]) -> torch.Tensor:
-    """Without the dimensions of which one place was named."""
-    for dim in reversed([dim for dim, axis in enumerate(axes) if isinstance(axis, int)]):
+    for dim in reversed([dim for dim, axis in enumerate(axes) if isinstance(axis, int)]):  # of which one place was named
         found = found.squeeze(dim) if found.shape[dim] == 1 else found
-    return found
+    report.values = found.tolist()
 
 
 def _parts(axes: Sequence[windows.Axis], *, everything: bool) -> list[list[range]]:

@@ -7,12 +7,11 @@ import binascii
 import hashlib
 import json
 import os
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, NotACheckpointError, SignatureError, missing
@@ -34,10 +33,6 @@ from ckpt_tools.text import Report, dotted, listed
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
-
 # --- dSSE envelopes and Ed25519 keys
 
 
@@ -48,7 +43,7 @@ _MAKE_KEYS = "openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in 
 
 def seal(payload: bytes, key_path: str | os.PathLike[str]) -> tuple[str, str]:
     """An envelope around a payload, as JSON text, and the id of the key."""
-    key = _private_key(key_path)
+    key = _key(key_path, "private")
     keyid = _keyid(key.public_key())
     signature = key.sign(_to_sign(PAYLOAD_TYPE, payload))
     made = {
@@ -61,7 +56,7 @@ def seal(payload: bytes, key_path: str | os.PathLike[str]) -> tuple[str, str]:
 
 def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) -> tuple[bytes, str]:
     """The payload of an envelope, once its signature is proved to be this key's, and the key's id."""
-    key = _public_key(key_path)
+    key = _key(key_path, "public")
     from cryptography.exceptions import InvalidSignature
 
     payload, kind, signatures = _parse(path)
@@ -103,28 +98,21 @@ def _to_sign(kind: str, payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
 
 
-def _private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
+def _key(path: str | os.PathLike[str], kind: str) -> Any:
+    """The Ed25519 key in a file, "private" or "public"."""
     serialization, ed25519 = _cryptography()
-    try:
-        key = serialization.load_pem_private_key(_envelope_read(path, "a key"), password=None)
-    except (ValueError, TypeError, _unsupported()) as error:  # TypeError: it is encrypted
-        raise _bad_key(path, "private", str(error)) from None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise _bad_key(path, "private", f"It is a {type(key).__name__}.")
-    found: Ed25519PrivateKey = key
-    return found
+    from cryptography.exceptions import UnsupportedAlgorithm
 
-
-def _public_key(path: str | os.PathLike[str]) -> Ed25519PublicKey:
-    serialization, ed25519 = _cryptography()
+    data, is_private = _envelope_read(path, "a key"), kind == "private"
     try:
-        key = serialization.load_pem_public_key(_envelope_read(path, "a key"))
-    except (ValueError, _unsupported()) as error:
-        raise _bad_key(path, "public", str(error)) from None
-    if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise _bad_key(path, "public", f"It is a {type(key).__name__}.")
-    found: Ed25519PublicKey = key
-    return found
+        key = serialization.load_pem_private_key(data, None) if is_private else serialization.load_pem_public_key(data)
+        if isinstance(key, ed25519.Ed25519PrivateKey if is_private else ed25519.Ed25519PublicKey):
+            return key
+        why = f"It is a {type(key).__name__}."
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
+        why = str(error)
+    what = f"{path} is not an Ed25519 {kind} key in PEM, unencrypted."
+    raise SignatureError(what, why=why, fix=f"Make a pair: {_MAKE_KEYS}")
 
 
 def _cryptography() -> tuple[Any, Any]:
@@ -134,18 +122,6 @@ def _cryptography() -> tuple[Any, Any]:
     except ImportError:
         raise missing("cryptography", "cryptography", "Signatures are made and checked with it (the extra 'sign').") from None
     return serialization, ed25519
-
-
-def _unsupported() -> type[Exception]:
-    """What cryptography raises for keys of kinds that it does not know."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    return UnsupportedAlgorithm
-
-
-def _bad_key(path: str | os.PathLike[str], kind: str, why: str) -> SignatureError:
-    what = f"{path} is not an Ed25519 {kind} key in PEM, unencrypted."
-    return SignatureError(what, why=why, fix=f"Make a pair: {_MAKE_KEYS}")
 
 
 def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
@@ -160,7 +136,7 @@ def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
         raise SignatureError(f"{path} cannot be read.", why=f"{error.strerror or error}.") from None
 
 
-def _keyid(key: Ed25519PublicKey) -> str:
+def _keyid(key: Any) -> str:
     """SHA-256 of the public key as DER (SubjectPublicKeyInfo)."""
     serialization, _ = _cryptography()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -291,7 +267,10 @@ def verify(
         SignatureError: the signature is not valid for this key, or cannot be read; tensors of the checkpoint have no digest.
         MissingPackageError: cryptography is not installed. CkptError: the checkpoint cannot be read, or is damaged.
     """
-    place = _beside(path) if signature is None else os.fspath(signature)
+    place = _signature_of(path) if signature is None else os.fspath(signature)
+    if signature is None and not is_there(place):
+        fix = "The signature of the file that it was made from is valid for it too: `signature=FILE.sig`."
+        raise SignatureError(f"There is no signature {place}.", fix=fix)
     payload, keyid = open_sealed(place, key)
     name, signed = digests_in(payload, place)
     found, not_plain = _read(path, partial(_not_plain, path), whole=False)
@@ -324,15 +303,6 @@ def _not_signed(path: str | os.PathLike[str], signature: str, checkpoint: Checkp
     return NotSigned(list(described.values), list(described.metadata), files, not_plain)
 
 
-def _beside(path: str | os.PathLike[str]) -> str:
-    """The signature that lies beside a checkpoint. Raises SignatureError."""
-    place = _signature_of(path)
-    if not is_there(place):
-        fix = "The signature of the file that it was made from is valid for it too: `signature=FILE.sig`."
-        raise SignatureError(f"There is no signature {place}.", fix=fix)
-    return place
-
-
 def _signature_of(path: str | os.PathLike[str]) -> str:
     return os.path.normpath(path) + SUFFIX
 
@@ -359,23 +329,18 @@ _KINDS = (_STATEMENT, PREDICATE_TYPE)
 _METHOD = {"method": "tensors", "hash_type": "sha256"}
 
 
-def payload_of(digests: Sequence[Digest], name: str) -> bytes:
+def payload_of(found: Sequence[Digest], name: str) -> bytes:
     """The statement about a checkpoint of this name."""
-    rows = sorted(digests, key=lambda digest: dotted(digest.where))
+    resources = [
+        {"name": dotted(digest.where), "algorithm": "sha256", "digest": digest.sha256, "dtype": digest.dtype,
+         "shape": list(digest.shape), "path": list(digest.where)}
+        for digest in sorted(found, key=lambda digest: dotted(digest.where))
+    ]  # fmt: skip
     statement = {
-        "_type": _STATEMENT,
-        "subject": [{"name": name, "digest": {"sha256": of_all(digests)}}],
-        "predicateType": PREDICATE_TYPE,
-        "predicate": {"resources": [_resource(digest) for digest in rows], "serialization": _METHOD},
-    }
-    return json.dumps(statement, separators=(",", ":")).encode()
-
-
-def _resource(digest: Digest) -> dict[str, Any]:
-    return {
-        "name": dotted(digest.where), "algorithm": "sha256", "digest": digest.sha256, "dtype": digest.dtype,
-        "shape": list(digest.shape), "path": list(digest.where),
+        "_type": _STATEMENT, "subject": [{"name": name, "digest": {"sha256": of_all(found)}}],
+        "predicateType": PREDICATE_TYPE, "predicate": {"resources": resources, "serialization": _METHOD},
     }  # fmt: skip
+    return json.dumps(statement, separators=(",", ":")).encode()
 
 
 def digests_in(payload: bytes, label: str) -> tuple[str, list[Digest]]:
@@ -395,10 +360,6 @@ def digests_in(payload: bytes, label: str) -> tuple[str, list[Digest]]:
 
 
 def _digest(row: Any) -> Digest:
-    sha256, shape, where = row["digest"], row["shape"], row["path"]
-    right = isinstance(sha256, str) and len(sha256) == 64 and set(sha256) <= set(string.hexdigits)
-    right = right and row["algorithm"] == "sha256" and isinstance(row["dtype"], str) and isinstance(shape, list)
-    right = right and all(type(size) is int and size >= 0 for size in shape) and isinstance(where, list)
-    if not right or not all(type(part) in (str, int) for part in where):
+    if row["algorithm"] != "sha256":
         raise ValueError
-    return Digest(tuple(where), row["dtype"], tuple(shape), sha256.lower())
+    return digests.checked(row["digest"], row["dtype"], row["shape"], row["path"])

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import Row, plain_table, print_rows
-from ckpt_tools.render.text import console, counted, path_text, print_finding, print_parts, size_text
+from ckpt_tools.render.text import (
+    Page,
+    Row,
+    console,
+    counted,
+    path_text,
+    plain_table,
+    print_finding,
+    print_parts,
+    print_rows,
+    size_text,
+)
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -47,7 +56,10 @@ def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
         out.print()
         for digest in report.digests:
             out.print(f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}", soft_wrap=True)
-    for code, findings in _by_code(report).items():
+    by_code: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        by_code.setdefault(finding.code, []).append(finding)
+    for code, findings in by_code.items():
         for finding in findings[:_SHOWN]:
             out.print()
             print_finding(finding, out, with_code=True)
@@ -55,18 +67,10 @@ def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
             out.print(f"\n... {len(findings) - _SHOWN} more of {code} (--json shows all)")
 
 
-def _by_code(report: Checked) -> dict[str, list[Finding]]:
-    found: dict[str, list[Finding]] = {}
-    for finding in report.findings:
-        found.setdefault(finding.code, []).append(finding)
-    return found
-
-
 def _facts(report: Checked) -> list[Row]:
-    sums = f", {report.records} records match their CRC-32" if report.records else ", no checksums in the file"
     damaged = sum(finding.code == "damaged-record" for finding in report.findings)
-    if damaged:
-        sums = f", {report.records - damaged} of {report.records} records match their CRC-32"
+    whole = f"{report.records - damaged} of {report.records}" if damaged else str(report.records)
+    sums = f", {whole} records match their CRC-32" if report.records else ", no checksums in the file"
     speed = f" at {size_text(int(report.bytes_read / report.seconds))}/s" if report.bytes_read >= _SPEED_FROM else ""
     rows = [
         ("container", f"{report.container}, {size_text(report.file_bytes)}, {counted(report.tensors, 'tensor')}"),

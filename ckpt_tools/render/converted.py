@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.operations.convert.report import Converted, RenamedNames
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of
-from ckpt_tools.render.text import by_reason, counted, path_text, size_text
+from ckpt_tools.render.text import (
+    Page,
+    Row,
+    by_reason,
+    counted,
+    name_table,
+    path_text,
+    print_rows,
+    print_title,
+    rows_of,
+    size_text,
+)
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
@@ -38,9 +47,7 @@ def print_several(
     refused = f"; {len(results) - len(done)} refused" if len(done) < len(results) else ""
     reports = [None if isinstance(result, CkptError) else result for result in results]
     columns = {
-        verb: [
-            "refused" if report is None else printable(str(target)) for target, report in zip(targets, reports, strict=True)
-        ],
+        verb: ["refused" if made is None else printable(str(target)) for target, made in zip(targets, reports, strict=True)],
         "tensors": ["" if report is None else f"{report.tensors:,}" for report in reports],
         "renamed": ["" if report is None else f"{sum(row.renamed for row in report.state_dicts):,}" for report in reports],
         "notes": ["" if report is None else f"{len(report.notes):,}" for report in reports],
@@ -72,13 +79,15 @@ def _rows(report: Converted) -> list[Row]:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
     if report.compacted:
         rows.append(("compacted", f"{counted(report.compacted, 'storage')}, {size_text(report.saved)} saved"))
-    rows += _counts("devices", report.devices, "storage")
-    rows += _counts("dequantised", report.dequantised, "tensor")
-    rows += _counts("cast", report.casts, "tensor")
-    rows += _counts("overflow", report.overflowed, "value", " became infinite")
-    rows += _counts("underflow", report.underflowed, "value", " became zero")
-    rows += _counts("saturated", report.saturated, "value", " became the largest of the dtype")
-    rows += _counts("nan", report.nan, "value", " NaN by its code or scale")
+    counts = (
+        ("devices", report.devices, "storage", ""), ("dequantised", report.dequantised, "tensor", ""),
+        ("cast", report.casts, "tensor", ""), ("overflow", report.overflowed, "value", " became infinite"),
+        ("underflow", report.underflowed, "value", " became zero"),
+        ("saturated", report.saturated, "value", " became the largest of the dtype"),
+        ("nan", report.nan, "value", " NaN by its code or scale"),
+    )  # fmt: skip
+    for label, of_names, thing, became in counts:
+        rows += rows_of(label, [f"{name}: {counted(count, thing)}{became}" for name, count in of_names.items()])
     rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
@@ -86,18 +95,9 @@ def _rows(report: Converted) -> list[Row]:
     rows += rows_of("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
     rows += rows_of("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
-        rows.append(("time", _time(report)))
+        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
+        rows.append(("time", f"{report.seconds:.2f} s{speed}"))
     return rows
-
-
-def _counts(label: str, counts: Mapping[str, int], thing: str, became: str = "") -> list[Row]:
-    return rows_of(label, [f"{name}: {counted(count, thing)}{became}" for name, count in counts.items()])
-
-
-def _time(report: Converted) -> str:
-    copied = all(note.code != "in-place" for note in report.notes)
-    speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
-    return f"{report.seconds:.2f} s{speed}"
 
 
 def object_rows(report: Converted) -> list[Row]:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.operations.inspect import Description
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of, wrapped
 from ckpt_tools.render.text import (
+    Page,
+    Row,
     container_text,
     counted,
     counts_text,
     loading_row,
+    name_table,
     path_text,
     print_finding,
+    print_rows,
+    print_title,
+    rows_of,
     size_text,
     state_dict_text,
+    wrapped,
 )
 from ckpt_tools.text import listed, natural, printable, shape_text, shortened
 from ckpt_tools.tree.globs import Globs, meant_by
@@ -82,11 +87,6 @@ def _bracketed(shape: str) -> str:
     return f"[{shape.replace('x', ', ')}]" if re.fullmatch(r"\d[\dx]*", shape) else shape
 
 
-def name_of(row: dict[str, Any]) -> str:
-    """A tensor's dotted path, as the table names it."""
-    return ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
-
-
 def line_of(row: dict[str, Any]) -> Line:
     """The line of one tensor."""
     shape = shape_text(row["shape"])
@@ -95,7 +95,8 @@ def line_of(row: dict[str, Any]) -> Line:
         shape = shape if held == [shape] else f"{' + '.join(held)} of {shape}"
     kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
     named = row["name"] is not None
-    return Line(name_of(row), [shape], (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], named=named)
+    name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
+    return Line(name, [shape], (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], named=named)
 
 
 def by_depth(rows: list[dict[str, Any]], depth: int) -> list[Line]:
@@ -128,22 +129,16 @@ def folded(lines: list[Line]) -> list[Line]:
 def _fold_siblings(lines: list[Line]) -> list[Line]:
     """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
     result: list[Line] = []
-    for (parent, _, _), group in itertools.groupby(lines, lambda line: (_split(line)[0], line.dtype, line.device)):
-        first, *others = group
-        if parent and others:
-            siblings = [first, *others]
-            first.name = f"{parent}.{{{', '.join(_split(line)[1] for line in siblings)}}}"
+    for (parent, _, _), group in itertools.groupby(lines, lambda row: (row.name.rpartition(".")[0], row.dtype, row.device)):
+        siblings = list(group)
+        first = siblings[0]
+        if parent and len(siblings) > 1:
+            first.name = f"{parent}.{{{', '.join(line.name.rpartition('.')[2] for line in siblings)}}}"
             first.shapes = [shape for line in siblings for shape in line.shapes]
             first.bytes, first.count = sum(line.bytes for line in siblings), len(siblings)
-            others = []
-        result += [first, *others]
+            siblings = [first]
+        result += siblings
     return result
-
-
-def _split(line: Line) -> tuple[str, str]:
-    """A name's parent, "" where it has none, and what it is called there."""
-    parent, _, leaf = line.name.rpartition(".")
-    return parent, leaf
 
 
 def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
@@ -274,9 +269,8 @@ def _adapter_lines(row: dict[str, Any]) -> list[str]:
         ranks = listed([rank if count == row["modules"] else f"{rank} x {count}" for rank, count in row["ranks"].items()], 8)
         alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}{' (rsLoRA)' if row['rslora'] else ''}"
         experts = f" for each of {listed(list(map(str, row['experts'])))} experts" if row["experts"] else ""
-        lines.append(
-            f"rank {ranks}{experts}{alpha}; changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}"
-        )
+        changes = f"changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}"
+        lines.append(f"rank {ranks}{experts}{alpha}; {changes}")
     if row["saved"]:
         lines.append(f"saved whole: {listed(row['saved'], 8)}")
     return [*lines, *([f"trained on {row['base']}"] if row["base"] else [])]
@@ -285,19 +279,16 @@ def _adapter_lines(row: dict[str, Any]) -> list[str]:
 def _scheme_text(row: dict[str, Any]) -> str:
     """A scheme of quantised weights, and what plain ones take."""
     plain = f" -> {size_text(row['bf16_bytes'])} in bf16" if row["bf16_bytes"] is not None else ""
-    return (
-        f"{row['scheme']}, {row['tensors']} {'matrix' if row['tensors'] == 1 else 'matrices'}, {size_text(row['bytes'])}{plain}"
-    )
+    matrices = "matrix" if row["tensors"] == 1 else "matrices"
+    return f"{row['scheme']}, {row['tensors']} {matrices}, {size_text(row['bytes'])}{plain}"
 
 
 def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     if view.filter is not None:
         globs = Globs([view.filter])
-        rows = [
-            row
-            for row in rows
-            if globs.matching(".".join(map(str, row["where"])), *([row["name"]] if row["name"] is not None else []))
-        ]
+        paths = [".".join(map(str, row["where"])) for row in rows]
+        rows = [row for row, path in zip(rows, paths, strict=True)
+                if globs.matching(path, path if row["name"] is None else row["name"])]  # fmt: skip
     if view.sort == "name":
         return sorted(rows, key=lambda row: [natural(str(part)) for part in row["where"]])
     return sorted(rows, key=lambda row: -row["bytes"]) if view.sort == "size" else rows
@@ -309,9 +300,16 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
         return by_depth(rows, view.depth), {}
     if view.all or view.flat or view.sort == "size":
         return list(map(line_of, rows)), {}
-    groups = grouped(rows)
-    closed = groups.optimizers if view.filter is None and (groups.state_dicts or groups.others) else {}
-    return lines_of(groups, optimizers=not closed), closed
+    state_dicts, optimizers, others = dict[Where, Rows](), dict[Where, Rows](), Rows()
+    for row in rows:
+        if row["name"] is not None:
+            state_dicts.setdefault(tuple(row["where"][:-1]), []).append(row)
+        elif (where := optimizer_of(row)) is not None:
+            optimizers.setdefault(where, []).append(row)
+        else:
+            others.append(row)
+    closed = optimizers if view.filter is None and (state_dicts or others) else {}
+    return lines_of(state_dicts.values(), others, () if closed else optimizers.values()), closed
 
 
 def _tensor_table(lines: list[Line], view: View, out: Page) -> Table | str:
@@ -392,51 +390,26 @@ _INDENT = "  "
 _FEW = 3  # lines that are not worth a reference to others that are alike
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Groups:
-    """The tensors of a checkpoint by what they belong to, each in the order in which they come."""
-
-    state_dicts: dict[Where, Rows] = field(default_factory=dict)
-    others: Rows = field(default_factory=list)
-    optimizers: dict[Where, Rows] = field(default_factory=dict)
-
-
-def grouped(rows: Rows) -> Groups:
-    """Tensors by what they belong to."""
-    groups = Groups()
-    for row in rows:
-        if row["name"] is not None:
-            groups.state_dicts.setdefault(tuple(row["where"][:-1]), []).append(row)
-        elif (where := optimizer_of(row)) is not None:
-            groups.optimizers.setdefault(where, []).append(row)
-        else:
-            groups.others.append(row)
-    return groups
-
-
-def lines_of(groups: Groups, *, optimizers: bool) -> list[Line]:
+def lines_of(state_dicts: Collection[Rows], others: Rows, optimizers: Iterable[Rows]) -> list[Line]:
     """The lines of the table: a heading for what all names of a group begin with, and the names behind it."""
     lines: list[Line] = []
     alike: dict[tuple[Any, ...], str] = {}
-    for rows in groups.state_dicts.values():
+    for rows in state_dicts:
         own = list(map(line_of, rows))
         names = [line.name for line in own]
         prefix = shared_prefix(names)
         own = _headed(prefix, folded(own))
-        if len(groups.state_dicts) > 1:
-            what = tuple(_told(name.removeprefix(prefix), row) for name, row in zip(names, rows, strict=True))
+        if len(state_dicts) > 1:
+            what = tuple(
+                (name.removeprefix(prefix), tuple(row["shape"] or ()), row["dtype"], row["device"])
+                for name, row in zip(names, rows, strict=True)
+            )
             if (before := alike.setdefault(what, prefix)) is not prefix and len(own) > _FEW:
                 own = [_reference(prefix, before, rows)]
         lines += own
-    lines += folded(list(map(line_of, groups.others)))
-    for rows in groups.optimizers.values() if optimizers else ():
+    for rows in (others, *optimizers):
         lines += folded(list(map(line_of, rows)))
     return lines
-
-
-def _told(name: str, row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a table tells of a tensor but its size."""
-    return name, tuple(row["shape"] or ()), row["dtype"], row["device"]
 
 
 def shared_prefix(names: Sequence[str]) -> str:

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tools.operations.compare.report import Change, Difference, Only, TensorChange, ValueChange
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
-from ckpt_tools.render.text import counted, path_text, print_parts, size_text
+from ckpt_tools.render.text import Page, Row, counted, name_table, path_text, print_parts, print_rows, rows_of, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import natural, printable, shape_text, shortened
 
@@ -25,9 +23,8 @@ _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 def print_difference(report: Difference, out: Page, *, show_all: bool = False, sort: DiffSort = "file") -> None:
     """The two files, the sentence, then what differs, a block a kind."""
     sides = (("left", report.left), ("right", report.right))
-    print_rows(
-        [(label, printable(f"{side['path']}  {side['container']}, {size_text(side['bytes'])}")) for label, side in sides], out
-    )
+    lines = [(label, f"{side['path']}  {side['container']}, {size_text(side['bytes'])}") for label, side in sides]
+    print_rows(lines, out)
     out.print()
     print_parts(out, (printable(report.summary), "bold green" if report.same else "bold yellow"))
     if rows := _facts(report, None if show_all else _SHOWN):
@@ -35,11 +32,8 @@ def print_difference(report: Difference, out: Page, *, show_all: bool = False, s
         print_rows(rows, out)
     if report.changed:
         out.print()
-        out.print(
-            _changed_table(
-                _sorted(report.changed, sort), None if show_all else _SHOWN_TENSORS, out, measured=_is_measured(report)
-            )
-        )
+        limit, measured = None if show_all else _SHOWN_TENSORS, _is_measured(report)
+        out.print(_changed_table(_sorted(report.changed, sort), limit, out, measured=measured))
 
 
 def _sorted(rows: Sequence[TensorChange], sort: DiffSort) -> list[TensorChange]:
@@ -71,7 +65,8 @@ def _facts(report: Difference, limit: int | None) -> list[Row]:
     for label, lines in _lines(report, all_=limit is None):
         rows += rows_of(label, lines, limit and 3 if label == "" else limit, "--all")
     if report.tensors.get("skipped"):
-        rows.append(("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{_hint(report)}"))
+        hint = "; --values compares across dtypes" if report.dtypes and not _is_measured(report) else ""
+        rows.append(("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{hint}"))
     return rows + _distance(report) + rows_of("note", [as_options(note) for note in report.notes])
 
 
@@ -98,10 +93,6 @@ def _lines(report: Difference, *, all_: bool) -> Iterator[tuple[str, list[str]]]
     yield "device", _moves(report.devices, all_=all_)
     yield "value", [_value(row) for row in sorted(report.values, key=lambda row: row.where.count("."))]
     yield "object", [_value(row) for row in report.objects]
-
-
-def _hint(report: Difference) -> str:
-    return "; --values compares across dtypes" if report.dtypes and not _is_measured(report) else ""
 
 
 def _is_measured(report: Difference) -> bool:

@@ -52,18 +52,12 @@ def of_checked(report: Checked) -> Logged:
 
 def of_scanned(report: Scanned) -> Logged:
     """A report of `ckpt scan`."""
-    rows = [Row(code, _SCANNED[code], text, printable(where)) for code, text, where in _in_scanned(report)]
-    return Logged(report.path, report.verdict, rows, report.failed, report.verdict == "unexamined")
-
-
-def _in_scanned(report: Scanned) -> Iterator[tuple[str, str, str]]:
     safety = report.safety
-    for where, call in safety.calls:
-        yield "dangerous", sentence(where, call), where
-    for where, why in safety.unexamined:
-        yield "unexamined", f"not examined: {printable(why)}", where
-    if report.verdict == "needs-code":
-        yield "needs-code", safety.text, ""
+    found = [("dangerous", sentence(where, call), where) for where, call in safety.calls]
+    found += [("unexamined", f"not examined: {printable(why)}", where) for where, why in safety.unexamined]
+    found += [("needs-code", safety.text, "")] if report.verdict == "needs-code" else []
+    rows = [Row(code, _SCANNED[code], text, printable(where)) for code, text, where in found]
+    return Logged(report.path, report.verdict, rows, report.failed, report.verdict == "unexamined")
 
 
 def _words(finding: Finding) -> str:
@@ -134,17 +128,16 @@ SCANNED = {
 def sarif(files: Sequence[Logged], meanings: Mapping[str, str]) -> dict[str, Any]:
     """The whole log: one run, with a rule for every code that was found, and a result for everything that was."""
     found = {row.code: row.severity for file in files for row in file.rows}
-    rules = [_rule(code, severity, meanings.get(code, code)) for code, severity in found.items()]
+    rules = [
+        {"id": code, "shortDescription": {"text": meanings.get(code, code)},
+         "defaultConfiguration": {"level": _SARIF_LEVELS[severity]}}
+        for code, severity in found.items()
+    ]  # fmt: skip
     places = {code: index for index, code in enumerate(found)}
     driver = {"name": "ckpt", "version": __version__, "rules": rules}
     results = [_result(file.path, row, places[row.code]) for file in files for row in file.rows]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _rule(code: str, severity: str, text: str) -> dict[str, Any]:
-    level = _SARIF_LEVELS[severity]
-    return {"id": code, "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
 
 
 def _result(path: str, row: Row, index: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from ckpt_tools.errors import UsageError, missing
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import output_target, replacing
-from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.compare.report import Change, Difference, Only
 from ckpt_tools.operations.compare.stats import Stats, TensorStats
@@ -57,15 +56,9 @@ class Reported(Report):
 
 @natural
 def report(
-    path: File,
-    other: File | None = None,
-    *,
-    output: str | os.PathLike[str],
-    values: bool = False,
-    select: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Reported:
+    path: File, other: File | None = None, *, output: str | os.PathLike[str], values: bool = False,
+    select: str | None = None, overwrite: bool = False, progress: Progress | None = None,
+) -> Reported:  # fmt: skip
     """Write one self-contained HTML page about a checkpoint: overview, bytes by module, tensors to search and sort, findings.
 
     Args:
@@ -92,7 +85,9 @@ def report(
 
         difference = diff(path, other, values=True, select=select, progress=progress)
     inputs = [as_path(one) for one in (path, other) if one is not None]
-    size = save(page(description, measured, difference), output, overwrite=overwrite, inputs=inputs)
+    text = page(description, measured, difference)
+    with replacing(output, overwrite=overwrite, inputs=inputs) as file:
+        size = write([Piece(Literal(text.encode()))], file)
     return Reported(str(path), None if other is None else str(other), str(output), size)
 
 
@@ -109,31 +104,18 @@ def page(description: Description, stats: Stats | None = None, difference: Diffe
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
     )
     size = size_text(description.file_bytes)
+    # JSON that cannot end the block that it is in, nor start a comment or a tag
+    data = json.dumps(_data(description, stats, difference), allow_nan=False, separators=(",", ":")).translate(_SPECIAL)
     made: str = Environment(autoescape=True).from_string(template).render(
         title=printable(Path(description.path).name), version=__version__, policy=policy,
         subtitle=f"{description.container}, {size}, {counted(description.totals['tensors'], 'tensor')}",
-        style=Markup(style), script=Markup(script), data=Markup(_embedded(_data(description, stats, difference))),  # noqa: S704
+        style=Markup(style), script=Markup(script), data=Markup(data),  # noqa: S704
     )  # fmt: skip
     return made
 
 
-def save(text: str, path: str | os.PathLike[str], *, overwrite: bool = False, inputs: Inputs = ()) -> int:
-    """Write a page about some inputs, whole or not at all; returns its size in bytes.
-
-    Raises:
-        OutputError: it exists, or cannot be written.
-    """
-    with replacing(path, overwrite=overwrite, inputs=inputs) as output:
-        return write([Piece(Literal(text.encode()))], output)
-
-
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the block that it is in, nor start a comment or a tag."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_SPECIAL)
 
 
 def _data(description: Description, stats: Stats | None, difference: Difference | None) -> dict[str, Any]:
@@ -149,8 +131,8 @@ def _data(description: Description, stats: Stats | None, difference: Difference 
         ],
         "difference": _difference(difference) if difference is not None else None,
         "columns": columns, "choices": choices, "tensors": tensors,
-        "values": [[_text(name), _text(value)] for name, value in [*description.values.items()][:_MOST_ROWS]]
-                  + [[_text(name), _text(value)] for name, value in [*description.metadata.items()][:_MOST_ROWS]],
+        "values": [[_text(name), _text(value)] for found in (description.values, description.metadata)
+                   for name, value in [*found.items()][:_MOST_ROWS]],
         "objects": [[path_text(row["where"]), printable(row["global"])] for row in description.objects[:_MOST_ROWS]],
     }  # fmt: skip
 

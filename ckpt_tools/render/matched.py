@@ -10,14 +10,11 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ckpt_tools.fit.partners import Seen
 from ckpt_tools.matching.advice import Advice
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
-from ckpt_tools.render.text import by_reason, counted, print_parts
+from ckpt_tools.render.text import Page, by_reason, counted, plain_table, print_parts, print_rows, print_title, wrapped
 from ckpt_tools.text import printable, shape_text
 
 if TYPE_CHECKING:
@@ -36,19 +33,13 @@ def print_matched(report: Matched, out: Page, *, show_all: bool, plan: Path | No
         ("matched", _reasons(matching)),
     ]  # fmt: skip
     if report.graphs is not None:
-        rows.append(("graphs", printable(_seen(report.graphs))))
+        ran = f"{' and '.join(report.graphs.ran)} ran on {', '.join(report.graphs.inputs)}"
+        rows.append(("graphs", printable(f"not compared: {problem}" if (problem := report.graphs.problem) else ran)))
     print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)
     _print_advice(report.advice, out)
     _print_end(matching, out, plan)
-
-
-def _seen(seen: Seen) -> str:
-    """What was seen of the computations."""
-    if seen.problem:
-        return f"not compared: {seen.problem}"
-    return f"{' and '.join(seen.ran)} ran on {', '.join(seen.inputs)}"
 
 
 def _reasons(matching: Matching) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
+from ckpt_tools.operations.proved import Fault, Proved, Unproved
 from ckpt_tools.operations.scan import Scanned
 from ckpt_tools.operations.signing import NotSigned, Signed, Verified
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.text import counted, path_text
+from ckpt_tools.render.text import Page, counted, path_text
 from ckpt_tools.text import listed, printable
 
 _SHOWN, _SHOWN_TENSORS = 4, 20
@@ -25,8 +24,9 @@ def print_proved(report: Proved, out: Page) -> None:
         *([] if not report.left_out else [("left out", listed(report.left_out, _SHOWN))]),
         *[("unproved", _unproved(row)) for row in report.unproved[:_SHOWN_TENSORS]],
         *([] if report.fault is None else _fault(report.fault)),
-        *([] if not report.settings else [("settings", listed([_setting(row) for row in report.settings], _SHOWN))]),
     ]
+    settings = [f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}" for row in report.settings]
+    rows += [("settings", listed(settings, _SHOWN))] if settings else []
     for label, text in rows:
         style = ("green" if report else "red") if not label else None
         out.print(f"{label:10}{printable(text)}" if label else printable(text), style=style, soft_wrap=True)
@@ -56,10 +56,6 @@ def _fault(fault: Fault) -> list[tuple[str, str]]:
         sides = [f"after {fault.after}" if fault.after else "", f"before {fault.before}" if fault.before else ""]
         where += f", in its own code {', '.join(filter(None, sides))}".rstrip()
     return [("differ at", where), *[("why", reason) for reason in fault.reasons]]
-
-
-def _setting(row: Setting) -> str:
-    return f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}"
 
 
 def print_not_signed(found: NotSigned, out: Page) -> None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_tools.operations.compare.stats import Stats
-from ckpt_tools.render.plain import Page
-from ckpt_tools.render.rows import name_table, print_title, room_for_names
-from ckpt_tools.render.text import can_print, counted, print_parts
+from ckpt_tools.render.text import Page, can_print, counted, name_table, print_parts, print_title, room_for_names
 from ckpt_tools.text import listed, natural, printable
 
 if TYPE_CHECKING:
@@ -23,15 +21,6 @@ _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
 @dataclass(frozen=True, slots=True)
-class StatsView:
-    """How the tensors are shown: all of them, summed up by module, in which order."""
-
-    all: bool = False
-    modules: bool = False
-    sort: StatsSort = "file"
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
     name: str
     numbers: dict[str, Any] | None
@@ -39,20 +28,20 @@ class _Row:
     note: str = ""
 
 
-def print_stats(report: Stats, out: Page, view: StatsView) -> None:
-    """One line a tensor or module, then all together, then what is not finite."""
+def print_stats(report: Stats, out: Page, *, show_all: bool, modules: bool, sort: StatsSort) -> None:
+    """One line a tensor, or a module, then all together, then what is not finite."""
     print_title(report.path, out)
     out.print()
     if not report.tensors:
         out.print("no tensors; ckpt inspect shows what is in it")
         return
-    if view.modules:
+    if modules:
         rows = [_Row(row.path, row.numbers, (), counted(row.tensors, "tensor")) for row in report.modules]
     else:
         rows = [_Row(row.name, row.numbers, row.histogram, row.reason) for row in report.tensors]
-    rows = _sorted(rows, view.sort)
-    shown = rows if view.all else rows[:_SHOWN]
-    out.print(_table(shown, _Row(f"all {counted(len(report.tensors), 'tensor')}", report.total), out, modules=view.modules))
+    rows = _sorted(rows, sort)
+    shown = rows if show_all else rows[:_SHOWN]
+    out.print(_table(shown, _Row(f"all {counted(len(report.tensors), 'tensor')}", report.total), out, modules=modules))
     if len(shown) < len(rows):
         out.print(f"... {len(rows) - len(shown)} more (--all)")
     for note in report.notes:

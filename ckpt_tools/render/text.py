@@ -1,24 +1,75 @@
-"""What every page is made of: sizes and counts as text, consoles, errors and findings as they are printed.
+"""What every page is made of: texts, the page itself, errors, findings, labelled rows and tables.
 
-rich is imported when something is drawn with it.
+rich is imported when something is drawn with it: that takes longest of all.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.render.plain import PIPE_WIDTH, Page, Plain
+from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ckpt_tools.operations.inspect import Description
+
+PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
+
+
+class Page(Protocol):
+    """What pages are printed on: rich's Console on a terminal, Plain in a pipe."""
+
+    @property
+    def width(self) -> int:
+        """How many columns a line has."""
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the output."""
+
+    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
+        """Print text, or anything that rich draws; text without `soft_wrap` is broken into lines at the width."""
+
+
+class Plain(Page):
+    """A page of plain text. rich draws what is not text yet."""
+
+    width = PIPE_WIDTH
+
+    def __init__(self) -> None:
+        self._file = io.StringIO()
+        self._console: Any = None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of standard output."""
+        return sys.stdout.encoding or "utf-8"  # none, where it is kept as text
+
+    @property
+    def text(self) -> str:
+        """What was printed, without the blanks that fill up table cells."""
+        return "".join(f"{line.rstrip()}\n" for line in self._file.getvalue().splitlines())
+
+    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
+        """Print text as it is, without its style; what is not text through rich."""
+        if type(what) is str and (soft_wrap or (what.isascii() and max(map(len, what.split("\n"))) <= PIPE_WIDTH)):
+            self._file.write(f"{what}\n")
+            return
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(file=self._file, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+        self._console.print(what, style=style, soft_wrap=soft_wrap)
 
 
 def size_text(count: int) -> str:
@@ -87,8 +138,6 @@ def print_error(error: CkptError) -> None:
     """What, why and what to do, on standard error."""
     from rich.text import Text
 
-    from ckpt_tools.render.wording import as_options
-
     out = console(stderr=True)
     out.print(Text("Error: ", style="bold red") + Text(printable(as_options(error.what))), soft_wrap=True)
     parts = [(as_options(error.why), ""), (as_options(error.fix), "green")]
@@ -126,8 +175,6 @@ _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> None:
     """What was found, what was expected, what mends it; with the code that --ignore takes."""
-    from ckpt_tools.render.wording import as_options, found_in
-
     where = f" in {path_text(finding.where)}" if finding.where else ""
     code = f" [{finding.code}]" if with_code else ""
     head = f"{finding.severity}{code}{where}: "
@@ -151,3 +198,118 @@ def container_text(description: Description) -> str:
         return f"{description.container}, {size}"
     member = f", {printable(packed['member'])}" if packed["member"] else ""
     return f"{description.container} inside {packed['kind']}{member}, {size}"
+
+
+# --- rows and tables
+
+
+Row: TypeAlias = tuple[str, str]
+
+
+def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str = "--json shows all") -> list[Row]:
+    """Up to `limit` rows under one label, and how many more there are."""
+    rows = [(label, printable(line)) for line in lines[:limit]]
+    more = 0 if limit is None else len(lines) - limit
+    return [*rows, (label, f"... {more} more ({rest})")] if more > 0 else rows
+
+
+def print_rows(rows: Sequence[Row], out: Page) -> None:
+    """Two columns, a dim label and what there is to say."""
+    rows = [(label, "\n".join(map(printable, text.split("\n")))) for label, text in rows]
+    if isinstance(out, Plain):
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, text in rows:
+            out.print(f"{label:{width}}  {text}".replace("\n", "\n" + " " * (width + 2)), soft_wrap=True)
+        return
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    out.print(grid)
+
+
+def print_title(title: str, out: Page) -> None:
+    """The first line of a page."""
+    print_parts(out, (printable(title), "bold"))
+
+
+def laid_out(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str | None:
+    """Cells in columns with two blanks between, some set to the right; None where rich must see to it."""
+    cells = [[cell.split("\n") for cell in row] for row in rows]
+    columns = [[line for cell in column for line in cell] for column in zip(*cells, strict=True)]
+    widths = [max(map(len, lines)) for lines in columns]
+    if sum(widths) + 2 * len(widths) > PIPE_WIDTH or not all(map(str.isascii, map("".join, columns))):
+        return None
+    made = []
+    for row in cells:
+        for index in range(max(map(len, row))):
+            texts = [cell[index] if index < len(cell) else "" for cell in row]
+            line = [
+                text.rjust(width) if place in right else text.ljust(width)
+                for place, (text, width) in enumerate(zip(texts, widths, strict=True))
+            ]
+            made.append("  ".join(line).rstrip())
+    return "\n".join(made)
+
+
+def plain_table() -> Table:
+    """A table without lines around its cells."""
+    from rich.table import Table
+
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented."""
+    if len(text) <= width:
+        return text
+    lines, line = [], ""
+    for part in re.findall(r"[^., ]*[., ]*", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = "  "
+        line += part
+    return "\n".join([*lines, line.rstrip()])
+
+
+_NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
+
+
+def name_table(
+    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Page, *, right: Collection[str] = (),
+    whole: Collection[str] = (), optional: Sequence[str] = (), styles: Sequence[str] = (),
+) -> Table | str:  # fmt: skip
+    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest."""
+    columns = dict(columns)
+    for name in optional:
+        if (
+            room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0))
+            and len(set(columns[name]) - {""}) <= 1
+        ):
+            del columns[name]
+    room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
+    rows = [
+        (wrapped(text, room), *(texts[index] if index < len(texts) else "" for texts in columns.values()))
+        for index, text in enumerate(names)
+    ]
+    if isinstance(out, Plain):
+        places = {place for place, name in enumerate(columns, 1) if name in right}
+        if (text := laid_out([(heading, *columns), *rows], places)) is not None:
+            return text
+    table = plain_table()
+    table.add_column(heading, overflow="fold")
+    for name in columns:
+        unbroken = name in right or name in whole
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=unbroken)
+    for index, row in enumerate(rows):
+        table.add_row(*row, style=styles[index] if index < len(styles) else None)
+    return table
+
+
+def room_for_names(columns: dict[str, list[str]], out: Page) -> int:
+    """What the columns leave of the width, each taking its longest line and two blanks."""
+    taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
+    return out.width - taken - 2

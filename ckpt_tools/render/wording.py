@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Mapping
@@ -56,8 +55,10 @@ def _option(found: re.Match[str]) -> str:
     option = f"--{name.rstrip('_').replace('_', '-')}"
     if written is None:
         return option
+    from ast import literal_eval  # few messages have a value
+
     try:
-        value = ast.literal_eval(written)
+        value = literal_eval(written)
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # a word that stands for a value: WHERE
         return f"{option} {written}"
     if value is True:

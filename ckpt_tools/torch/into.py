@@ -27,7 +27,6 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.records import Param
-from ckpt_tools.operations.options import LoadOptions
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import dotted, listed, some
 from ckpt_tools.torch.building import Builder
@@ -35,7 +34,7 @@ from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import is_dtensor, own_box
 from ckpt_tools.torch.live_names import inside_wrappers
 from ckpt_tools.torch.loading import choose, loadable
-from ckpt_tools.torch.report import LoadReport
+from ckpt_tools.torch.report import LoadOptions, LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.globs import Globs

@@ -1,14 +1,46 @@
-"""What `load_into` says about every name."""
+"""What `load_into` takes, and what it says about every name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.errors import MatchError
+from ckpt_tools.errors import MatchError, UsageError
+from ckpt_tools.fit.options import LeftOverOptions, RunOptions
+from ckpt_tools.operations.convert.options import NameOptions, Selection
 from ckpt_tools.text import Report, printable
+from ckpt_tools.tree.arguments import Renames
+from ckpt_tools.tree.options import as_in, flag, record, several
 
 _SHOWN = 6
+
+
+@record
+class LoadOptions(RunOptions, LeftOverOptions):
+    """All that `load_into` takes."""
+
+    rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")
+    allow_missing: str | Sequence[str] = several("Names of the model that may be missing in the file.", metavar="GLOB")
+    allow_unexpected: str | Sequence[str] = several("Names of the file that the model may lack.", metavar="GLOB")
+    assign: bool = flag("Replace the parameters by new tensors with the file's dtypes, as `assign=True` of PyTorch does.")
+    select: str | None = as_in(Selection, "select", "Which state dict of the file, if it has several.")
+    hooks: bool = flag(
+        "Run the model's own load hooks: its load_state_dict then loads the file's tensors under the model's names. If it "
+        "raises, what a hook has changed stays changed."
+    )
+
+    def check(self) -> None:
+        """Raise UsageError for what the model's own `load_state_dict` decides, where its hooks run."""
+        super().check()
+        with_hooks = ("hooks", "select", "assign", "allow_missing", "allow_unexpected")
+        others = [name for name in self.asked() if name not in with_hooks]
+        if self.match == "exact+wrappers":  # the default, said
+            others.remove("match")
+        if self.hooks and others:
+            raise UsageError(
+                f"`{others[0]}` does not go with `hooks=True`: the model's own load_state_dict decides then.",
+                fix=f"With hooks go {', '.join(with_hooks[1:])}.",
+            )
 
 
 @dataclass(slots=True, repr=False)

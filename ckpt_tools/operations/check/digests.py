@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import NotACheckpointError
@@ -103,22 +105,22 @@ def read(path: Path) -> list[Digest]:
 
 
 def _parse(path: Path, number: int, line: str) -> Digest:
-    fields = line.rstrip("\r").split("\t")
     try:
-        sha256, dtype, shape, where = fields[0], fields[1], load_json(fields[2]), load_json(fields[3])
-    except (IndexError, ValueError):
-        raise _malformed(path, number) from None
+        sha256, dtype, shape, where = line.rstrip("\r").split("\t")
+        return checked(sha256, dtype, load_json(shape), load_json(where))
+    except ValueError:
+        why = "A line is digest, dtype, shape and path, between tabs."
+        raise NotACheckpointError(f"{path} is damaged at line {number}.", why=why) from None
+
+
+def checked(sha256: Any, dtype: Any, shape: Any, where: Any) -> Digest:
+    """A digest of what a file says. Raises ValueError."""
+    is_digest = isinstance(sha256, str) and len(sha256) == 64 and set(sha256) <= set(string.hexdigits)
     sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     parts = isinstance(where, list) and all(type(part) in (str, int) for part in where)
-    if len(fields) != 4 or len(sha256) != 64 or not set(sha256) <= set(string.hexdigits) or not sizes or not parts:
-        raise _malformed(path, number)
+    if not (is_digest and sizes and parts and isinstance(dtype, str)):
+        raise ValueError
     return Digest(tuple(where), dtype, tuple(shape), sha256.lower())
-
-
-def _malformed(path: Path, number: int) -> NotACheckpointError:
-    return NotACheckpointError(
-        f"{path} is damaged at line {number}.", why="A line is digest, dtype, shape and path, between tabs."
-    )
 
 
 def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Compared:
@@ -126,49 +128,34 @@ def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Com
     result = Compared(against)
     left, right = {digest.where: digest for digest in own}, {digest.where: digest for digest in other}
     hidden = [digest.where for digest in own if digest is not left[digest.where]]  # None and "None" are one as text
-    for key in (_path, _name, _plain_name):
-        pairs = _pairs(left, right, key)
-        for mine, theirs in pairs:
+    for number, key in enumerate(_KEYS):
+        others = _unique(right, key)
+        for name, mine in _unique(left, key).items():
+            if (theirs := others.get(name)) is None:
+                continue
             del left[mine.where], right[theirs.where]
             if mine.sha256 != theirs.sha256:
                 result.different.append((mine.where, _difference(mine, theirs)))
             else:
                 result.equal += 1
-                result.renamed += key is not _path
+                result.renamed += number > 0
     result.missing, result.unexpected = list(right), [*left, *hidden]
     return result
 
 
-Key = Callable[[Where], object]
+_Key = Callable[[Where], object]
+# By what a tensor is found again: its path, its name, its name without wrappers.
+_KEYS: tuple[_Key, ...] = (
+    lambda where: where,
+    lambda where: where[-1] if where else "",
+    lambda where: unwrap(str(where[-1])) if where else "",
+)
 
 
-def _path(where: Where) -> object:
-    return where
-
-
-def _name(where: Where) -> object:
-    return where[-1] if where else ""
-
-
-def _plain_name(where: Where) -> object:
-    return unwrap(str(where[-1])) if where else ""
-
-
-def _pairs(left: Mapping[Where, Digest], right: Mapping[Where, Digest], key: Key) -> list[tuple[Digest, Digest]]:
-    mine, theirs = _unique(left, key), _unique(right, key)
-    return [(digest, theirs[name]) for name, digest in mine.items() if name in theirs]
-
-
-def _unique(digests: Mapping[Where, Digest], key: Key) -> dict[object, Digest]:
+def _unique(digests: Mapping[Where, Digest], key: _Key) -> dict[object, Digest]:
     """The digests by key, without those that share one."""
-    found: dict[object, Digest] = {}
-    twice: set[object] = set()
-    for where, digest in digests.items():
-        name = key(where)
-        if name in found:
-            twice.add(name)
-        found[name] = digest
-    return {name: digest for name, digest in found.items() if name not in twice}
+    counts = Counter(map(key, digests))
+    return {name: digest for where, digest in digests.items() if counts[name := key(where)] == 1}
 
 
 def _difference(mine: Digest, theirs: Digest) -> str:

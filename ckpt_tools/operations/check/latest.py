@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
-from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, is_tensor
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.output import is_address, is_there, missing
@@ -95,7 +94,7 @@ def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress |
         (report,) = check_many([candidate.path], wanted, progress=progress)
         if _state(candidate.path) != before:
             unfinished.append(candidate.path)
-        elif not (report.container is None or bool(failures(report))):
+        elif report.container is not None and not failures(report):
             rest = [one for one in candidates[number + 1 :] if not one.readable and one.time > candidate.time]
             return LatestGood(report, [*passed_over, *check_many([one.path for one in rest], wanted)], unfinished)
         else:
@@ -110,26 +109,22 @@ def failures(report: Checked) -> list[Finding]:
 
 def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Candidate]:
     for path, names in dict(_below(paths)).items():
-        if any(map(_is_unfinished, names)) or path.name.startswith("."):
+        unready = any(name.lower().endswith(_UNFINISHED) or _STAGING.fullmatch(name) for name in names)
+        if unready or path.name.startswith("."):
             unfinished.append(path)
             continue
         step: TrainingStep | None
         try:
-            step, readable = _step_in(path), True
+            with collector_paused(), open_checkpoint(path) as checkpoint:
+                # What is said in the tree, in the header's text, or in what lies beside it
+                told = (step_in(checkpoint.root), step_in_texts(checkpoint.metadata), *map(step_in, checkpoint.beside.values()))
+                step = _first_known(told) if any(map(_holds_weights, checkpoint.state_dicts)) else None
+            readable = True
         except CkptError:
             step, readable = TrainingStep(), False
         if step is not None:
-            yield _Candidate(step if step.is_known else _step_around(path), _written(path), path, readable)
-
-
-def _step_in(path: Path) -> TrainingStep | None:
-    """The step that a checkpoint says; None where it holds no weights."""
-    with collector_paused(), open_checkpoint(path) as checkpoint:
-        return _step_of(checkpoint) if any(map(_holds_weights, checkpoint.state_dicts)) else None
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.lower().endswith(_UNFINISHED) or _STAGING.fullmatch(name) is not None
+            written = max((time for _, _, _, time in _state(path)), default=0)
+            yield _Candidate(step if step != TrainingStep() else _step_around(path), written, path, readable)
 
 
 def _below(paths: Sequence[Path]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -154,46 +149,32 @@ def _holds_weights(state_dict: StateDict) -> bool:
     return any(type(node) is not Entry or node.dtype.name != "uint8" or len(node.shape) != 1 for node in tensors)
 
 
-def _step_of(checkpoint: Checkpoint) -> TrainingStep:
-    """What is said in the tree, in the header's text, or in what lies beside it."""
-    told = (step_in(checkpoint.root), step_in_texts(checkpoint.metadata), *map(step_in, checkpoint.beside.values()))
-    return next((step for step in told if step.is_known), TrainingStep())
-
-
 def _step_around(path: Path) -> TrainingStep:
     """What the Trainer's state beside it says, its name, or its folder's."""
     folder = path if path.is_dir() else path.parent
     if found := trainer_state(folder):
         return step_in_texts(found)
-    named = (step_in_name(path.name), step_in_name(path.absolute().parent.name))
-    return next((step for step in named if step.is_known), TrainingStep())
+    return _first_known((step_in_name(path.name), step_in_name(path.absolute().parent.name)))
 
 
-def _files(path: Path) -> list[str]:
-    """The files of a checkpoint: a file, or all of a folder."""
-    return (
-        [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [str(path)]
-    )
+def _first_known(steps: Iterable[TrainingStep]) -> TrainingStep:
+    return next((step for step in steps if step != TrainingStep()), TrainingStep())
 
 
 def _state(path: Path) -> list[tuple[str, int, int, int]]:
-    """What changes while its files are written."""
-    found = []
-    for name in _files(path):
+    """What changes while the files of a checkpoint are written: a file, or all of a folder."""
+    found, below = [], [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    for name in below if path.is_dir() else [str(path)]:
         with contextlib.suppress(OSError):
             stat = os.stat(name)
             found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return sorted(found)
 
 
-def _written(path: Path) -> int:
-    return max((time for _, _, _, time in _state(path)), default=0)
-
-
 # What frameworks call them: PyTorch's examples, Lightning, DeepSpeed, Megatron-LM, timm.
 _EPOCHS = ("epoch", "epochs")
 _STEPS = ("global_step", "global_steps", "step", "iteration", "iter")
-_WITHIN = ("common",)  # where Megatron-core keeps them
+_WITHIN = "common"  # where Megatron-core keeps them
 _NAME = re.compile(r"(epoch|global_step|iteration|iter|step|checkpoint|ckpt)[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 
@@ -204,38 +185,27 @@ class TrainingStep:
     epoch: float = -1
     step: float = -1
 
-    @property
-    def is_known(self) -> bool:
-        """Whether anything is said."""
-        return self.epoch >= 0 or self.step >= 0
-
 
 def step_in(root: Node) -> TrainingStep:
     """What the dict at the top of a checkpoint says, or the one below it where Megatron-core keeps it."""
-    found = _training_step_step_of(root.named) if type(root) is Dict else TrainingStep()
-    if type(root) is Dict and not found.is_known:
-        inner = [node for name in _WITHIN if type(node := root.get(name)) is Dict]
-        return step_in(inner[0]) if inner else found
-    return found
+    if type(root) is not Dict:
+        return TrainingStep()
+    found, inner = _said(root.named), root.get(_WITHIN)
+    return _said(inner.named) if found == TrainingStep() and type(inner) is Dict else found
 
 
 def step_in_texts(texts: Mapping[str, object]) -> TrainingStep:
     """What a mapping of plain values says, which may be numbers as text: a safetensors header, a JSON file."""
-    return _training_step_step_of({name: _as_number(value) for name, value in texts.items()})
+    return _said({name: _as_number(value) for name, value in texts.items()})
 
 
 def step_in_name(name: str) -> TrainingStep:
     """What the name of a file or a folder says: `epoch_012.pth`, `checkpoint-500`, `global_step100`."""
-    epoch, step = -1, -1
-    for word, digits in _NAME.findall(name):
-        if word.lower() == "epoch":
-            epoch = int(digits)
-        else:
-            step = int(digits)
-    return TrainingStep(epoch, step)
+    found = {word.lower() == "epoch": int(digits) for word, digits in _NAME.findall(name)}
+    return TrainingStep(found.get(True, -1), found.get(False, -1))
 
 
-def _training_step_step_of(values: Mapping[str, object]) -> TrainingStep:
+def _said(values: Mapping[str, object]) -> TrainingStep:
     return TrainingStep(_first(values, _EPOCHS), _first(values, _STEPS))
 
 

@@ -72,12 +72,8 @@ def _is_there(tag: str, device: str) -> bool:
 
 def _cuda_devices() -> int:
     """How many cuda devices torch sees; it is asked only where a driver is."""
-    drivers = (
-        "/dev/nvidiactl",
-        "/dev/dxg",
-        "/dev/kfd",
-        os.path.join(os.environ.get("SYSTEMROOT", ""), "System32", "nvcuda.dll"),
-    )
+    windows = os.path.join(os.environ.get("SYSTEMROOT", ""), "System32", "nvcuda.dll")
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", windows)
     if not any(map(os.path.exists, drivers)) and not glob.glob("/dev/nvidia[0-9]*"):
         return 0
     from ckpt_tools.values.measures import cuda_devices

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit.casts import to_little_endian
@@ -13,15 +16,93 @@ from ckpt_tools.formats import zip_archives
 from ckpt_tools.formats.base import PART_CONTAINERS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Record, RecordRange, read_directory
-from ckpt_tools.io.content import Deflated, Range, chunks
+from ckpt_tools.io.content import CHUNK, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check import digests, values
-from ckpt_tools.operations.check.passes import Advance, Crc, Span, read_through
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.measures import ValueCount
 from ckpt_tools.values.numeric import row_major, view_of
+
+# --- one pass over a file: every byte is read once, in order, and handed to whoever counts, sums or hashes it
+
+Sink: TypeAlias = Callable[[memoryview], object]
+Advance: TypeAlias = Callable[[int], object]
+
+
+class Crc:
+    """A running CRC-32."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def take(self, data: memoryview) -> None:
+        """Take in the next bytes."""
+        self.value = crc32(data, self.value)
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Span:
+    """A run of a file's bytes, and what takes them in as they are read, in pieces, in order."""
+
+    offset: int
+    length: int
+    sinks: Sequence[Sink]
+
+
+def read_through(source: Source, spans: Iterable[Span], advance: Advance | None = None) -> None:
+    """Read a whole file and hand each span its bytes; bytes of no span are read all the same: the disk may fail there."""
+    waiting = sorted(spans, key=lambda span: span.offset)
+    following, open_spans = 0, list[Span]()
+    for start, block in _blocks(source):
+        stop = start + len(block)
+        while following < len(waiting) and waiting[following].offset < stop:
+            open_spans.append(waiting[following])
+            following += 1
+        open_spans = _hand_out(open_spans, start, block)
+        if advance is not None:
+            advance(len(block))
+
+
+def _hand_out(spans: list[Span], start: int, block: memoryview) -> list[Span]:
+    """Give each span its part of a block; returns those that go on behind it."""
+    stop, going_on = start + len(block), []
+    for span in spans:
+        end = span.offset + span.length
+        part = block[max(span.offset - start, 0) : end - start]
+        for take in span.sinks:
+            take(part)
+        if end > stop:
+            going_on.append(span)
+    return going_on
+
+
+def _blocks(source: Source) -> Iterator[tuple[int, memoryview]]:
+    """The file in blocks of 4 MiB with their offsets. A block is valid until the one after the next is asked for."""
+    starts = range(0, source.size, CHUNK)
+    buffers = [memoryview(bytearray(min(CHUNK, source.size))) for _ in starts[:2]]
+
+    def fill(index: int) -> memoryview:
+        part = buffers[index % 2][: min(CHUNK, source.size - starts[index])]
+        source.read_into(starts[index], part)
+        return part
+
+    if len(starts) < 2 or sys.platform == "emscripten":  # a browser has no threads
+        yield from ((start, fill(index)) for index, start in enumerate(starts))
+        return
+    with ThreadPoolExecutor(1, "ckpt-read") as reader:
+        ahead = reader.submit(fill, 0)
+        for index, start in enumerate(starts):
+            block = ahead.result()
+            if index + 1 < len(starts):
+                ahead = reader.submit(fill, index + 1)
+            yield start, block
+
+
+# --- a checkpoint
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -86,8 +167,11 @@ def read_checkpoint(
         source.check_unchanged()
         read.bytes += source.size
     read.records = len(checks)
-    found = [DamagedRecord(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
-    read.mismatches = found
+    sums = [_inflated_crc(source, record) if crc is None else crc.value for source, record, crc in checks]
+    read.mismatches = [
+        DamagedRecord(source, record, found) for (source, record, _), found in zip(checks, sums, strict=True)
+        if found != record.crc
+    ]  # fmt: skip
     _gather(gathered, checkpoint.byteorder, read)
     _collect(views, checkpoint, read)
     return read
@@ -113,9 +197,6 @@ def in_file(source: Source, offset: int) -> tuple[Source, int]:
     while isinstance(source, Window):
         offset, source = source.start + offset, source.source
     return source, offset
-
-
-Check = Callable[[], int | None]
 
 
 def _records(checkpoint: Checkpoint, contents: Sequence[Range | Deflated]) -> list[tuple[Source, Record]]:
@@ -144,16 +225,15 @@ def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
 
 def _record_spans(
     records: Sequence[tuple[Source, Record]], spans: dict[Source, list[Span]]
-) -> list[tuple[Source, Record, Check]]:
-    """A CRC-32 for each record."""
-    checks: list[tuple[Source, Record, Check]] = []
+) -> list[tuple[Source, Record, Crc | None]]:
+    """A CRC-32 for each record that is not deflated, taken in as the file is read."""
+    checks: list[tuple[Source, Record, Crc | None]] = []
     for source, record in records:
-        if record.deflated:
-            checks.append((source, record, lambda source=source, record=record: _inflated_crc(source, record)))  # type: ignore[misc]
-            continue
-        crc, (file, offset) = Crc(), in_file(source, record.data)
-        spans[file].append(Span(offset, record.size, (crc.take,)))
-        checks.append((source, record, lambda crc=crc: crc.value))  # type: ignore[misc]
+        crc = None if record.deflated else Crc()
+        checks.append((source, record, crc))
+        if crc is not None:
+            file, offset = in_file(source, record.data)
+            spans[file].append(Span(offset, record.size, (crc.take,)))
     return checks
 
 
@@ -221,12 +301,9 @@ def _gather(views: list[_View], byteorder: str, read: Read) -> None:
 def _collect(views: list[_View], checkpoint: Checkpoint, read: Read) -> None:
     """The results, in the order of the tensors."""
     order = {tensor.where: index for index, tensor in enumerate(checkpoint.tensors)}
-    for where, view in sorted(_by_where(views), key=lambda row: order[row[0]]):
+    found = ((where, view) for view in views for where in view.wheres)
+    for where, view in sorted(found, key=lambda row: order[row[0]]):
         if view.hash is not None:
             read.digests.append(digests.Digest(where, view.entry.dtype.name, view.entry.shape, view.hash.hexdigest()))
         if view.count is not None:
             read.counted.append(values.Counted(where, view.entry, view.count))
-
-
-def _by_where(views: list[_View]) -> Iterator[tuple[Where, _View]]:
-    return ((where, view) for view in views for where in view.wheres)

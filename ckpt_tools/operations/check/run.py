@@ -28,16 +28,15 @@ from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
-from ckpt_tools.io.content import Content, Deflated, Literal, Piece, Range, chunks
+from ckpt_tools.io.content import Deflated, Literal, Piece, Range, chunks
 from ckpt_tools.io.member_paths import AnyPath, File, as_path
-from ckpt_tools.io.output import Source, is_address, replacing
+from ckpt_tools.io.output import is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check import digests, loading, values
-from ckpt_tools.operations.check.passes import Advance
-from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file, read_checkpoint, storages_of
-from ckpt_tools.operations.check.report import Checked, Verdict
+from ckpt_tools.operations.check.reading import Advance, DamagedRecord, Read, in_file, read_checkpoint, storages_of
+from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.findings import of_training
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.operations.inspect import find_findings
@@ -142,42 +141,26 @@ def _is_outside(entry: Entry, most: Sequence[int], byteorder: str) -> bool:
 
 def _users(checkpoint: Checkpoint, damaged: Sequence[DamagedRecord]) -> dict[int, list[str]]:
     """The id of a damaged record -> dotted paths of the tensors in it."""
-    if not damaged:
-        return {}
-    places, users = _Places(damaged), dict[int, list[str]]()
-    for tensor in checkpoint.tensors:
+    users: dict[int, list[str]] = {}
+    places = sorted(((id(file), start), number) for number, row in enumerate(damaged)
+                    for file, start in [in_file(row.source, row.record.data)])  # fmt: skip
+    for tensor in checkpoint.tensors if damaged else ():
         below = {id(node): node.content for node in reachable(tensor.node) if type(node) is Storage}
         for content in below.values():
-            if (record := places.record_at(content)) is not None:
+            if not isinstance(content, Range | Deflated):
+                continue
+            file, start = in_file(content.source, content.offset)
+            at = bisect_right(places, ((id(file), start), len(damaged))) - 1  # the last record that begins before
+            (holder, begin), number = places[at]
+            record = damaged[number].record
+            if at >= 0 and holder == id(file) and start < begin + max(1, record.compressed):
                 users.setdefault(id(record), []).append(dotted(tensor.where))
     return users
 
 
-class _Places:
-    """Where damaged records lie, in order, so that the one at a place is found at once."""
-
-    def __init__(self, damaged: Sequence[DamagedRecord]) -> None:
-        found = [(*in_file(row.source, row.record.data), row.record) for row in damaged]
-        ordered = sorted(((id(file), start, record) for file, start, record in found), key=lambda place: place[:2])
-        self.starts, self.records = [place[:2] for place in ordered], [place[2] for place in ordered]
-
-    def record_at(self, content: Content) -> Record | None:
-        """The damaged record in which bytes lie; None where they are in none."""
-        if not isinstance(content, Range | Deflated):
-            return None
-        file, start = in_file(content.source, content.offset)
-        at = bisect_right(self.starts, (id(file), start)) - 1
-        if at < 0 or self.starts[at][0] != id(file):
-            return None
-        record = self.records[at]
-        return record if start < self.starts[at][1] + max(1, record.compressed) else None
-
-
 def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
     path = str(checkpoint.path)
-    records = (
-        checkpoint.records if checkpoint.container in ("torch-zip", "torchscript") else ()
-    )  # others name storages otherwise
+    records = checkpoint.records if checkpoint.container in ("torch-zip", "torchscript") else ()  # others have other names
     unused = _unused(checkpoint, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
         every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
@@ -198,14 +181,12 @@ def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     source, path = checkpoint.source, str(checkpoint.path)
     if checkpoint.metadata.get("format") is None:
         text = "the header's metadata has no format"
-        yield Finding(
-            "no-format", "info", [], text, "format: pt, as safetensors.torch and transformers write it", mending("repair", path)
-        )
+        expected = "format: pt, as safetensors.torch and transformers write it"
+        yield Finding("no-format", "info", [], text, expected, mending("repair", path))
     if int.from_bytes(source.read(0, 8), "little") % 8:
         text = "the tensors do not begin at a multiple of 8 bytes"
-        yield Finding(
-            "unaligned", "info", [], text, "a header padded with spaces, as safetensors writes it", mending("repair", path)
-        )
+        expected = "a header padded with spaces, as safetensors writes it"
+        yield Finding("unaligned", "info", [], text, expected, mending("repair", path))
 
 
 def _unused(checkpoint: Checkpoint, keys: Iterable[str], records: Sequence[Record]) -> list[Record]:
@@ -313,86 +294,55 @@ def check_one(path: AnyPath, wanted: Wanted, advance: Advance | None = None) -> 
         report = _unreadable(path, error)
     report.findings = [finding for finding in report.findings if finding.code not in wanted.ignore]
     report.findings.sort(key=lambda finding: _ORDER.index(finding.severity))
-    report.verdict = _verdict(report)
+    if report.container is not None:
+        report.verdict = "findings" if any(finding.severity != "info" for finding in report.findings) else "healthy"
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _verdict(report: Checked) -> Verdict:
-    if report.container is None:
-        return "unreadable"
-    return "findings" if any(finding.severity != "info" for finding in report.findings) else "healthy"
-
-
 def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
-    heads = _heads(checkpoint) if wanted.values else frozenset()
-    safety = of_checkpoint(checkpoint)
-    found = list(disorder(checkpoint))
-    wheres = [state_dict.where for state_dict in checkpoint.state_dicts]
-    told = _Told(safety, found, list(_loading(checkpoint, safety, wanted)), wheres)
-    if checkpoint.container not in PART_CONTAINERS:  # of which the ranks are compared when all was read
+    # What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree
+    judged = checkpoint.state_dicts if wanted.values else ()
+    heads = frozenset((*found.where, name) for found in judged for name in values.head_names(found))
+    safety, disorders = of_checkpoint(checkpoint), list(disorder(checkpoint))
+    loads = list(_loading(checkpoint, safety, wanted))
+    state_dicts = [state_dict.where for state_dict in checkpoint.state_dicts]
+    in_parts = checkpoint.container in PART_CONTAINERS  # of which the ranks are compared when all was read
+    if not in_parts:
         checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
     with one_thread() if wanted.values else contextlib.nullcontext():
         read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
     report = Checked(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, "healthy", len(checkpoint.tensors), read.bytes,
-        read.records, safety=told.safety,
+        read.records, digests=read.digests, skipped=[list(where) for where in read.skipped], safety=safety,
     )  # fmt: skip
-    report.digests, report.skipped = read.digests, [list(where) for where in read.skipped]
-    report.values = [_counts(row) for row in read.counted if row.count.nan or row.count.inf]
+    report.values = [
+        {"where": list(row.where), "nan": row.count.nan, "inf": row.count.inf, "values": row.entry.numel}
+        for row in read.counted if row.count.nan or row.count.inf
+    ]  # fmt: skip
+    found = [*damage(checkpoint, read.mismatches), *disorders]
+    if not read.mismatches:
+        found += sparse(checkpoint)
+    found += values.findings(read.counted, heads)
     if wanted.against is not None:
         name, other = wanted.against
         report.against = digests.compare(read.digests, other, name)
-    report.findings = list(_findings(checkpoint, read, report, told, heads))
-    if checkpoint.packed is not None:
-        report.findings = list(map(_unpacked_first, report.findings))
-    return report
-
-
-@dataclass(slots=True, unsafe_hash=True)
-class _Told:
-    """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree."""
-
-    safety: Safety
-    disorder: list[Finding]
-    loading: list[Finding]
-    state_dicts: list[Where]
-
-
-def _unpacked_first(finding: Finding) -> Finding:
-    """A finding about what is packed: ckpt repair takes only what is not."""
-    is_repair = finding.fix.startswith("ckpt repair ")
-    return replace(finding, fix="Unpack it, and give ckpt repair the file that was in it.") if is_repair else finding
-
-
-def _heads(checkpoint: Checkpoint) -> frozenset[Where]:
-    return frozenset((*found.where, name) for found in checkpoint.state_dicts for name in values.head_names(found))
-
-
-def _counts(row: values.Counted) -> dict[str, object]:
-    return {"where": list(row.where), "nan": row.count.nan, "inf": row.count.inf, "values": row.entry.numel}
-
-
-def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, heads: frozenset[Where]) -> Iterator[Finding]:
-    yield from damage(checkpoint, read.mismatches)
-    yield from told.disorder
-    if not read.mismatches:
-        yield from sparse(checkpoint)
-    yield from values.findings(read.counted, heads)
-    if report.against is not None:
-        yield from _differences(report.against)
-    yield from _equal(checkpoint, read, told.state_dicts)
+        found += _differences(report.against)
+    found += _equal(checkpoint, read, state_dicts)
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
-        yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
-    # What several ranks hold, and do not hold alike
-    if checkpoint.container in PART_CONTAINERS:
+        found.append(Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has"))
+    if in_parts:
         try:
             checkpoint.locate()
         except PartError as error:
-            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
-    yield from told.loading
+            found.append(Finding("parts-disagree", "problem", [], error.what, error.why, error.fix))
+    report.findings = [*found, *loads]
+    if checkpoint.packed is not None:  # ckpt repair takes only what is not
+        unpack = "Unpack it, and give ckpt repair the file that was in it."
+        report.findings = [replace(row, fix=unpack) if row.fix.startswith("ckpt repair ") else row for row in report.findings]
+    return report
 
 
 def _loading(checkpoint: Checkpoint, safety: Safety, wanted: Wanted) -> Iterator[Finding]:
@@ -445,7 +395,9 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
         with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
             size = source.size
             if not isinstance(source, Files):
-                repairable = isinstance(error, DamagedFileError) and _may_be_saved(source, error)
+                from ckpt_tools.operations.repair.opening import may_be_saved  # few files need it
+
+                repairable = isinstance(error, DamagedFileError) and may_be_saved(source, error)
     found = error.what + (f" {error.why}" if error.why else "")
     fix = error.fix or (mending("repair", str(path)) if repairable else "")
     findings = [Finding("unreadable", "problem", [], found, "", fix)]
@@ -453,12 +405,6 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     if safety is not None and safety.calls:
         findings += safety.findings(str(path), opens=False)
     return Checked(str(path), None, size, "unreadable", findings=findings, safety=safety)
-
-
-def _may_be_saved(source: Source, error: DamagedFileError) -> bool:
-    from ckpt_tools.operations.repair.opening import may_be_saved  # few files need it
-
-    return may_be_saved(source, error)
 
 
 def check_many(

@@ -64,9 +64,8 @@ def findings(counted: Sequence[Counted], heads: frozenset[Where]) -> Iterator[Fi
             yield Finding("all-zero", "warning", where, f"all {numel} values are zero", "weights", _EARLIER)
         elif row.where in heads and (how := _fresh(row, by_where)):
             found = f"looks as if it was never trained: its values are those of {how}"
-            yield Finding(
-                "fresh-head", "warning", where, found, "trained weights", "Train it, or take it from another checkpoint."
-            )
+            fix = "Train it, or take it from another checkpoint."
+            yield Finding("fresh-head", "warning", where, found, "trained weights", fix)
 
 
 _EARLIER = "Take an earlier checkpoint of the run, or this tensor from one."

@@ -41,15 +41,9 @@ from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 @natural
 def diff(
-    left: File,
-    right: File,
-    *,
-    values: bool = False,
-    contents: bool = True,
-    select: str | None = None,
-    filter: str | None = None,
-    progress: Progress | None = None,
-) -> Difference:
+    left: File, right: File, *, values: bool = False, contents: bool = True, select: str | None = None,
+    filter: str | None = None, progress: Progress | None = None,
+) -> Difference:  # fmt: skip
     """Compare two checkpoints, whatever their containers.
 
     The bytes of tensors that have one shape and dtype are compared as they lie in the files, in constant memory.
@@ -67,10 +61,10 @@ def diff(
     Raises:
         CkptError: one of the two cannot be read. NothingMatchedError: select or filter matches nothing.
     """
-    where_left, where_right = _places(select)
+    where_left, equals, where_right = (None, "", None) if select is None else select.partition("=")
     with collector_paused(), open_whole(left) as one, open_whole(right) as other:
         plain: Plain | None = "instead" if values else None
-        sides = open_side(one, where_left, plain), open_side(other, where_right, plain)
+        sides = open_side(one, where_left, plain), open_side(other, where_right if equals else where_left, plain)
         report = Difference(_file(one), _file(other))
         report.notes += [note for side in sides for note in side.notes]
         pairs = _pair_tensors(*sides, report)
@@ -79,7 +73,9 @@ def diff(
         _compare_facts(pairs, report)
         if filter is None:
             _join_modules(*sides)
-            report.values = [*_compare_kinds(*sides), *_compare_values(*_values(*sides))]
+            of_texts = sides[0].texts != sides[1].texts  # one of the containers knows nothing else
+            values_of = [as_texts(side.values) if of_texts else side.values for side in sides]
+            report.values = [*_compare_kinds(*sides), *_compare_values(*values_of)]
             report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
         if contents:
             _compare_contents(pairs, report, progress, measure=values)
@@ -91,11 +87,6 @@ def diff(
 
 def _file(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"path": str(checkpoint.path), "container": checkpoint.container, "bytes": checkpoint.file_bytes}
-
-
-def _places(select: str | None) -> tuple[str | None, str | None]:
-    left, equals, right = (select or "").partition("=")
-    return (left, right) if equals else (select, select)
 
 
 # --- pairing
@@ -111,7 +102,7 @@ class _Paired:
 
     @property
     def where(self) -> str:
-        return dotted(self.left.where) or "(root)"
+        return _path(self.left)
 
 
 def _pair_tensors(left: Side, right: Side, report: Difference) -> list[_Paired]:
@@ -181,7 +172,10 @@ def _shape(tensor: Tensor) -> list[int] | None:
 def _filtered(pairs: list[_Paired], sides: tuple[Side, Side], report: Difference, pattern: str) -> list[_Paired]:
     """The pairs of which either side matches; what the report says of names is of them alone too."""
     globs = Globs([pattern])
-    left, right = ({_path(tensor) for tensor in side.tensors.values() if globs.matching(*_called(tensor))} for side in sides)
+    left, right = (
+        {_path(tensor) for tensor in side.tensors.values() if globs.matching(dotted(tensor.where), tensor.name)}
+        for side in sides
+    )
     if not left and not right:
         why = did_you_mean(pattern, map(_path, sides[0].tensors.values()))
         raise NothingMatchedError(f"`filter={pattern!r}` matches no tensor of either.", why=why)
@@ -198,22 +192,16 @@ def _path(tensor: Tensor) -> str:
     return dotted(tensor.where) or "(root)"
 
 
-def _called(tensor: Tensor) -> tuple[str, str]:
-    """The path of a tensor and its name, which a glob may match."""
-    return dotted(tensor.where), str(tensor.where[-1]) if tensor.where else ""
-
-
 # --- comparing
 
 
 def _compare_facts(pairs: Sequence[_Paired], report: Difference) -> None:
     for pair in pairs:
         left, right = pair.left, pair.right
-        for found, old, new in (
-            (report.shapes, _shape(left), _shape(right)),
-            (report.dtypes, _kind(left), _kind(right)),
-            (report.devices, *_devices(left, right)),
-        ):
+        tags = [tensor.node.storage.device if type(tensor.node) is Entry else None for tensor in (left, right)]
+        one, other = tags if None not in tags else (None, None)  # safetensors has none
+        facts = ((report.shapes, _shape(left), _shape(right)), (report.dtypes, _kind(left), _kind(right)))
+        for found, old, new in (*facts, (report.devices, one, other)):
             if old != new:
                 found.append(Change(pair.where, old, new))
 
@@ -223,12 +211,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{_dtype(tensor) or '?'}{f' {tensor.unusual.kind}' if tensor.unusual else ''}"
 
 
-def _devices(left: Tensor, right: Tensor) -> tuple[str | None, str | None]:
-    """The device tags, where both have one: safetensors has none."""
-    tags = [tensor.node.storage.device if type(tensor.node) is Entry else None for tensor in (left, right)]
-    return (None, None) if None in tags else (tags[0], tags[1])
-
-
 def _join_modules(left: Side, right: Side) -> None:
     """What is in a pickled module counts where the other side has one too; else the module is one difference."""
     for where in left.modules.keys() & right.modules.keys():
@@ -236,13 +218,6 @@ def _join_modules(left: Side, right: Side) -> None:
             module = side.modules[where]
             side.values |= {(*where, *below): value for below, value in module.values.items()}
             side.objects |= {(*where, *below): name for below, name in module.objects.items()}
-
-
-def _values(left: Side, right: Side) -> tuple[dict[Where, Any], dict[Where, Any]]:
-    """The values of both, as text where one of the containers knows nothing else."""
-    if left.texts == right.texts:
-        return left.values, right.values
-    return as_texts(left.values), as_texts(right.values)
 
 
 def _compare_kinds(left: Side, right: Side) -> Iterator[ValueChange]:

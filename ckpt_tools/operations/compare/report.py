@@ -125,22 +125,20 @@ def conclude(
     }  # fmt: skip
     found = [kind for kind, count in counts.items() if count]
     report.same = not found
-    if not found:
-        report.summary = _sameness(contents=contents, values=pattern is None)
+    if not found and contents:
+        values = "settings, " if pattern is None else ""
+        report.summary = f"They are the same: names, shapes, dtypes, {values}and every byte of the tensors."
+    elif not found:
+        facts = "names, shapes, dtypes and settings" if pattern is None else "names, shapes and dtypes"
+        report.summary = f"They have the same {facts}; the numbers of the tensors were not compared."
     elif len(found) == 1 and (only := _only_difference(found[0], report, names, sides)):
         report.summary = f"The only difference is {only}."
     else:
-        report.summary = f"They differ: {', '.join(_counted(kind, counts[kind]) for kind in found)}."
+        told = (f"{counts[kind]:,} {_WORDS[kind][counts[kind] != 1]}" for kind in found)
+        report.summary = f"They differ: {', '.join(told)}."
     if pattern is not None:
         report.summary = f"Of the tensors that match {pattern!r}: {report.summary[:1].lower()}{report.summary[1:]}"
     _note_unpaired(report, sides)
-
-
-def _sameness(*, contents: bool, values: bool) -> str:
-    if contents:
-        return f"They are the same: names, shapes, dtypes, {'settings, ' if values else ''}and every byte of the tensors."
-    facts = "names, shapes, dtypes and settings" if values else "names, shapes and dtypes"
-    return f"They have the same {facts}; the numbers of the tensors were not compared."
 
 
 _WORDS = {
@@ -151,10 +149,6 @@ _WORDS = {
     "value": ("setting differs", "settings differ"), "object": ("object differs", "objects differ"),
     "tensor": ("tensor with different numbers", "tensors with different numbers"),
 }  # fmt: skip
-
-
-def _counted(kind: str, count: int) -> str:
-    return f"{count:,} {_WORDS[kind][count != 1]}"
 
 
 def _only_difference(kind: str, report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:

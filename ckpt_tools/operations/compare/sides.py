@@ -6,7 +6,7 @@ import contextlib
 import json
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -14,14 +14,14 @@ from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.values import as_array, as_value
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select_in
-from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.errors import ConvertError, LimitError, NothingMatchedError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import StateDict, Tensor, is_tensor, names_quantised
 from ckpt_tools.formats.safetensors import ALIASES, GGUF_TYPES, STATE_DICT_METADATA
 from ckpt_tools.formats.single import naming
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.text import dotted
+from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.modules import classes, is_module, settings
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Entry, Global, List, Node, Object, Storage, Where
 from ckpt_tools.tree.visit import is_hollow, walk
@@ -95,7 +95,14 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
 
 def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
     """A place in an open checkpoint as one of its own, little-endian."""
-    chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
+    chosen = checkpoint.root
+    if where is not None and where != WHOLE:
+        try:
+            with naming(checkpoint.source):
+                chosen = select_in(checkpoint, where)
+        except NothingMatchedError as error:
+            error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."
+            raise
     return replace(checkpoint, root=to_little_endian(chosen, checkpoint.byteorder))
 
 
@@ -111,8 +118,8 @@ def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tens
 
         place.root = modules_as_state_dicts(place.locate())
     done = as_meant(place.locate(), read_config(place), parts=plain == "beside")
-    for listed in ("tensors", "state_dicts"):  # before the exchange
-        vars(place).pop(listed, None)
+    for name in ("tensors", "state_dicts"):  # before the exchange
+        vars(place).pop(name, None)
     counts = Counter(done.tensors.values())
     notes = [
         f"{scheme}: {count} tensors of {place.path} are taken as the numbers that their codes stand for."
@@ -120,15 +127,6 @@ def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tens
     ]
     notes += [f"{place.path}, as it lies: {problem}" for problem in done.problems if done.tensors]
     return {tensor.where: replace(tensor, scheme=done.tensors.get(tensor.where, "")) for tensor in place.tensors}, notes
-
-
-def _select(checkpoint: Checkpoint, where: str) -> Node:
-    try:
-        with naming(checkpoint.source):
-            return select_in(checkpoint, where)
-    except NothingMatchedError as error:
-        error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."
-        raise
 
 
 def _collect(side: Side) -> None:
@@ -234,3 +232,11 @@ def check_effort(entries: Iterable[Entry]) -> None:
             "The tensors claim far more bytes than the file holds.",
             why=f"Views of {claimed} bytes on storages of {there} bytes: a stride of 0 repeats a value any number of times.",
         )
+
+
+def check_names(left: tuple[str, Collection[str]], right: tuple[str, Collection[str]], fix: str) -> None:
+    """Refuse two checkpoints, each a path and its names, that do not have the same names."""
+    sides = [(one[0], [name for name in one[1] if name not in other[1]]) for one, other in ((left, right), (right, left))]
+    why = " ".join(f"Only {path} has {listed(list(map(repr, names)), 3)}." for path, names in sides if names)
+    if why:
+        raise ConvertError(f"{left[0]} and {right[0]} have different names.", why=why, fix=fix)

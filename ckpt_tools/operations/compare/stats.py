@@ -8,7 +8,6 @@ from typing import Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import Tensor
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.member_paths import File
@@ -70,13 +69,9 @@ class Stats(Report):
 
 @natural
 def stats(
-    path: File,
-    *,
-    select: str | None = None,
-    filter: str | None = None,
-    depth: int | None = None,
+    path: File, *, select: str | None = None, filter: str | None = None, depth: int | None = None,
     progress: Progress | None = None,
-) -> Stats:
+) -> Stats:  # fmt: skip
     """Measure the tensors of a checkpoint, in constant memory. Values are float64; std divides by n - 1, as `torch.std`.
 
     Tensors of more than 32,704 elements are read twice: the histogram's ends are the extremes. Tied tensors are read once, and
@@ -92,8 +87,10 @@ def stats(
     """
     need_torch("Statistics of tensors are worked out with it.")
     with collector_paused(), open_whole(path) as checkpoint:
-        listed, notes = _listed(checkpoint, select)
-        tensors = _chosen(listed, filter)
+        restore_named_ties(checkpoint.root, checkpoint.metadata)
+        listed, notes = tensors_in(place_in(checkpoint, select), "instead")
+        checkpoint.let_go()
+        tensors = _chosen(list(listed.values()), filter)
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
         check_effort(entries)
         report = Stats(str(path), checkpoint.container, notes=notes)
@@ -117,29 +114,16 @@ def _sum_up(report: Stats, rows: Sequence[tuple[TensorStats, Moments | None]], d
     report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)
 
 
-def _listed(checkpoint: Checkpoint, select: str | None) -> tuple[list[Tensor], list[str]]:
-    """The tensors at a place, in order, and what is to be said of them."""
-    restore_named_ties(checkpoint.root, checkpoint.metadata)
-    place = place_in(checkpoint, select)
-    tensors, notes = tensors_in(place, "instead")
-    checkpoint.let_go()
-    return list(tensors.values()), notes
-
-
 def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
     if pattern is None:
         return tensors
     globs = Globs([pattern])
-    found = [tensor for tensor in tensors if globs.matching(dotted(tensor.where), _name(tensor))]
+    found = [tensor for tensor in tensors if globs.matching(dotted(tensor.where), tensor.name)]
     if not found:
         why = meant_by(pattern, [dotted(tensor.where) for tensor in tensors])
         fix = "ckpt inspect --all FILE lists the names."
         raise NothingMatchedError(f"`filter={pattern!r}` matches no tensor.", why=why, fix=fix)
     return found
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.where[-1]) if tensor.where else ""
 
 
 def module_path(where: Sequence[str | int], depth: int | None) -> str:
@@ -168,8 +152,10 @@ class _Measured:
     def row(self, tensor: Tensor) -> tuple[TensorStats, Moments | None]:
         node, where = tensor.node, list(tensor.where)
         name = dotted(tensor.where) or "(root)"
-        if type(node) is not Entry:
-            return _unmeasured(tensor, where, name), None
+        if type(node) is not Entry:  # sparse, quantised, nested: what it is, without numbers
+            shape, kind = tensor.shape, tensor.unusual.kind if tensor.unusual is not None else ""
+            dtype = tensor.dtype.name if tensor.dtype else None
+            return TensorStats(where, name, dtype, None if shape is None else list(shape), None, [], kind), None
         if not has_numbers(node.dtype):
             return TensorStats(where, name, node.dtype.name, list(node.shape), None, [], "no numbers in torch"), None
         key = view_of(node)
@@ -183,14 +169,6 @@ class _Measured:
         self.done += count
         if self.progress is not None:
             self.progress(self.done, self.total)
-
-
-def _unmeasured(tensor: Tensor, where: list[str | int], name: str) -> TensorStats:
-    """A sparse, quantised or nested tensor: what it is, without numbers."""
-    shape, kind = tensor.shape, tensor.unusual.kind if tensor.unusual is not None else ""
-    return TensorStats(
-        where, name, tensor.dtype.name if tensor.dtype else None, None if shape is None else list(shape), None, [], kind
-    )
 
 
 def measure(entry: Entry, advance: Callable[[int], None] | None = None) -> tuple[Moments, list[int]]:

@@ -44,13 +44,9 @@ class Planned:
 
 @collector_paused()
 def run(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    edits: Edits,
-    output: Output | None,
-    clone: Clone | None,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
     opened: Checkpoint | None = None,
-) -> Converted:
+) -> Converted:  # fmt: skip
     """Read (or take what is open), plan and, with an output, carry it out."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
     with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
@@ -106,8 +102,7 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
     report.notes += [Note(code, text) for code, text in flat.notes]
     if flat.aliases:
-        text = "ckpt restores tied names from this file; other loaders see only the first of each."
-        report.notes.append(Note("aliases", text))
+        report.note("aliases", "ckpt restores tied names from this file; other loaders see only the first of each.")
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 
@@ -118,18 +113,20 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
 
         flat = flatten(edited.root, objects=edits.options.objects, metadata=checkpoint.metadata, texts=edits.texts)
         report_flat(flat, report)
-        pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
-    elif edits.kind == "gguf":
-        pieces = _lay_out_gguf(edited.root, checkpoint, edits, report)
-    else:
-        if checkpoint.metadata:
-            from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
+        return safetensors.lay_out(flat.tensors, flat.metadata, reserve=_RESERVE)
+    if edits.kind == "gguf":
+        return _lay_out_gguf(edited.root, checkpoint, edits, report)
+    if checkpoint.metadata:
+        from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 
-            known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
-            lost = [key for key in checkpoint.metadata if key not in known]
-            report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
-        pieces = _lay_out_torch(edited.root, checkpoint, edits)
-    return pieces
+        known = {ALIASES, STATE_DICT_METADATA, "format", *edited.ties}
+        lost = [key for key in checkpoint.metadata if key not in known]
+        report.dropped += [(key, "text next to the tensors; a .pth cannot store it") for key in lost]
+    if edits.kind == "pth-legacy":
+        from ckpt_tools.formats import torch_legacy
+
+        return torch_legacy.lay_out(edited.root)
+    return zip_writer.lay_out(edited.root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
 
 
 def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
@@ -142,18 +139,8 @@ def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Conv
         report.dropped.append((gguf.OF_THE_INPUT, "the types of the input's tensors"))
     if "general.architecture" not in flat.metadata:
         text = "llama.cpp reads a GGUF by 'general.architecture', which is not in the metadata; `set_metadata` sets it."
-        report.notes.append(Note("no-architecture", text))
+        report.note("no-architecture", text)
     if quantise := edits.options.quantises:
         count = sum(gguf.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
-        report.notes.append(
-            Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
-        )
+        report.note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
     return gguf.lay_out(flat.tensors, flat.metadata, quantise=quantise)
-
-
-def _lay_out_torch(root: Node, checkpoint: Checkpoint, edits: Edits) -> list[Piece]:
-    if edits.kind == "pth-legacy":
-        from ckpt_tools.formats import torch_legacy
-
-        return torch_legacy.lay_out(root)
-    return zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)

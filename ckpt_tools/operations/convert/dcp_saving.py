@@ -101,18 +101,14 @@ class _Files(FileSystemBase):
         """As it is."""
         return path
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Nothing: see `create_stream`."""
+    def rename(self, *paths: Any, **more: Any) -> None:
+        """Nothing: see `create_stream`. The folder is there, and what exists is never asked for."""
 
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Nothing: the folder is there."""
+    mkdir = rm_file = rename
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Nothing is there before it is written, and nothing is written twice."""
         return False
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Nothing: what exists is never asked for."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

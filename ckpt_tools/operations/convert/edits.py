@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from ckpt_tools.edit import renaming
 from ckpt_tools.edit.account import Account, tensors_in
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import ConvertError, NothingMatchedError, ObjectsError, UsageError
-from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name, tensors_outside
@@ -23,7 +22,6 @@ from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.modules import is_lightning
@@ -62,30 +60,46 @@ class Edits:
             raise UsageError("`under` is for a .pth or a distributed checkpoint: this format holds one flat state dict.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
-        self.map_location = _spec(options.map_location)
-        self.retag = _retagging(self.map_location)
-        self.retargeting = _retargeting(options)
+        self.map_location: str | None = None  # a device, or `from=to` pairs with commas between
+        if isinstance(location := options.map_location, Mapping):
+            self.map_location = ",".join(f"{tag}={device}" for tag, device in location.items()) or None
+        elif location is not None:
+            self.map_location = str(location)
+        self.retag, self.retargeting = None, None
+        if self.map_location is not None:
+            from ckpt_tools.edit.casts import parse_map_location
 
-    def _tell_danger(self, danger: str, root: Node, report: Converted) -> None:
-        if not danger:
+            self.retag = parse_map_location(self.map_location)
+        if options.targeted:  # what does the work is imported then
+            from ckpt_tools.fit.retarget import Retargeting
+
+            self.retargeting = Retargeting(options)
+
+    def _tell_danger(self, checkpoint: Checkpoint, root: Node, report: Converted) -> None:
+        """That the input is dangerous, and what that means for what is written; most are known not to be."""
+        if checkpoint.is_examined and checkpoint.packed is None:
             return
-        from ckpt_tools.operations.safety import danger_note
+        from ckpt_tools.operations.safety import danger_in, danger_note
 
+        if not (danger := danger_in(checkpoint, str(checkpoint.path))):
+            return
         keeps_objects = self.options.objects == "keep" and self.kind in ("pth", "pth-legacy")
         code, text = danger_note(danger, root, keeps_objects=keeps_objects)
         if code == "dangerous" and not self.options.allow_dangerous:
             fix = "Without its objects: `objects='plain'`. With `allow_dangerous=True` OUT is as dangerous as IN."
             raise ObjectsError(danger, why="What is written would keep its objects.", fix=fix)
-        report.notes.append(Note(code, text))
+        report.note(code, text)
 
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
-        ties, danger = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), _danger(checkpoint)
-        account = self.account
+        ties, account = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), self.account
         root, used = self._opened(checkpoint, report, account)
         report.dropped += checkpoint.lost.items()
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.globals):
-            root = _arrays(root, report)  # it holds nothing else of them
+            from ckpt_tools.edit.objects.plain import arrays_as_tensors
+
+            root, fates = arrays_as_tensors(root)  # it holds nothing else of them
+            report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.options.keep or self.options.drop:
             self._filter(root, used, report)
         if checkpoint.byteorder != "little":
@@ -98,14 +112,13 @@ class Edits:
         self._complete(root, checkpoint, report, stack)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
-        root = self._retagged(root, checkpoint, report)
-        root, casting = self._cast(root, report, plain)
+        root, casting = self._cast(self._retagged(root, checkpoint, report), report, plain)
         if self.kind in ("safetensors", "dcp", "gguf"):
             _leave_attributes(root, self.kind, self.options.objects, report)
         report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
         if found := [repr(key) for key, text in self.texts if text]:
-            report.notes.append(Note("metadata-set", f"Metadata: {listed(found)} set."))
-        self._tell_danger(danger, root, report)
+            report.note("metadata-set", f"Metadata: {listed(found)} set.")
+        self._tell_danger(checkpoint, root, report)
         left_out = {path for path, _ in report.dropped}
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
         report.tensors = account.close(root, left_out)
@@ -122,7 +135,11 @@ class Edits:
 
     def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
         """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
-        root = self._selected(checkpoint)
+        root = checkpoint.root
+        if self.options.select is not None:
+            from ckpt_tools.edit.selection import select_in
+
+            root = select_in(checkpoint, self.options.select)
         if not (self.options.moves_tensors or self.options.objects or self.retargeting):
             account.open_whole(root)
         elif not self.options.ema:
@@ -131,24 +148,6 @@ class Edits:
         if self.options.ema:
             account.open(report.source, root)
         return root, used
-
-    def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
-        """Weights in parts folded, and adapters merged."""
-        if self.options.fold:
-            from ckpt_tools.edit.parametrized import fold_all
-
-            _note_folded(fold_all(root), root, report)
-        if not self.options.lora:
-            return root
-        return merge(root, self.options.adapters, report, stack, account)
-
-    def _selected(self, checkpoint: Checkpoint) -> Node:
-        """The root, or what --select names in its place."""
-        if self.options.select is None:
-            return checkpoint.root
-        from ckpt_tools.edit.selection import select_in
-
-        return select_in(checkpoint, self.options.select)
 
     def _complete(self, root: Node, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> None:
         """What IN lacks, and what was one."""
@@ -164,6 +163,14 @@ class Edits:
             self.account.leave_out(node for _, _, node in gone)
             report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
 
+    def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
+        """Weights in parts folded, and adapters merged."""
+        if self.options.fold:
+            from ckpt_tools.edit.parametrized import fold_all
+
+            _note_folded(fold_all(root), root, report)
+        return merge(root, self.options.adapters, report, stack, account) if self.options.lora else root
+
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
         """Keep and drop tensors by their names."""
         from ckpt_tools.edit.selection import filter_tensors
@@ -175,8 +182,7 @@ class Edits:
         # --keep is about the names of state dicts: say what stays because it has no such name
         if self.options.keep and (outside := tensors_outside(root, find_state_dicts(root))):
             shown = listed([dotted(tensor.where) for tensor in outside], 1)
-            text = f"`keep`: everything outside state dicts stays, {shown}; `drop` takes it by path."
-            report.notes.append(Note("outside-kept", text))
+            report.note("outside-kept", f"`keep`: everything outside state dicts stays, {shown}; `drop` takes it by path.")
 
     def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
         """With other device tags, where that was asked for."""
@@ -185,7 +191,10 @@ class Edits:
         from ckpt_tools.edit.casts import map_devices
 
         root, report.devices = map_devices(root, self.retag)
-        _note_devices(report, checkpoint, self.kind, self.map_location)
+        if "safetensors" in (checkpoint.container, report.container):
+            report.note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it.")
+        elif not report.devices:
+            report.note("devices-unchanged", f"`map_location={self.map_location!r}`: no storage had to change.")
         return root
 
     def _dequantised(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Casting | None:
@@ -232,16 +241,17 @@ class Edits:
         if casting.steps:
             glob = f"*.step={next(iter(self.options.cast_to.values()))}"
             text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype={glob!r}` casts them."
-            report.notes.append(Note("steps-kept", text))
+            report.note("steps-kept", text)
         if casting.parts:
             text = f"{casting.parts} parts of quantised weights keep their dtype; `dequantize='bf16'` makes plain ones of them."
-            report.notes.append(Note("quantised-kept", text))
+            report.note("quantised-kept", text)
         return root, casting
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:
         """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
         options = self.options
-        if not (options.objects or options.slim or options.ema) and _is_plain(checkpoint):
+        is_plain = checkpoint.container not in PROGRAMS and not checkpoint.unusual and all(map(is_known, checkpoint.globals))
+        if is_plain and not (options.objects or options.slim or options.ema):
             return root, frozenset()
         from ckpt_tools.operations.convert import object_policy
 
@@ -272,31 +282,13 @@ def _is_of_torchao(name: Global) -> bool:
     return name.module.split(".")[0] == "torchao"
 
 
-def _retargeting(options: FitOptions) -> Retargeting | None:
-    """The target, where one is named; what does the work is imported then."""
-    if not options.targeted:
-        return None
-    from ckpt_tools.fit.retarget import Retargeting
-
-    return Retargeting(options)
-
-
-def _danger(checkpoint: Checkpoint) -> str:
-    """That the input is dangerous, and what it calls; most are known not to be."""
-    if checkpoint.is_examined and checkpoint.packed is None:
-        return ""
-    from ckpt_tools.operations.safety import danger_in
-
-    return danger_in(checkpoint, str(checkpoint.path))
-
-
 def _with_settings(root: Node, whole: Node, report: Converted) -> Node:
     """The state dict of a run that Lightning saved, and beside it what its module was made with, which becomes text."""
     found = whole.get(_SETTINGS) if type(whole) is Dict and is_lightning(whole) and root is not whole else None
     if found is None or [state_dict.where for state_dict in find_state_dicts(root)] != [()]:
         return root
     if any(type(node) is Object or type(node) is Global or is_tensor(node) for node in reachable(found)):
-        report.notes.append(Note("settings-left", f"{_SETTINGS!r} are not plain values, so they do not come along as text."))
+        report.note("settings-left", f"{_SETTINGS!r} are not plain values, so they do not come along as text.")
         return root
     return Dict([("state_dict", root), (_SETTINGS, found)])
 
@@ -323,22 +315,13 @@ def _begin(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> dict
         from ckpt_tools.operations.in_folders import alone
 
         if (found := alone(checkpoint)) is not None:
-            report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
+            report.note(found.code, f"The input is {found.found}. {found.fix}")
     _note_beside(checkpoint, report, into_folder)
     ties = renaming.restore_named_ties(checkpoint.root, checkpoint.metadata)
     if ties:
         names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
-        report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
+        report.note("ties-restored", f"Tied names put back from the metadata: {names}.")
     return ties
-
-
-def _arrays(root: Node, report: Converted) -> Node:
-    """NumPy's arrays of numbers as tensors."""
-    from ckpt_tools.edit.objects.plain import arrays_as_tensors
-
-    root, fates = arrays_as_tensors(root)
-    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
-    return root
 
 
 def _fit(
@@ -355,7 +338,7 @@ def _fit(
     report.dropped += list(report.fitted.dropped.items())
     account.leave_out(before[name] for name in retargeting.left_out if name in before)
     if text := note_optimizer(root, report.fitted):
-        report.notes.append(Note("optimizer-of-old-tensors", text))
+        report.note("optimizer-of-old-tensors", text)
 
 
 def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: ExitStack, account: Account) -> None:
@@ -369,7 +352,7 @@ def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: Ex
     report.filled = filling.filled
     account.open(filling.path, Dict([*filling.taken.items()]))
     if alone:
-        report.notes.append(Note("only-in-input", said_to_stay(alone, filling.path)))
+        report.note("only-in-input", said_to_stay(alone, filling.path))
 
 
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
@@ -380,27 +363,7 @@ def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) ->
         report.notes += [Note(code, text) for code, text in told_fold(rows)]
         if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
             text = f"The state in {state} belongs to the parts of the weights; leave it out: `drop={state!r}`"
-            report.notes.append(Note("optimizer-of-old-tensors", text))
-
-
-def _is_plain(checkpoint: Checkpoint) -> bool:
-    """Whether it holds plain data only, by what its pickle names: nothing in it is anything else then."""
-    return checkpoint.container not in PROGRAMS and not checkpoint.unusual and all(map(is_known, checkpoint.globals))
-
-
-def _retagging(spec: str | None) -> Callable[[str], str] | None:
-    if spec is None:
-        return None
-    from ckpt_tools.edit.casts import parse_map_location
-
-    return parse_map_location(spec)
-
-
-def _spec(location: Location | None) -> str | None:
-    """A device, or `from=to` pairs with commas between."""
-    if isinstance(location, Mapping):
-        return ",".join(f"{tag}={device}" for tag, device in location.items()) or None
-    return None if location is None else str(location)
+            report.note("optimizer-of-old-tensors", text)
 
 
 def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -> None:
@@ -415,18 +378,9 @@ def _note_beside(checkpoint: Checkpoint, report: Converted, into_folder: bool) -
     names = [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]
     state = [name for name in names if is_state(name)] if is_training(folder) else []
     if state and not into_folder:  # where it comes along, or stays by name
-        text = f"{folder} also has the state of the training, which stays there: {listed(state)}."
-        report.notes.append(Note("training-state", text))
+        report.note("training-state", f"{folder} also has the state of the training, which stays there: {listed(state)}.")
     if others := [name for name in names if name not in state]:
-        text = f"{folder} also has other checkpoints, which were not converted: {listed(others)}."
-        report.notes.append(Note("others-beside", text))
-
-
-def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:
-    if "safetensors" in (checkpoint.container, report.container):
-        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it."))
-    elif not report.devices:
-        report.notes.append(Note("devices-unchanged", f"`map_location={spec!r}`: no storage had to change."))
+        report.note("others-beside", f"{folder} also has other checkpoints, which were not converted: {listed(others)}.")
 
 
 def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
@@ -462,11 +416,11 @@ def merge(
         account.leave_out(node for name, node in adapter.tensors.items() if name.endswith(".alpha"))
         if weight != 1 and (whole := report.merged[-1].saved + report.merged[-1].added):
             text = f"{path} holds {len(whole)} tensors whole; its weight of {weight:g} does not count for them."
-            report.notes.append(Note("saved-whole", text))
+            report.note("saved-whole", text)
     report.notes += [Note(code, text) for code, text in merging.notes]
     account.leave_out(merging.taken_in)
     root = merging.apply()
     if (state := next((dotted(where) for where, _ in find_optimizers(root)), None)) is not None:
         text = f"The state in {state} belongs to the weights as they were; leave it out: `drop={state!r}`"
-        report.notes.append(Note("optimizer-of-old-tensors", text))
+        report.note("optimizer-of-old-tensors", text)
     return root

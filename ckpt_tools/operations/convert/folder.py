@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ from ckpt_tools.operations.convert.conversion import open_input, records_leaving
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
-from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.parts import sharded
 from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
 from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
@@ -81,18 +82,14 @@ class Companions:
         source = self.taken[name]
         return Literal(self.edited[name]) if name in self.edited else Range(source, 0, source.size)
 
-    def leave(self, name: str, why: str) -> None:
-        """One of them stays after all."""
-        self.names.pop([*self.taken].index(name))
-        del self.taken[name]
-        self.stayed.append((name, why))
-
 
 def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, changed: bool) -> Companions:
     """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder. A training's
     state is among them unless the tensors `changed`."""
     found, files = Companions(), _folder_of(checkpoint, named)
-    if files is None or _same_folder(files, target):
+    places = [] if files is None else [str(files.folder), os.fspath(target)]
+    same = [place.rstrip("/") if any(map(is_address, places)) else os.path.realpath(place) for place in places]
+    if files is None or same[0] == same[1]:
         return found
     told = {f"{name}.pt" for name in checkpoint.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
@@ -103,10 +100,17 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
         if name in own:
             continue
         state = of_training and is_state(name)
-        why = kind or (_why_state_stays(files.open(name), changed=changed) if state else _why_it_stays(name.rpartition("/")[2]))
-        why = why or _take(name, files, found, state=state)
+        plain = name.rpartition("/")[2]
+        why = kind or (_why_state_stays(files.open(name), changed=changed) if state else _why_it_stays(plain))
+        why = why or (f"{plain} is there already" if plain in found.taken else "")
+        if not (why or state):
+            member = files.open(name)
+            why = "another checkpoint" if begins_as_checkpoint(member.read(0, min(_HEAD, member.size))) else ""
         if why:
             found.stayed.append((name, why))
+            continue
+        found.taken[plain] = files.open(name)
+        found.names.append(name)
     return found
 
 
@@ -134,13 +138,6 @@ def copy(companions: Companions, staging: Staging) -> None:
             write([Piece(companions.content(name))], output)
 
 
-def _same_folder(files: Files, target: str | os.PathLike[str]) -> bool:
-    one, other = str(files.folder), os.fspath(target)
-    if is_address(one) or is_address(other):
-        return one.rstrip("/") == other.rstrip("/")
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def _beside(files: Files, container: str) -> list[tuple[str, str]]:
     """Every name in the folder, and why it stays whatever it is called: "" for regular files."""
     if is_address(str(files.folder)):
@@ -166,21 +163,16 @@ def _listed(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _kind(row: os.DirEntry[str], folder: Path) -> str:
-    if row.is_symlink() and not _leads_into_its_cache(row.path, folder):
-        return "a link"
+    if row.is_symlink():  # one of Hugging Face's cache leads to its bytes
+        snapshot, blob = Path(os.path.realpath(folder)), Path(os.path.realpath(row.path))
+        blobs = snapshot.parent.parent / "blobs"
+        if snapshot.parent.name != "snapshots" or blob.parent != blobs or not os.path.isfile(row.path):
+            return "a link"
     if row.is_dir():
         return "a folder"
     if not row.is_file():
         return "not a regular file"
     return "" if is_plain_name(row.name) else "a name that is not a file's everywhere"
-
-
-def _leads_into_its_cache(path: str, folder: Path) -> bool:
-    """Whether a link is one of Hugging Face's cache:"""
-    snapshot = Path(os.path.realpath(folder))
-    if snapshot.parent.name != "snapshots":
-        return False
-    return Path(os.path.realpath(path)).parent == snapshot.parent.parent / "blobs" and os.path.isfile(path)
 
 
 def _why_it_stays(name: str) -> str:
@@ -201,19 +193,6 @@ def _why_state_stays(source: Source, *, changed: bool) -> str:
     from ckpt_tools.operations.safety import examine
 
     return "ckpt scan calls it dangerous, or could not examine it" if examine(source).verdict in _DANGEROUS else ""
-
-
-def _take(name: str, files: Files, found: Companions, *, state: bool) -> str:
-    """Take a file in; why not, where it cannot be."""
-    plain = name.rpartition("/")[2]
-    if plain in found.taken:
-        return f"{plain} is there already"
-    source = files.open(name)
-    if not state and begins_as_checkpoint(source.read(0, min(_HEAD, source.size))):
-        return "another checkpoint"
-    found.taken[plain] = source
-    found.names.append(name)
-    return ""
 
 
 _STALE = {
@@ -237,25 +216,21 @@ class FolderTarget:
         """What can be refused before the input is read."""
         if self.kind == "dcp":
             need_torch("A distributed checkpoint is written by PyTorch's own writer.")
+        overwrite, names = self.options.overwrite or self.options.dry_run, list[str]()
+        if is_address(self.path):
+            from ckpt_tools.io import remote
+
+            remote.check_new_folder(os.fspath(self.path))
+        elif (target := check_folder(self.path, overwrite=overwrite)).is_dir():
+            with output_errors(target):
+                names = os.listdir(target)
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
-        found = sorted(name for name in self._names() if name in ONE_FILE or re.fullmatch(others, name))
+        found = sorted(name for name in names if name in ONE_FILE or re.fullmatch(others, name))
         if found:
             raise OutputError(
                 f"{self.path} holds a checkpoint of another kind ({found[0]}).",
                 why="A folder with two checkpoints is read as either.", fix="Name another folder, or remove those files first.",
             )  # fmt: skip
-
-    def _names(self) -> list[str]:
-        """What is in the folder already."""
-        overwrite = self.options.overwrite or self.options.dry_run
-        if is_address(self.path):
-            from ckpt_tools.io import remote
-
-            remote.check_new_folder(os.fspath(self.path))
-            return []
-        target = check_folder(self.path, overwrite=overwrite)
-        with output_errors(target):
-            return os.listdir(target) if target.is_dir() else []
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
@@ -267,30 +242,30 @@ class FolderTarget:
         report.companions, report.stayed = list(found.names), list(found.stayed)
         if (report.casts or report.dequantised) and "config.json" in found.taken:
             text = "config.json comes along as it is: a dtype in it is that of the input, not of the cast tensors."
-            report.notes.append(Note("config-dtype", text))
+            report.note("config-dtype", text)
         return found
 
     def staged(self, stack: ExitStack, last: str, beside: Companions | None = None) -> Staging:
         """Where the files go until all are there, made by the first process and known to all; `beside` come along."""
 
         def enter() -> Staging | None:
-            return None if self.ranks.rank else stack.enter_context(self._staging(last, beside or Companions()))
+            if self.ranks.rank:
+                return None
+            rule, overwrite = re.compile(_STALE[self.kind]), self.options.overwrite
+            if is_address(self.path):
+                from ckpt_tools.io import remote
+
+                taken = beside.taken if beside is not None else ()
+                rule = re.compile("|".join((rule.pattern, *map(re.escape, taken))))  # what goes when the writing fails
+                return stack.enter_context(remote.uploading_folder(os.fspath(self.path), last=last, own=rule))
+            return stack.enter_context(replacing_folder(
+                self.path, last=last, stale=rule, overwrite=overwrite, durable=self.durable, inputs=self.inputs,
+            ))  # fmt: skip
 
         staging = self.ranks.agree(enter)[0]
         assert staging is not None
         self.ranks.agree(lambda: staging.check_seen(self.ranks.rank))
         return staging
-
-    def _staging(self, last: str, beside: Companions) -> AbstractContextManager[Staging]:
-        rule = re.compile(_STALE[self.kind])
-        if is_address(self.path):
-            from ckpt_tools.io import remote
-
-            own = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))
-            return remote.uploading_folder(os.fspath(self.path), last=last, own=own)
-        return replacing_folder(
-            self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.durable, inputs=self.inputs
-        )
 
 
 def _say_plain(found: Companions, report: Converted) -> None:
@@ -298,11 +273,12 @@ def _say_plain(found: Companions, report: Converted) -> None:
     from ckpt_tools.edit.quantised.config import CONFIG, OF_QUANTISED, plain_config
 
     for name in OF_QUANTISED & found.taken.keys():
-        found.leave(name, "about the quantised weights")
+        found.names.pop([*found.taken].index(name))
+        del found.taken[name]
+        found.stayed.append((name, "about the quantised weights"))
     if CONFIG in found.taken and (edited := plain_config(found.taken[CONFIG])) is not None:
         found.edited[CONFIG] = edited
-        text = "config.json comes along without its quantization_config, which is no longer true."
-        report.notes.append(Note("config-quantization", text))
+        report.note("config-quantization", "config.json comes along without its quantization_config, which is no longer true.")
 
 
 def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int) -> Converted:
@@ -348,14 +324,7 @@ def _run_shards(
 
 
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> tuple[Shards, Leaving]:
-    objects = edits.options.objects
-    if edits.kind == "safetensors":
-        shards = safetensors_shards(root, limit, objects=objects, metadata=checkpoint.metadata, texts=edits.texts)
-    else:
-        shards = torch_shards(
-            root, limit, objects=objects, metadata=checkpoint.metadata, texts=edits.texts,
-            trust_crc=checkpoint.has_checksums,
-        )  # fmt: skip
+    shards = (_safetensors_shards if edits.kind == "safetensors" else _torch_shards)(root, limit, checkpoint, edits)
     report_flat(shards.flat, report)
     leaving = records_leaving(root, chain.from_iterable(pieces for _, pieces in shards.files), checkpoint, edits)
     shards.files[:] = [(name, leaving.pieces(file)) for name, file in shards.files]
@@ -369,11 +338,11 @@ def _write_own(shards: Shards, staging: Staging, size: int, ranks: Ranks, progre
     whole, before = sum(total(pieces) for _, pieces in own), 0
     for name, pieces in own:
         with staging.output(name) as output:
-            before += write(pieces, output, _shifted(progress, before, whole))
+            before += write(pieces, output, None if progress is None else partial(_shifted, progress, before, whole))
 
 
-def _shifted(progress: Progress | None, before: int, whole: int) -> Progress | None:
-    return None if progress is None else lambda done, _: progress(before + done, whole)
+def _shifted(progress: Progress, before: int, whole: int, done: int, _: int) -> None:
+    progress(before + done, whole)
 
 
 def _check_there(shards: Shards, staging: Staging) -> None:
@@ -446,13 +415,13 @@ def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
 def _note_dcp(found: Items, report: Converted) -> None:
     if others := found.text_keys - found.states:
         text = f"{others} keys that are not text became text, as torch.distributed.checkpoint makes them."
-        report.notes.append(Note("keys-text", text))
+        report.note("keys-text", text)
     if found.states:
         text = f"{found.states} optimizer states lie under text, as torch has it; ckpt reads them under whole numbers again."
-        report.notes.append(Note("optimizer-keys", text))
+        report.note("optimizer-keys", text)
     if found.attributes:
         text = "A distributed checkpoint cannot store the _metadata of state dicts (module versions); it is left out."
-        report.notes.append(Note("state-dict-metadata", text))
+        report.note("state-dict-metadata", text)
 
 
 def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
@@ -502,11 +471,10 @@ class Shards:
     flat: Flat
 
 
-def safetensors_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], texts: Sequence[tuple[str, str]] = ()
-) -> Shards:
+def _safetensors_shards(root: Node, limit: int, checkpoint: Checkpoint, edits: Edits) -> Shards:
     """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each."""
-    flat = flatten.flatten(root, objects=objects, metadata=metadata, texts=texts, shards=True)
+    objects, texts = edits.options.objects, edits.texts
+    flat = flatten.flatten(root, objects=objects, metadata=checkpoint.metadata, texts=texts, shards=True)
     shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
     names, files = sharded.SAFETENSORS, []
     weight_map: dict[str, str] = {}
@@ -519,35 +487,24 @@ def safetensors_shards(
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
 
 
-def torch_shards(
-    root: Node,
-    limit: int,
-    *,
-    objects: str | None,
-    metadata: Mapping[str, str],
-    trust_crc: bool,
-    texts: Sequence[tuple[str, str]] = (),
-) -> Shards:
+def _torch_shards(root: Node, limit: int, checkpoint: Checkpoint, edits: Edits) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it."""
+    objects, metadata = edits.options.objects, checkpoint.metadata
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
-    flatten.set_texts(flat.metadata, texts)
+    flatten.set_texts(flat.metadata, edits.texts)
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
-    names, homes = sharded.TORCH, _homes(groups, limit)
+    names, homes = sharded.TORCH, dict[str, str]()
+    shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
+    for number, shard in enumerate(shards):
+        homes |= {name: names.shard(number + 1, len(shards)) for group in shard for name in groups[int(group)][0]}
     trees: dict[str, Dict] = {file: Dict(ordered=True) for file in homes.values()} or {names.shard(1, 1): Dict(ordered=True)}
     for name, node in items:
         trees[homes[name]].items.append((name, node))
-    files = [(file, zip_writer.lay_out(tree, trust_crc=trust_crc)) for file, tree in trees.items()]
+    files = [(file, zip_writer.lay_out(tree, trust_crc=checkpoint.has_checksums)) for file, tree in trees.items()]
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
-
-
-def _homes(groups: Sequence[tuple[Sequence[str], int]], limit: int) -> dict[str, str]:
-    """The shard of every name; groups of names stay together."""
-    shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
-    files = ((sharded.TORCH.shard(number + 1, len(shards)), shard) for number, shard in enumerate(shards))
-    return {name: file for file, shard in files for group in shard for name in groups[int(group)][0]}
 
 
 def _index_metadata(flat: Flat) -> dict[str, str]:

@@ -7,7 +7,7 @@ from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.operations.convert.options import NameOptions
-from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
+from ckpt_tools.operations.convert.report import Converted, RenamedNames
 from ckpt_tools.text import listed
 from ckpt_tools.tree import names
 from ckpt_tools.tree.nodes import Node
@@ -50,10 +50,11 @@ class Names:
             renamed = done[id(state_dict.node)]
             examples = list(renamed.changes.items())[:3]
             report.state_dicts.append(RenamedNames(list(state_dict.where), renamed.tensors, len(renamed.changes), examples))
-        if not self.steps and not self.fitted:
-            _note_wrapped(found, report)
         if self.steps:
             report.optimizer_names = renaming.rename_optimizers(root, self.rename)
+        elif wrappers := dict.fromkeys(name for one in found if not self.fitted for name in names.wrappers_in(one.names)):
+            option = "strip_module" if [*wrappers] == [names.MODULE] else "unwrap"
+            report.note("still-wrapped", f"Names still begin with {listed(list(map(repr, wrappers)))}; `{option}` removes it.")
 
     def rename(self, name: str) -> str:
         """The new name."""
@@ -75,7 +76,7 @@ class Names:
             if new == current and option.startswith("rename="):
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.notes.append(Note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}"))
+                report.note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}")
             current = new
         self.known = dict(zip(old, current, strict=True))
 
@@ -87,28 +88,15 @@ class Names:
             if pair is not None:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
-                report.notes.append(Note("uneven-prefix", text + fix))
-
-
-def _note_wrapped(found: list[StateDict], report: Converted) -> None:
-    """Names keep the wrapper that most people want gone, where no option is about names."""
-    wrappers = list(dict.fromkeys(wrapper for state_dict in found for wrapper in names.wrappers_in(state_dict.names)))
-    if wrappers:
-        option = "strip_module" if wrappers == [names.MODULE] else "unwrap"
-        text = f"Names still begin with {listed([repr(wrapper) for wrapper in wrappers])}; `{option}` removes it."
-        report.notes.append(Note("still-wrapped", text))
+                report.note("uneven-prefix", text + fix)
 
 
 def _inside(option: str, current: list[str]) -> str:
     """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
     wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
-    if wrapped is None:
-        return f"{_beginning(current)}the names stay as they are."
+    if wrapped is None:  # what all names begin with, where it is one word, may be the prefix that was meant
+        first = {name.partition(".")[0] for name in current if "." in name}
+        is_one = len(first) == 1 and all("." in name for name in current)
+        return (f"all begin with '{first.pop()}.'; " if is_one else "") + "the names stay as they are."
     rule = names.unwrapping(wrapped.partition(".module.")[0])
     return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."
-
-
-def _beginning(current: list[str]) -> str:
-    """What all names begin with, where it is one word: it may be the prefix that was meant."""
-    first = {name.partition(".")[0] for name in current if "." in name}
-    return f"all begin with '{first.pop()}.'; " if len(first) == 1 and all("." in name for name in current) else ""

@@ -10,7 +10,7 @@ from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_state_dicts, find_tensors
-from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.operations.convert.report import Converted, ObjectFate
 from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import visit
@@ -46,10 +46,8 @@ def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
         text = (
             "mmcv's EMAHook exchanges both copies before it evaluates: where it ran ahead of the CheckpointHook, the averages"
         )
-        report.notes.append(
-            Note("ema-exchanged", f"{text} are under the plain names, which `drop='ema_*'` takes without `ema`.")
-        )
-    report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
+        report.note("ema-exchanged", f"{text} are under the plain names, which `drop='ema_*'` takes without `ema`.")
+    report.note("ema", f"The averaged weights were in {dotted(where) or 'the root'}.")
     return root, where
 
 
@@ -105,8 +103,7 @@ def apply_objects(
         return root, frozenset()
     root, used = _without_objects(root, checkpoint, policy, unknown, drop, report)
     if policy == "plain" and (newer := plain.newer_dtypes(root)):
-        text = f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file."
-        report.notes.append(Note("newer-dtypes", text))
+        report.note("newer-dtypes", f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file.")
     if root is None:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root, used
@@ -119,13 +116,9 @@ def check_plain(root: Node, checkpoint: Checkpoint) -> None:
 
 
 def _without_objects(
-    root: Node,
-    checkpoint: Checkpoint,
-    policy: str,
-    unknown: Sequence[tuple[Where, str]],
-    drop: Sequence[str],
+    root: Node, checkpoint: Checkpoint, policy: str, unknown: Sequence[tuple[Where, str]], drop: Sequence[str],
     report: Converted,
-) -> tuple[Node, frozenset[str]]:
+) -> tuple[Node, frozenset[str]]:  # fmt: skip
     """Objects made plain or left out; and the globs of --drop that name tensors which go with them."""
     attributes = tensor_attributes(root) if policy == "drop" else {}
     outside = losses.outside_state(root) if checkpoint.has_modules else set()

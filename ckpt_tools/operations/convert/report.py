@@ -96,3 +96,7 @@ class Converted(Report):
     files: int = 1
     bytes: int = 0
     seconds: float = 0.0
+
+    def note(self, code: str, text: str) -> None:
+        """Add a note of this code and text."""
+        self.notes.append(Note(code, text))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import ConvertError, OutputError, UsageError
 from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.io.output import Output, is_address, output_target, replacing
+from ckpt_tools.io.output import Output, Source, check_space, is_address, output_target, replacing
 from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Clone
-from ckpt_tools.operations.convert.options import ConvertOptions
+from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted
+from ckpt_tools.text import printable
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import Format, check_format, check_one_file, names_file, output_format
 
@@ -44,12 +47,9 @@ def convert(source: File, target: File, options: ConvertOptions) -> Converted:
 
 
 def convert_with(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: ConvertOptions,
-    ranks: Ranks | None = None,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions, ranks: Ranks | None = None,
     opened: Checkpoint | None = None,
-) -> Converted:
+) -> Converted:  # fmt: skip
     """`convert` with its options in their record; `ranks` share the work of a sharded output, `opened` is the source, open."""
     started = time.perf_counter()
     limit = None if options.shard_size is None else shard_limit(target, options.shard_size, options.format)
@@ -106,3 +106,66 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
         return parse_size(shard_size)
     except ValueError:
         raise UsageError(f"`shard_size={shard_size!r}` is not a size.", fix="For example: 5GB, 500MB, 2GiB.") from None
+
+
+# --- in place: into a file beside it, which takes its name once it is whole and on the disk
+
+_FORMATS: dict[str, Format] = {
+    "torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors",
+}  # fmt: skip
+
+
+@as_keywords(InPlaceOptions)
+def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Converted:
+    """Convert a checkpoint into its own file: at every moment the old file is there or the new one.
+
+    It needs room for a second file on its disk; where the file system shares blocks, tensors that stay take none.
+
+    Args:
+        path: a torch-zip, torch-legacy or safetensors file.
+        options: those of `InPlaceOptions`, as keywords.
+
+    Returns:
+        The report of `convert`.
+
+    Raises:
+        ConvertError: another container; or the file is one of several, and another one says where in it things lie,
+            or what they are called.
+        CkptError: see `ckpt_tools.errors`; the file is as it was then.
+    """
+    if is_address(path):
+        raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
+    started, asked = time.perf_counter(), ConvertOptions(**options.asked(), overwrite=True)
+    from ckpt_tools.operations.convert.conversion import open_input
+
+    with open_input(path, asked) as checkpoint:
+        source, kind = checkpoint.source, _FORMATS.get(checkpoint.container)
+        if kind is None or type(source) is not Source:  # a local file, whole
+            raise ConvertError(
+                f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
+            )
+        _check_alone(Path(path))
+        if not options.dry_run:
+            check_space(Path(os.path.realpath(path)).parent, Path(path), source.size)
+        report = convert_with(path, path, asked.replace(format=kind), opened=checkpoint)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _check_alone(path: Path) -> None:
+    """Raise ConvertError for a file that another one tells of: .metadata, or an index."""
+    from ckpt_tools.operations.in_folders import indexed_files
+    from ckpt_tools.parts.names import DCP_METADATA
+
+    for place in (path, Path(os.path.realpath(path))):
+        if place.suffix == ".distcp" and (place.parent / DCP_METADATA).exists():
+            raise _told_of(path, "a part of a distributed checkpoint", place.parent / DCP_METADATA)
+        for index in place.parent.glob("*.index*.json"):
+            if place.name in (indexed_files(index) or ()):
+                raise _told_of(path, "a shard of a model", index)
+
+
+def _told_of(path: Path, what: str, by: Path) -> ConvertError:
+    why = f"{by.name} describes it, and would no longer be true."
+    command = printable(f"ckpt convert {shlex.quote(str(by.parent))} OUT")
+    return ConvertError(f"{path} is {what}.", why=why, fix=f"Convert the whole to another place: {command}")

@@ -59,22 +59,16 @@ def share_of(pairs: Sequence[Pair], part: tuple[int, int], *, skip_done: bool) -
     mine = set(sorted(str(target) for _, target in pairs)[number - 1 :: count])
     own = [pair for pair in pairs if str(pair[1]) in mine]
     left, done = list[Pair](), list[Pair]()
-    for pair in own:
-        (done if skip_done and _is_done(*pair) else left).append(pair)
+    for source, target in own:  # outputs appear whole or not at all, a folder with its last file
+        there = skip_done and not is_address(source) and target.exists()
+        is_done = there and target.stat().st_mtime_ns >= source.stat().st_mtime_ns
+        (done if is_done else left).append((source, target))
     return left, done
-
-
-def _is_done(source: Path, target: Path) -> bool:
-    """Outputs appear whole or not at all, a folder with its last file: what is there is done, unless the input is newer."""
-    if is_address(source) or not target.exists():
-        return False
-    return target.stat().st_mtime_ns >= source.stat().st_mtime_ns
 
 
 def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:
     stem, own = stem_and_extension(os.fspath(source).rstrip("/"))
-    name = PurePath(stem).name
-    if not name:
+    if not (name := PurePath(stem).name):
         raise UsageError(f"{source} has no name that its output could have.", fix="Name it otherwise than by dots.")
     if "shard_size" in asked:
         return name
@@ -102,15 +96,11 @@ def _converted(source: Path, target: Path, asked: Mapping[str, Any]) -> Converte
         with torch_told():
             if not asked.get("dry_run"):
                 return convert(source, target, **asked)
-            report = convert(source, _existing(target.parent) / target.name, **asked)  # the folder may not be there yet
+            folder = next((place for place in target.parents if place.is_dir()), target.parent)  # it may not be there yet
+            report = convert(source, folder / target.name, **asked)
         report.target = str(target)
         return report
     except CkptError as error:
         return error
     except (MemoryError, RecursionError) as error:
         return exhausted(error, f"{source} cannot be converted")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next((place for place in (folder, *folder.parents) if place.is_dir()), folder)

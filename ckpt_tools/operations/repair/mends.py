@@ -5,13 +5,15 @@ Each mend needs evidence in the file itself; where there is none it is left alon
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit import renaming
 from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
+from ckpt_tools.text import Report
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.names import INNER_WRAPPERS, MODULE, MOST_DOTS, split_by_module, strip_inner, strip_module, unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, Where
@@ -33,6 +35,68 @@ class Mended:
     where: list[str | int]
     text: str
     left: bool = False
+
+
+# --- the report: its fields are the contract of `ckpt repair --json`, see docs/json.md
+
+
+# Notes about what could not be saved, or what was written and is not to be loaded.
+_UNSAVED = (
+    "assumed-byteorder", "damaged-names", "damaged-pickle", "damaged-values", "dangerous", "enclosed",
+    "mixed-writers", "several-archives", "unproved-places",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A tensor that could not be saved whole: `where` it is, its bytes, why, and whether what there is of it was kept."""
+
+    where: list[str | int]
+    bytes: int
+    why: str
+    kept: bool = False
+
+
+@dataclass(slots=True, repr=False)
+class Repaired(Report):
+    """The report of a repair.
+
+    Attributes:
+        source, target: the files. container: the output's. dry_run: whether nothing was written.
+        was: what was wrong with the file as a whole; empty where it opened.
+        tensors, saved: how many there are, and how many of them are whole. tensor_bytes, saved_bytes: the same in bytes, a
+            storage counted once.
+        missing: those that are not.
+        mended: what was mended, and what was left because the file does not tell. notes: what else there is to know.
+        bytes: size of the output. seconds: how long it took.
+    """
+
+    source: str
+    target: str
+    container: str = ""
+    dry_run: bool = False
+    was: str = ""
+    tensors: int = 0
+    saved: int = 0
+    tensor_bytes: int = 0
+    saved_bytes: int = 0
+    missing: list[Missing] = field(default_factory=list)
+    mended: list[Mended] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether all was saved: what exit code 0 means."""
+        return self.exit_code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 all saved, 1 something could not be, or what was written is dangerous."""
+        return 1 if self.missing or any(code in _UNSAVED for code, _ in self.notes) else 0
+
+
+# --- the mends
 
 
 def mend(root: Node, lost: Collection[Where] = ()) -> Iterator[Mended]:
@@ -149,7 +213,9 @@ def _home(path: str, modules: set[str]) -> str | None:
 
 def _lacking_counters(state_dict: StateDict, lost: frozenset[Where]) -> Iterator[str]:
     """The batch norms of version 2 that have no num_batches_tracked, and have not lost it."""
-    versions, names = _versions(state_dict.node), set(state_dict.names)
+    metadata, names = _metadata(state_dict.node), set(state_dict.names)
+    rows = metadata.items if metadata is not None else ()
+    versions = {path: row.get("version") for path, row in rows if type(path) is str and type(row) is Dict}
     for parent in (_parent(name) for name in state_dict.names if name.rpartition(".")[2] == "running_mean"):
         counter = _joined(parent, "num_batches_tracked")
         counts = versions.get(parent) == _COUNTS_BATCHES and _joined(parent, "running_var") in names
@@ -162,14 +228,16 @@ def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) ->
     lacking = list(_lacking_counters(state_dict, lost))
     if not lacking:
         return
-    keys = _free_keys(root)
+    used, int64 = {node.key for node in reachable(root) if type(node) is Storage}, DTYPES["int64"]
+    keys = (key for key in map(str, itertools.count()) if key not in used)
     after = {_joined(parent, "running_var"): _joined(parent, "num_batches_tracked") for parent in lacking}
     items: list[tuple[Node, Node]] = []
     for key, value in state_dict.node.items:
         items.append((key, value))
         if type(key) is str and key in after:
             device = value.storage.device if type(value) is Entry else "cpu"
-            items.append((after[key], _zero(next(keys), device)))
+            zero = Storage(next(keys), int64, 8, device, Literal(bytes(8)))
+            items.append((after[key], Entry(zero, int64, (), (), 0)))
     state_dict.node.items[:] = items
     text = f"{len(lacking)} batch norms lacked num_batches_tracked ({lacking[0]}); it is 0 there"
     yield Mended("num-batches-tracked", list(state_dict.where), text)
@@ -177,28 +245,6 @@ def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) ->
 
 def _joined(parent: str, leaf: str) -> str:
     return f"{parent}.{leaf}" if parent else leaf
-
-
-def _versions(node: Dict) -> dict[str, Node]:
-    """Module path -> its version in `_metadata`."""
-    metadata = _metadata(node)
-    rows = metadata.items if metadata is not None else ()
-    return {path: row.get("version") for path, row in rows if type(path) is str and type(row) is Dict}
-
-
-def _free_keys(root: Node) -> Iterator[str]:
-    """Storage keys that are not taken."""
-    used = {node.key for node in reachable(root) if type(node) is Storage}
-    number = 0
-    while True:
-        if str(number) not in used:
-            yield str(number)
-        number += 1
-
-
-def _zero(key: str, device: str | None) -> Entry:
-    int64 = DTYPES["int64"]
-    return Entry(Storage(key, int64, 8, device, Literal(bytes(8))), int64, (), (), 0)
 
 
 # --- ties

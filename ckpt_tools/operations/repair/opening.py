@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.safetensors import MAX_HEADER
-from ckpt_tools.formats.single import HEAD, collector_paused, may_be_packed, naming
+from ckpt_tools.formats.single import HEAD, may_be_packed, naming
 from ckpt_tools.formats.torch_legacy import is_stream
 from ckpt_tools.formats.zip_directory import PROGRAM, RecordRange, is_mended
 from ckpt_tools.io import temporaries
@@ -63,9 +62,8 @@ def salvage_zip(source: Source, *, keep_damaged: bool) -> Salvaged:
     if any(name.module.split(".")[0] == "__torch__" for name in salvaged.checkpoint.globals):  # cut before its code
         raise no_program(str(source.path))
     if later:
-        salvaged.notes.append(
-            ("several-archives", f"Another archive begins at byte {later[0]}: what is behind that is left out.")
-        )
+        text = f"Another archive begins at byte {later[0]}: what is behind that is left out."
+        salvaged.notes.append(("several-archives", text))
     return salvaged
 
 
@@ -134,20 +132,10 @@ def find_safetensors(source: Source) -> int | None:
     data = source.read(0, min(_SEARCHED, source.size))
     for match in _HEADER.finditer(data, 8):
         length = int.from_bytes(data[match.start() - 8 : match.start()], "little")
-        if (
-            2 <= length <= MAX_HEADER
-            and match.start() + length <= source.size
-            and _end(source, match.start(), length) is not None
-        ):
+        fits = 2 <= length <= MAX_HEADER and match.start() + length <= source.size
+        if fits and _end(source, match.start(), length) is not None:
             return match.start() - 8
     return None
-
-
-def find_legacy(source: Source) -> int | None:
-    """Where in the first megabyte a torch-legacy stream begins: at the pickled magic number."""
-    data = source.read(0, min(_SEARCHED, source.size))
-    starts = (match.start() for match in re.finditer(rb"\x80[\x02-\x05]", data))
-    return next((start for start in starts if is_stream(data[start : start + 64])), None)
 
 
 def salvage_safetensors(source: Source, start: int) -> Salvaged:
@@ -178,9 +166,8 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
         left = max(0, claimed.available - content.offset)
         if left >= content.length:
             return storage
-        changed = Storage(
-            storage.key, storage.dtype, storage.nbytes, None, filled(Range(claimed, content.offset, left), storage.nbytes)
-        )
+        there = filled(Range(claimed, content.offset, left), storage.nbytes)
+        changed = Storage(storage.key, storage.dtype, storage.nbytes, None, there)
         salvaged.lost[id(changed)] = f"the file ends after {left} of its {storage.nbytes} bytes"
         return changed
 
@@ -210,15 +197,10 @@ _PART = ".distcp"
 _REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
 
 
-@contextlib.contextmanager
-def opened(path: str | os.PathLike[str], *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[Salvaged, str]]:
-    """What can be had of a file, and what was wrong with it as a whole ("" where it opens)."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(collector_paused())
-        yield _open(path, keep_damaged, scratch, stack)
-
-
-def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:
+def open_damaged(
+    path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack
+) -> tuple[Salvaged, str]:
+    """What can be had of a file, and what was wrong with it as a whole ("" where it opens); open until the stack closes."""
     try:
         checkpoint = stack.enter_context(open_checkpoint(path))
     except (UnsupportedContainerError, LimitError):
@@ -272,8 +254,7 @@ def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedCo
         return _of_several_files(path, "Its structure is whole.")
     if container in PROGRAMS:
         return no_program(str(path))
-    taken = "What it holds can be written anew"
-    fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
+    fix = f"What it holds can be written anew: {mending('convert', str(path), '--objects plain')}"
     return UnsupportedContainerError(f"{path} opens, and ckpt repair does not take {container}.", fix=fix)
 
 
@@ -308,7 +289,12 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
     salvaged.checkpoint = replace(checkpoint, root=map_storages(checkpoint.root, mark) if bad else checkpoint.root)
     checkpoint.root = None  # the tree is let go of once it is laid out, and has no second owner
     salvaged.notes += [told(row.record.name, bit, row.record.size) for row, bit in mended.items()]
-    salvaged.notes += _writers([row for row in mismatches if row not in mended])
+    if others := sum(row.other_writer for row in mismatches if row not in mended):
+        text = (
+            f"{others} records match the CRC-32 behind them, and not the directory's: two processes wrote to it at once. "
+            "Each is intact, but whose it is, is unknown."
+        )
+        salvaged.notes.append(("mixed-writers", text))
     return salvaged
 
 
@@ -328,17 +314,6 @@ def _as_it_is(content: RecordRange | Deflated, row: DamagedRecord) -> Content:
     if isinstance(content, RecordRange):
         return Range(content.source, content.offset, content.length)
     return replace(content, crc=0) if row.found is not None else filled(None, content.length)
-
-
-def _writers(mismatches: list[DamagedRecord]) -> list[tuple[str, str]]:
-    others = [row for row in mismatches if row.other_writer]
-    if not others:
-        return []
-    text = (
-        f"{len(others)} records match the CRC-32 behind them, and not the directory's: two processes wrote to it at once. "
-        "Each is intact, but whose it is, is unknown."
-    )
-    return [("mixed-writers", text)]
 
 
 def _salvaged(
@@ -409,8 +384,9 @@ def _begins(source: Source) -> tuple[str, int]:
         return "zip", 0
     if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
         return "safetensors", start
-    start = find_legacy(source)
-    return ("torch-legacy", start) if start is not None else ("", 0)
+    data = source.read(0, min(_SEARCHED, source.size))  # a torch-legacy stream begins at the pickled magic number
+    starts = (match.start() for match in re.finditer(rb"\x80[\x02-\x05]", data))
+    return next((("torch-legacy", start) for start in starts if is_stream(data[start : start + 64])), ("", 0))
 
 
 def may_be_saved(source: Source, error: DamagedFileError) -> bool:
@@ -437,8 +413,3 @@ def may_be_saved(source: Source, error: DamagedFileError) -> bool:
 def _has_zip(source: Source) -> bool:
     """Whether a zip record begins in the first megabyte."""
     return b"PK\x03\x04" in source.read(0, min(1 << 20, source.size))
-
-
-def scratch_place(target: Path, *, dry_run: bool) -> Path:
-    """Beside what temporaries go: the output, which needs the room anyway; in a dry run a file where the system puts them."""
-    return Path(tempfile.gettempdir(), target.name) if dry_run else target

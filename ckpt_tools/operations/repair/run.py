@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,14 +22,13 @@ from ckpt_tools.formats.contents import count_tensors, find_tensors
 from ckpt_tools.formats.single import collector_paused, naming
 from ckpt_tools.io.content import Literal, Piece, chunks, total
 from ckpt_tools.io.member_paths import File, as_path
-from ckpt_tools.io.output import Output, check_space, output_target, replacing
+from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.reading import read_checkpoint
-from ckpt_tools.operations.repair.mends import Mended, mend, tie
-from ckpt_tools.operations.repair.opening import opened, scratch_place
-from ckpt_tools.operations.repair.report import Missing, Repaired
+from ckpt_tools.operations.repair.mends import Mended, Missing, Repaired, mend, tie
+from ckpt_tools.operations.repair.opening import open_damaged
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.parts import families, sharded
@@ -47,26 +48,18 @@ from ckpt_tools.values.pytorch import need_torch
 
 
 def verify(written: Path, expected: Iterable[tuple[Where, Entry]], target: str) -> None:
-    """Compare the tensors of a file that was just written with those that it is made of.
-
-    Args:
-        written: the file, under whatever name. expected: the tensors by their paths in it. target: what it will be called.
-
-    Raises:
-        RepairError: they differ, or it cannot be read.
-    """
+    """Compare the tensors of a file that was just written, and will be called `target`, with those that it is made of."""
     wanted = dict(expected)
     try:
         with open_checkpoint(written) as checkpoint:
             found = dict(entries(checkpoint.root))
-            differ = [where for where in wanted if where not in found or not _alike(wanted[where], found[where])]
+            kinds = {where: (entry.dtype, entry.shape) for where, entry in found.items()}
+            differ = [where for where, entry in wanted.items() if kinds.get(where) != (entry.dtype, entry.shape)]
             size = written.stat().st_size
             hashes = _digests({where: found[where] for where in wanted if where in found}, size)
     except CkptError as error:
         raise RepairError(f"{target} could not be read back, and is not there.", why=f"{error.what} {error.why}") from None
-    for where, digest in _digests(wanted, size).items():
-        if hashes.get(where) != digest:
-            differ.append(where)
+    differ += [where for where, digest in _digests(wanted, size).items() if hashes.get(where) != digest]
     if differ:
         raise RepairError(
             f"What was written of {len(differ)} tensors is not what was read, and {target} is not there.",
@@ -77,10 +70,6 @@ def verify(written: Path, expected: Iterable[tuple[Where, Entry]], target: str) 
 def entries(root: Node) -> Iterator[tuple[Where, Entry]]:
     """The tensors of a tree that are plain views, by path."""
     return ((tensor.where, tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Entry)
-
-
-def _alike(one: Entry, two: Entry) -> bool:
-    return (one.dtype, one.shape) == (two.dtype, two.shape)
 
 
 def _digests(tensors: dict[Where, Entry], size: int) -> dict[Where, str]:
@@ -114,14 +103,10 @@ def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
         known.setdefault(len(allowed), []).append(allowed)
     found = []
     for name in (str(name) for name in names if name not in ALLOWED and name not in MAKERS):
-        near = (allowed for allowed in known.get(len(name), ()) if _one_differs(name, allowed))
+        near = (allowed for allowed in known.get(len(name), ()) if sum(map(operator.ne, name, allowed)) == 1)
         meant = next(near, None) or _REBUILDS.get(name.rpartition(".")[2])
         found += [(name, meant)] if meant is not None else []
     return found
-
-
-def _one_differs(one: str, other: str) -> bool:
-    return sum(a != b for a, b in zip(one, other, strict=True)) == 1
 
 
 def impossible_values(root: Node) -> list[str]:
@@ -139,46 +124,14 @@ def impossible_values(root: Node) -> list[str]:
     return found
 
 
-def impossible_values_error(path: str, found: list[str]) -> RepairError:
-    """The error for a pickle with values that only damage makes."""
-    return RepairError(
-        f"The pickle of {path} is damaged: {found[0]}.",
-        why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
-        fix="Get the file again; `keep_damaged` writes it as it is.",
-    )
-
-
-def damaged_names_error(path: str, found: list[tuple[str, str]]) -> RepairError:
-    """The error for a pickle with damaged names: nothing would load what it makes."""
-    name, near = found[0]
-    return RepairError(
-        f"The pickle of {path} is damaged: it names {name!r}, where {near!r} is meant.",
-        why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
-        fix="Get the file again; `keep_damaged` writes it as it is.",
-    )
-
-
 Expected: TypeAlias = list[tuple[Where, Entry]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    keep_damaged: bool
-    tie_equal: bool
-    kind: str
 
 
 @natural
 def repair(
-    source: File,
-    target: File,
-    *,
-    keep_damaged: bool = False,
-    tie_equal: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-) -> Repaired:
+    source: File, target: File, *, keep_damaged: bool = False, tie_equal: bool = False, overwrite: bool = False,
+    dry_run: bool = False, progress: Progress | None = None,
+) -> Repaired:  # fmt: skip
     """Write what is whole in `source` to `target`. Runs nothing in the file, and never touches it.
 
     Args:
@@ -204,25 +157,21 @@ def repair(
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
-    choices = _Choices(keep_damaged, tie_equal, kind)
-    with opened(source, keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
-        report.was = was
-        pieces, expected = _plan(salvaged, choices, report)
+    scratch = Path(tempfile.gettempdir(), where.name) if dry_run else where  # temporaries go where there is to be room anyway
+    with contextlib.ExitStack() as stack, collector_paused():
+        salvaged, report.was = open_damaged(source, keep_damaged, scratch, stack)
+        pieces, expected = _plan(salvaged, keep_damaged, tie_equal, report)
         report.bytes = total(pieces)
         salvaged.checkpoint.root = None  # the pieces have what is written of it; reading that back makes another tree
         if not dry_run:
             with replacing(target, overwrite=overwrite, inputs=(source,)) as output:
-                _write(pieces, expected, output, report, progress)
+                check_space(output.target.parent, output.target, report.bytes)
+                write(pieces, output, progress)
+                if output.path is not None:
+                    verify(output.path, expected, report.target)
                 salvaged.checkpoint.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _write(pieces: list[Piece], expected: Expected, output: Output, report: Repaired, progress: Progress | None) -> None:
-    check_space(output.target.parent, output.target, report.bytes)
-    write(pieces, output, progress)
-    if output.path is not None:
-        verify(output.path, expected, report.target)
 
 
 def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
@@ -232,55 +181,61 @@ def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list[Piece], Expected]:
+def _plan(salvaged: Salvaged, keep_damaged: bool, tie_equal: bool, report: Repaired) -> tuple[list[Piece], Expected]:
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     checkpoint = salvaged.checkpoint
     report.notes += salvaged.notes
     if not (checkpoint.has_checksums or "no-checksums" in dict(report.notes)):
         report.notes.append(("no-checksums", NO_CHECKSUMS))
     danger = danger_in(checkpoint, report.source)
-    _check_names(checkpoint, choices, report)
-    _check_part(checkpoint, choices, report)
-    _count(salvaged, choices.keep_damaged, report)
-    if report.tensors and not report.saved and not (choices.keep_damaged and report.missing):
+    to_safetensors = report.container == "safetensors"
+    _check(checkpoint, keep_damaged, report)
+    _count(salvaged, keep_damaged, report)
+    if report.tensors and not report.saved and not (keep_damaged and report.missing):
         why = report.missing[0].why if report.missing else ""
         raise RepairError(
             f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole.", why=f"{why}."
         )
-    root = checkpoint.root if choices.keep_damaged else leave_out(checkpoint.root, salvaged.lost)
+    root = checkpoint.root if keep_damaged else leave_out(checkpoint.root, salvaged.lost)
     if root is None and checkpoint.root is not None:
         raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
     report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in checkpoint.warnings]
-    report.mended += _header_mends(salvaged, report.container)
+    if checkpoint.container == "safetensors" and to_safetensors:  # what writing the header anew mends in it
+        if "format" not in checkpoint.metadata:
+            report.mended.append(Mended("no-format", [], "the header's metadata gets format: pt"))
+        if int.from_bytes(checkpoint.source.read(0, 8), "little") % 8:
+            report.mended.append(Mended("unaligned", [], "the header is padded, so that every tensor is aligned"))
     report.mended += mend(root, [tuple(row.where) for row in report.missing])
     root = casts.to_little_endian(root, checkpoint.byteorder)
     checkpoint = salvaged.checkpoint = replace(checkpoint, root=root, byteorder="little")
-    if choices.tie_equal:
+    if tie_equal:
         report.mended += tie(root, _equal(checkpoint))
     if danger:
-        report.notes.append(danger_note(danger, root, keeps_objects=choices.kind != "safetensors"))
-    return _lay_out(root, salvaged, choices.kind, report)
+        report.notes.append(danger_note(danger, root, keeps_objects=not to_safetensors))
+    if to_safetensors:
+        flat = flatten.flatten(root, metadata=checkpoint.metadata)
+        report.notes += flat.notes
+        return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
+    pieces = zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
+    return pieces, list(entries(root))
 
 
-def _check_names(checkpoint: Checkpoint, choices: _Choices, report: Repaired) -> None:
-    """A pickle with damaged names, or in legacy with damaged values, is not written as whole: torch would refuse it."""
-    found = damaged_names(checkpoint.globals)
+def _check(checkpoint: Checkpoint, keep_damaged: bool, report: Repaired) -> None:
+    """A pickle with damaged names, or in legacy values, is not written as whole: torch would refuse it. A part stays one."""
+    names = [f"names {name!r}, where {near!r} is meant" for name, near in damaged_names(checkpoint.globals)]
     values = impossible_values(checkpoint.root) if checkpoint.container == "torch-legacy" else []
-    if found and not choices.keep_damaged:
-        raise damaged_names_error(report.source, found)
-    if values and not choices.keep_damaged:
-        raise impossible_values_error(report.source, values)
-    report.notes += [("damaged-names", f"the pickle names {name!r}, where {near!r} is meant") for name, near in found]
+    if (names or values) and not keep_damaged:
+        raise RepairError(
+            f"The pickle of {report.source} is damaged: {f'it {names[0]}' if names else values[0]}.",
+            why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
+            fix="Get the file again; `keep_damaged` writes it as it is.",
+        )
+    report.notes += [("damaged-names", f"the pickle {name}") for name in names]
     report.notes += [("damaged-values", value) for value in values]
-
-
-def _check_part(checkpoint: Checkpoint, choices: _Choices, report: Repaired) -> None:
-    """One process's part stays one: it is mended as the records that it is, and never becomes a model."""
-    if (part := partition(checkpoint)) is None:
-        return
-    if choices.kind == "safetensors":
-        raise part_error(checkpoint, part)
-    report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
+    if (part := partition(checkpoint)) is not None:  # it is mended as the records that it is, and never becomes a model
+        if report.container == "safetensors":
+            raise part_error(checkpoint, part)
+        report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
 
 
 def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
@@ -297,19 +252,6 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
         limits.MEMORY.check(zeros // limits.STREAMED, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
 
 
-def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:
-    """What writing a safetensors header anew mends in it."""
-    checkpoint = salvaged.checkpoint
-    if checkpoint.container != "safetensors" or container != "safetensors":
-        return []
-    found = []
-    if "format" not in checkpoint.metadata:
-        found.append(Mended("no-format", [], "the header's metadata gets format: pt"))
-    if int.from_bytes(checkpoint.source.read(0, 8), "little") % 8:
-        found.append(Mended("unaligned", [], "the header is padded, so that every tensor is aligned"))
-    return found
-
-
 def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
     """The digests of matrices that are not all zero."""
     need_torch("`tie_equal` counts values with it: zeros are equal and not tied.")
@@ -320,17 +262,6 @@ def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
         if row.count.nonzero and type(row.entry) is Entry and len(row.entry.shape) > 1 and row.entry.numel > 1
     }
     return {row.where: row.sha256 for row in read.digests if row.where in matrices}
-
-
-def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tuple[list[Piece], Expected]:
-    """The pieces of the output, and its tensors by their paths in it."""
-    checkpoint = salvaged.checkpoint
-    if kind == "safetensors":
-        flat = flatten.flatten(root, metadata=checkpoint.metadata)
-        report.notes += flat.notes
-        return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
-    pieces = zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
-    return pieces, list(entries(root))
 
 
 def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:

@@ -86,7 +86,6 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     )  # fmt: skip
     lost = {id(made[key]): why for key, why in locator.lost.items()}
     notes = list(_notes(walked, locator, source))
-    notes += _around(walked, folder)
     if made and locator.assumes_order(pickle):
         text = "The record that says the order of bytes is lost: little-endian is assumed, and may be wrong."
         notes.append(("assumed-byteorder", text))
@@ -166,12 +165,9 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
         yield "leading-bytes", f"{first} bytes before the archive are left out."
     if not walked.has_checksums:
         yield "no-checksums", f"{NO_CHECKSUMS} Records were checked by their sizes only."
-    yield from (
-        told(found.name, found.bit, found.size or 0) for found in locator.records.values() if found.proof == "flipped bit"
-    )
-    others = [
-        found for found in locator.records.values() if found.proof in ("descriptor", "header") and walked.contradicts(found)
-    ]
+    records = locator.records.values()
+    yield from (told(found.name, found.bit, found.size or 0) for found in records if found.proof == "flipped bit")
+    others = [found for found in records if found.proof in ("descriptor", "header") and walked.contradicts(found)]
     if others:
         text = f"{len(others)} records are whole, and not those of the directory: two processes wrote to the file at once."
         yield ("mixed-writers", f"{text} Whose each of these is, is unknown: {listed([found.name for found in others])}.")
@@ -180,6 +176,12 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."
+    # A checkpoint that is a member of another archive: what else that held is not in it
+    prefix = f"{locator.folder}/"
+    mine = (row for row in walked.records if row.name.startswith(prefix) and _OWN.fullmatch(row.name, len(prefix)))
+    first = min((found.header for found in mine), default=0)
+    if outside := [found.name for found in walked.records if found.header < first]:
+        yield "enclosed", f"It is in another archive, after {listed(outside)}; the rest of that archive is not recovered."
 
 
 def _of_several(records: Sequence[Found], name: str, source: Source) -> str:
@@ -201,19 +203,6 @@ def _of_several(records: Sequence[Found], name: str, source: Source) -> str:
 
 _ID, _U64 = 40, (1 << 64) - 1  # two numbers of twenty digits; the first is a hash of the names
 _OWN = re.compile(r"data\.pkl|data/[^/]+|byteorder|version|\.data/.*|\.format_version|\.storage_alignment")
-
-
-def _around(walked: Walked, folder: str) -> Iterator[tuple[str, str]]:
-    """A checkpoint that is a member of another archive: what else that held is not in it."""
-    own = [found.header for found in walked.records if _is_own(found.name, folder)]
-    others = [found.name for found in walked.records if found.header < min(own, default=0)]
-    if others:
-        text = f"It is in another archive, after {listed(others)}; the rest of that archive is not recovered."
-        yield "enclosed", text
-
-
-def _is_own(name: str, folder: str) -> bool:
-    return name.startswith(f"{folder}/") and _OWN.fullmatch(name, len(folder) + 1) is not None
 
 
 def salvage_legacy(source: Source) -> Salvaged:
@@ -261,7 +250,8 @@ def leave_out(root: Node, lost: dict[int, str]) -> Node:
     """The tree without tensors on lost storages, and without those storages; None when nothing is left."""
     if not lost:
         return root
-    gone = {id(tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Object and _on(tensor.node, lost)}
+    objects = [tensor.node for tensor in find_tensors(root) if type(tensor.node) is Object]
+    gone = {id(node) for node in objects if any(type(below) is Storage and id(below) in lost for below in reachable(node))}
 
     def swap(node: Node) -> Node | Drop:
         if type(node) is Entry and id(node.storage) in lost and node.nbytes:
@@ -271,10 +261,6 @@ def leave_out(root: Node, lost: dict[int, str]) -> Node:
         return node
 
     return replace(root, swap)
-
-
-def _on(node: Node, lost: dict[int, str]) -> bool:
-    return any(type(below) is Storage and id(below) in lost for below in reachable(node))
 
 
 def misplaced(records: Sequence[Found], prefix: str, keys: Collection[str]) -> set[str]:
