@@ -162,6 +162,9 @@ class _Keys:
                 return self.identity(sizes, depth + 1)
             if key.name in ("torch.device", "torch.serialization._get_layout") and type(only) is str:
                 return key.name, only
+            if key.name == "builtins.complex" and len(args) == 2 and all(type(arg) is float for arg in args):
+                real, imaginary = cast("tuple[float, float]", args)
+                return ("c", (real + 0.0).hex(), imaginary.hex()) if imaginary else self.identity(real, depth)
         raise PickleError(f"The pickle uses a {key.name} as a dict key, which may be equal to another one.")
 
 
