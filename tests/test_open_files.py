@@ -83,13 +83,14 @@ def test_an_open_file_reads_as_its_path_does(call: str, kind: str, tmp_path: Pat
 
 
 def test_load_into_from_memory() -> None:
-    """load_into takes one too."""
-    model = nn.Linear(2, 2)
-    file = io.BytesIO()
-    torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, file)
-    file.seek(0)
-    assert load_code.load_into(model, file)
-    assert model.weight.tolist() == [[1, 1], [1, 1]]
+    """load_into takes one too, with hooks or without."""
+    for hooks in (False, True):
+        model = nn.Linear(2, 2)
+        file = io.BytesIO()
+        torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, file)
+        file.seek(0)
+        assert load_code.load_into(model, file, hooks=hooks)
+        assert model.weight.tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("format", ["pth", "pth-legacy", "safetensors", "gguf"])

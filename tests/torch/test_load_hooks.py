@@ -1,5 +1,6 @@
-"""Load hooks of a model: load_into names those that it does not run."""
+"""Load hooks of a model: load_into names those that it does not run, and runs them as load_state_dict does with hooks=True."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import MatchError
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
+from tests.torch.test_load_into import bits
 from tests.torch.test_torch import WRAPS
 
 
@@ -49,12 +51,38 @@ OLD = {"fc.weight": torch.ones(2, 3), "fc.bias": torch.arange(2.0), "scaled.weig
 HOOKS = "Net's pre-hook rename_old, Net's post-hook forget, Overriding._load_from_state_dict"
 
 
+@pytest.mark.parametrize("lead", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_hooks_are_run_as_load_state_dict_runs_them(wrap: str, lead: str, tmp_path: Path) -> None:
+    """With hooks=True any wrapper's file in any wrapped model gives what load_state_dict gives the plain one."""
+    torch.save({lead + name: tensor for name, tensor in OLD.items()}, tmp_path / "old.pth")
+    plain = Net()
+    plain.load_state_dict(OLD)
+    model = Net()
+    report = ckpt.load_into(WRAPS[wrap](model), tmp_path / "old.pth", hooks=True)
+    assert report
+    assert bits(model) == bits(plain)
+    assert report.notes == [f"load hooks that were run: {HOOKS}"]
+
+
+def test_versions_reach_the_hooks(tmp_path: Path) -> None:
+    """A hook sees the version in the file's _metadata, wrapped or not."""
+    saved = nn.DataParallel(nn.Sequential(Overriding()))
+    state_dict: Any = saved.state_dict()
+    state_dict["module.0.weight"].fill_(3)
+    state_dict._metadata["module.0"]["version"] = 2
+    torch.save(state_dict, tmp_path / "new.pth")
+    model: Any = nn.Sequential(Overriding())
+    assert ckpt.load_into(model, tmp_path / "new.pth", hooks=True)
+    assert model[0].weight.tolist() == [3, 3, 3]
+
+
 def test_hooks_that_were_not_run_are_said(tmp_path: Path) -> None:
-    """The report names them, also where their work would have made the file fit."""
+    """Without hooks=True the report names them, also where their work would have made the file fit."""
     torch.save(Net().state_dict(), tmp_path / "new.pth")
     torch.save(OLD, tmp_path / "old.pth")
     report = ckpt.load_into(Net(), tmp_path / "new.pth")
-    assert report.notes == [f"load hooks that were not run: {HOOKS}. model.load_state_dict(load_state_dict(path)) runs them."]
+    assert report.notes == [f"load hooks that were not run: {HOOKS}; hooks=True runs them"]
     with pytest.raises(MatchError, match="which were not run: Net's pre-hook rename_old"):
         ckpt.load_into(Net(), tmp_path / "old.pth")
 
@@ -67,6 +95,16 @@ def test_models_without_hooks_have_no_note(wrap: str, tmp_path: Path) -> None:
     assert ckpt.load_into(WRAPS[wrap](model), tmp_path / "a.pth").notes == []
 
 
+def test_a_weight_norm_in_its_old_form(tmp_path: Path) -> None:
+    """torch's own hook for weights saved before parametrizations is one that matters."""
+    with pytest.warns(FutureWarning):
+        old: Any = nn.utils.weight_norm(nn.Linear(3, 2))
+    torch.save(old.state_dict(), tmp_path / "old.pth")
+    model: Any = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    assert ckpt.load_into(model, tmp_path / "old.pth", hooks=True)
+    assert torch.equal(model.parametrizations.weight.original1, old.weight_v)
+
+
 class OwnLoading(nn.Linear):
     """A model whose load_state_dict is its own, and gives nothing back."""
 
@@ -75,7 +113,54 @@ class OwnLoading(nn.Linear):
 
 
 def test_a_load_state_dict_of_its_own(tmp_path: Path) -> None:
-    """It is named."""
-    torch.save({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "a.pth")
-    (note,) = ckpt.load_into(OwnLoading(1, 1), tmp_path / "a.pth").notes
-    assert note.startswith("load hooks that were not run: OwnLoading.load_state_dict. ")
+    """It is named, and run."""
+    torch.save({"net.weight": torch.ones(1, 1), "net.bias": torch.ones(1)}, tmp_path / "a.pth")
+    model = OwnLoading(1, 1)
+    assert ckpt.load_into(model, tmp_path / "a.pth", hooks=True).notes == [
+        "load hooks that were run: OwnLoading.load_state_dict"
+    ]
+    assert model.weight.item() == 1
+
+
+def raising(*_: Any) -> None:
+    raise KeyError("what")
+
+
+def hooked(hook: Callable[..., Any]) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_pre_hook(hook)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "shape": (lambda: nn.Linear(2, 3), {}, MatchError, "size mismatch for weight"),
+    "missing": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}, MatchError, "4 missing: 0.weight"),
+    "a hook that raises": (lambda: hooked(raising), {}, ConvertError, "KeyError: 'what'"),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), {}, UsageError, "`assign=True`"),
+    "another way to match": (lambda: nn.Linear(2, 2), {"match": "position"}, UsageError, "`match` does not go"),
+    "a scheme": (lambda: nn.Linear(2, 2), {"reinit": "zeros"}, UsageError, "`reinit` does not go"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_load(case: str, tmp_path: Path) -> None:
+    """What load_state_dict says, what is left over, and what hooks=True does not go with are errors of ours."""
+    make, options, error, text = REFUSED[case]
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(error, match=text):
+        ckpt.load_into(make(), tmp_path / "a.pth", hooks=True, **options)
+
+
+def test_what_may_be_left_over_with_hooks(tmp_path: Path) -> None:
+    """The globs of allow_missing and allow_unexpected count, and the report says what was left."""
+    torch.save({"weight": torch.ones(2, 2), "extra": torch.ones(1)}, tmp_path / "a.pth")
+    report = ckpt.load_into(nn.Linear(2, 2), tmp_path / "a.pth", hooks=True, allow_missing="bias", allow_unexpected="ex*")
+    assert (report.loaded, report.missing, report.unexpected) == (["weight"], ["bias"], ["extra"])
+
+
+def test_new_tensors_with_hooks(tmp_path: Path) -> None:
+    """assign=True gives a model on the meta device the file's tensors."""
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth")
+    model = nn.Linear(2, 2, device="meta")
+    assert ckpt.load_into(model, tmp_path / "a.pth", hooks=True, assign=True)
+    assert not model.weight.is_meta

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_tools.errors import MatchError
+from ckpt_tools.errors import MatchError, UsageError
 from ckpt_tools.torch import load_into
 
 
@@ -90,3 +90,16 @@ def test_other_shapes(tmp_path: Path) -> None:
     assert load_into(new, path, match="structure", allow_reshape=True)
     given = torch.rand(2, 4)
     assert torch.allclose(old(given), new(given[:, :, None, None]).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pair": {"a": "one"}}, "`pair`"), ({"match": "names"}, "`match`"), ({"from_": Old}, "`from_`"),
+        ({"allow_reshape": True}, "`allow_reshape`"),
+    ],
+)  # fmt: skip
+def test_with_hooks(tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    """The model's own load_state_dict knows none of it."""
+    with pytest.raises(UsageError, match=told):
+        load_into(New(), saved(Old(), tmp_path), hooks=True, **options)
