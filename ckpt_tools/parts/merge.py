@@ -49,7 +49,7 @@ class Piece:
 class Merger:
     """Puts the tensors of one checkpoint together. Names whose pieces are the same in every file are tied.
 
-    With `partial` what is not whole is no error: `lost` has it by name, with why, and `leave_out` removes it.
+    With `partial` what is not whole goes into `lost` by name, with the reason, and `leave_out` removes it.
     """
 
     def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:

@@ -576,6 +576,9 @@ def _place(line: bytes) -> int:
         raise Malformed("holds a whole number that cannot be read") from None
 
 
+_NUMBER = re.compile(rb"\s*[+-]?\.?\d|.*\0", re.DOTALL)  # what some reader may take for one
+
+
 def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes | None:
     """A value in a line of text, as protocol 0 writes them all; None for a number of which readers differ whether it is one."""
     try:
@@ -593,7 +596,7 @@ def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes |
             warnings.simplefilter("ignore")
             return codecs.escape_decode(line[1:-1])[0]
     except ValueError:
-        if strict or op == 0x56 or op == 0x53:
+        if strict or op == 0x56 or op == 0x53 or not _NUMBER.match(line):
             raise Malformed("holds a value that cannot be read") from None
         return None
 

@@ -72,7 +72,7 @@ def test_checkpoints_beside_the_shards_are_told(folder: Path, tmp_path: Path) ->
     torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
     (folder / "config.json").write_text("{}")
     notes = [note.text for note in convert(folder, tmp_path / "two.pth").notes if note.code == "others-beside"]
-    assert notes == [f"{folder} holds other checkpoints too, which are not converted: optimizer.pt."]
+    assert notes == [f"{folder} also has other checkpoints, which were not converted: optimizer.pt."]
 
 
 def test_torch_shards_with_checksums(tmp_path: Path) -> None:

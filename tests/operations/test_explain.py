@@ -14,9 +14,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from ckpt_tools.tree.findings import CODES
 from docs import explained
 from tests.support.commands import ckpt, main
+from tests.support.samples import CODES
 
 WARNINGS = ("newly-initialized", "mmcv", "is-it-safe")  # after which a traceback is about something else
 SEEN: dict[str, list[str]] = {}

@@ -46,7 +46,7 @@ READ_TWO_WAYS = {
     "a list of arguments": (b"\x80\x02cos\nsystem\n]X\4\0\0\0trueaR.", "dangerous"),
     "octal with many zeros": (b"I0000000000000000000000000000012\n0" + CALL + b".", "dangerous"),
     "a number that is a NUL": (b"I\0\n0" + CALL + b".", "dangerous"),
-    "a number of 5000 digits": (b"I" + b"9" * 5000 + b"\n0" + CALL + b".", "unexamined"),
+    "a number of 5000 digits": (b"I" + b"9" * 5000 + b"\n0" + CALL + b".", "dangerous"),
     "a pickle in a state, behind a value": (
         b"\x80\x04\x8c\x06models\x8c\x03Net\x93)\x81}X\1\0\0\0aC\x19N0" + CALL + b".sb.", "dangerous"),
     "frames that are kept to": (b"\x80\x04" + frame(3) + b"N0N" + frame(2) + b"0N" + frame(1) + b".", "plain"),

@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import ckpt_tools
+
+CODES = frozenset(json.loads((Path(ckpt_tools.__file__).parent / "operations" / "explained.json").read_text()))  # of findings
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PTH = sorted(FIXTURES.glob("*.pth"))
 SAFETENSORS = sorted(FIXTURES.glob("*.safetensors"))
