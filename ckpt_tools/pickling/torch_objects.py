@@ -36,11 +36,11 @@ class Storages:
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
     def storage(self, pid: Node) -> Storage:
-        is_id = type(pid) is tuple and [type(part) for part in (*pid[:1], *pid[2:])] == [str, str, str, int]
-        word, kind, key, device, numel = cast("tuple[str, Node, str, str, int]", pid if is_id else ("", None, "", "", 0))
-        if word != "storage" or not key or not 0 <= numel < _TOO_MANY:
-            why = "Expected ('storage', class, key, location, size)."
-            raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+            raise _no_storage()
+        _, kind, key, device, numel = pid
+        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
+            raise _no_storage()
         known = self.by_key.get(key)
         if known is not None:
             if known[0] != pid:
@@ -52,7 +52,7 @@ class Storages:
             raise on_meta(key)
         content = self.locate(key, 0 if device == META else nbytes)
         storage = Storage(self.prefix + key, dtype, nbytes, device, _NOT_THERE if content is None else content)
-        self.by_key[key] = cast("tuple[Node, ...]", pid), storage
+        self.by_key[key] = pid, storage
         return storage
 
     def check_found(self) -> None:
@@ -62,6 +62,11 @@ class Storages:
                 f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}.",
                 why="The pickle refers to them, and the zip has no such records.",
             )
+
+
+def _no_storage() -> PickleError:
+    why = "Expected ('storage', class, key, location, size)."
+    return PickleError("The pickle refers to something outside it that is not a storage.", why=why)
 
 
 META = "meta"

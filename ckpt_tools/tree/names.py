@@ -59,8 +59,10 @@ def strip_module(name: str) -> str:
     return name
 
 
-def split_by_module(names: Iterable[str]) -> str | None:
+def split_by_module(names: Sequence[str]) -> str | None:
     """A module that `module.` splits in two: some of its tensors have the prefix, others have not."""
+    if sum(name.startswith(MODULE) for name in names) in (0, len(names)):
+        return None
     wrapped, bare = set[str](), set[str]()
     for name in names:
         (wrapped if name.startswith(MODULE) else bare).add(strip_module(name).rpartition(".")[0])
