@@ -31,25 +31,6 @@ class Finding:
     fix: str = ""
 
 
-# Every code that `ckpt check` may say; operations/explained.json has what they mean.
-CODES = frozenset((
-    "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
-    "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
-    "wrapper-prefix", "mixed-prefix", "inner-module", "common-prefix", "partition", "parts-differ", "padded-vocabulary",
-    "parts-disagree",
-    "weights-only-refused", "newer-dtype", "no-such-device", "device-tags", "misnamed", "big-endian",
-    "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
-    "arrays-in-objects", "parametrized", "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
-    "no-format", "unaligned", "stray-shard", "misplaced-chunk", "sparse-indices", "alone",
-    "dangerous", "unexamined",
-    # oddities of the containers
-    "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
-    "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
-    "null-metadata", "tied-names", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
-    "distributed-tensors", "no-index",
-    "beside-the-weights", "stacked-layers", "adapter", "lightning-run", "newest", "passed-over",
-))  # fmt: skip
-
 _PACKED = re.compile(r"(?:\.tar)?\.(?:gz|bz2|xz|zst|tgz|nemo)$", re.IGNORECASE)
 _TAR = re.compile(r"\.(?:tar\.\w+|tgz|nemo)$", re.IGNORECASE)
 _NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too

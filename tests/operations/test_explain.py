@@ -1,6 +1,7 @@
 """A message is explained by its own words, whatever names are in it; other words are guessed at, and said to be."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import ckpt_tools
 from ckpt_tools.errors import UsageError
 from docs import explained
 from tests.support.commands import ckpt, main
-from tests.support.samples import CODES
+from tests.support.samples import CODES, FIXTURES
 
 WARNINGS = ("newly-initialized", "mmcv", "is-it-safe")  # after which a traceback is about something else
 SEEN: dict[str, list[str]] = {}
@@ -68,7 +69,10 @@ def test_other_words_are_guessed_at(words: str) -> None:
 
 def test_a_code_and_a_slip_in_it() -> None:
     """Each code that check may say is explained, with and without brackets; a slip is a guess at the near one."""
-    assert set(explained.codes()) == CODES
+    kept = (path.read_text("utf-8") for path in (FIXTURES.parent / "tests" / "golden" / "kept").glob("*.txt"))
+    shown = {code for text in kept for code in re.findall(r"^(?:info|warning|problem) \[([a-z0-9-]+)\]", text, re.MULTILINE)}
+    assert len(shown) > 30
+    assert shown - {"together"} <= CODES  # inspect's alone: a command for the others
     for code in CODES:
         (found,) = ckpt_tools.explain(f"[{code}]")
         assert found.title.startswith(f"{code} (")

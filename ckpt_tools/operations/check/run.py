@@ -48,7 +48,7 @@ from ckpt_tools.parts.partition import without_advice
 from ckpt_tools.parts.training import is_state_of_step
 from ckpt_tools.pickling.torch_objects import SPARSE, SparseParts, sparse_parts, unwrapped
 from ckpt_tools.text import did_you_mean, dotted, listed
-from ckpt_tools.tree.findings import CODES, Finding, mending
+from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Entry, Object, Storage, Where
 from ckpt_tools.tree.options import natural
 from ckpt_tools.tree.output_names import check_document_name
@@ -227,10 +227,14 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.device is not None and not loading.is_device(self.device):
             raise UsageError(f"`device={self.device!r}` is not a device.", fix="Give cpu, cuda:0, mps ...")
-        for code in self.ignore:
-            if code not in CODES:
-                fix = did_you_mean(code, sorted(CODES))
-                raise UsageError(f"`ignore={code!r}`: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
+        if not self.ignore:
+            return
+        from ckpt_tools.operations.explain import codes
+
+        known = codes()
+        for code in (code for code in self.ignore if code not in known):
+            fix = did_you_mean(code, sorted(known))
+            raise UsageError(f"`ignore={code!r}`: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
 
 
 @natural
