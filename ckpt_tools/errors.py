@@ -67,6 +67,11 @@ class CkptError(Exception):
     def what(self, text: str) -> None:
         self.args = (_cut(text),)
 
+    def about(self, path: object) -> None:
+        """Put the file before the sentence, where that does not name it."""
+        if str(path) not in self.what:
+            self.what = f"{path}: {self.what}"
+
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix) if part)
 

@@ -165,7 +165,7 @@ safetensors, gguf, sharded (--shard-size) and dcp; the name of OUT or --format d
 A glob must match the whole name: 'fc' does not match 'fc.weight', 'fc.*' does. Names are those in IN, as
 ckpt inspect shows them, before --strip-module and --rename. Anything else has a dotted path (--drop optimizer).
 Of several globs with a value the last that matches counts (--dtype bf16 --dtype '*.norm.*=fp32'). Quote globs,
-or the shell expands them. A glob that matches nothing is refused.
+or the shell expands them. A glob that matches nothing is refused; only inspect shows the file all the same.
 """,
     "environment": """\
 CKPT_COMMAND_OPTION   any option of a command: CKPT_SCAN_JOBS=1, CKPT_CHECK_FORMAT=json; 1 or 0 for a

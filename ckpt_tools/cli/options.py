@@ -84,8 +84,7 @@ def print_failure(path: Path, error: CkptError, *, json: bool, safety: Safety | 
         print_document(error_document(str(path), error) | known)
     from ckpt_tools.render.text import console, print_error, print_finding
 
-    if str(path) not in error.what:
-        error.what = f"{path}: {error.what}"
+    error.about(path)
     print_error(error)
     for finding in safety.findings(str(path), opens=False) if safety is not None and safety.calls else ():
         print_finding(finding, console(stderr=True))

@@ -112,8 +112,7 @@ def _read(place: Source, folders: Folders) -> Checkpoint:
     try:
         return folders.read(place) if isinstance(place, Folder) else decode_content(place)
     except CkptError as error:
-        if str(place.path) not in error.what:
-            error.what = f"{place.path}: {error.what}"
+        error.about(place.path)
         if "ckpt repair" in error.fix or (isinstance(error, DamagedFileError) and error.whole and not error.fix):
             error.fix = "Get it again, or unpack it and give ckpt repair the file that was in it."
         raise

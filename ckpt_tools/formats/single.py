@@ -60,8 +60,7 @@ def naming(source: Source) -> Iterator[None]:
         with out_of_memory():
             yield
     except CkptError as error:
-        if str(source.path) not in error.what:
-            error.what = f"{source.path}: {error.what}"
+        error.about(source.path)
         if isinstance(error, DamagedFileError) and error.whole is not None:
             error.fix = error.fix or getting_again(str(source.path), error.whole)
         if "ckpt repair" in error.fix and not isinstance(source, Files):

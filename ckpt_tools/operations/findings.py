@@ -52,10 +52,6 @@ class Facts:
         every = " ".join(dict.fromkeys(filter(None, (options, self.needed))))
         return mending("convert", str(self.checkpoint.path), every)
 
-    def repair(self) -> str:
-        """The command that repairs the file."""
-        return mending("repair", str(self.checkpoint.path))
-
 
 # A finding, and the option that mends it together with others; "" for one that has its own way.
 _Advised: TypeAlias = tuple[Finding, str]
@@ -134,7 +130,8 @@ def _mixed_prefixes(facts: Facts) -> Iterator[_Advised]:
     """State dicts of which some names have `module.`, others of the same module not."""
     for state_dict in facts.checkpoint.state_dicts:
         if (halved := split_by_module(state_dict.names)) is not None:
-            found, fix = f"some names start with 'module.', others do not: {halved!r} is split", facts.repair()
+            found = f"some names start with 'module.', others do not: {halved!r} is split"
+            fix = mending("repair", str(facts.checkpoint.path))
             yield Finding("mixed-prefix", "warning", list(state_dict.where), found, "all names with it, or none", fix), ""
 
 

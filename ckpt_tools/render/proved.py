@@ -37,8 +37,8 @@ def _verdict(report: Proved) -> str:
         return "different: outputs of other shapes, or not finite"
     word = "equal" if report.equal else "different"
     word = "equal, but not fully checked" if report.unproved else word
-    room = f"tolerance {report.tolerance:.3g})"
-    return f"{word}: largest difference {report.largest:.3g} (relative {report.relative:.3g}, {room}"
+    largest = f"largest difference {report.largest:.3g}"
+    return f"{word}: {largest} (relative {report.relative:.3g}, tolerance {report.tolerance:.3g})"
 
 
 def _unproved(row: Unproved) -> str:

@@ -144,9 +144,9 @@ def conclude(
 _WORDS = {
     "moved": ("state dict at another path", "state dicts at other paths"),
     "added": ("tensor added", "tensors added"), "removed": ("tensor removed", "tensors removed"),
-    "renamed": ("name changed", "names changed"), "shape": ("shape differs", "shapes differ"),
-    "dtype": ("dtype differs", "dtypes differ"), "device": ("device tag differs", "device tags differ"),
-    "value": ("setting differs", "settings differ"), "object": ("object differs", "objects differ"),
+    "renamed": ("name changed", "names changed"), "shape": ("shape changed", "shapes changed"),
+    "dtype": ("dtype changed", "dtypes changed"), "device": ("device tag changed", "device tags changed"),
+    "value": ("setting changed", "settings changed"), "object": ("object changed", "objects changed"),
     "tensor": ("tensor with different numbers", "tensors with different numbers"),
 }  # fmt: skip
 

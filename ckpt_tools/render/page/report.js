@@ -76,7 +76,7 @@ function showFindings() {
     const what = make("p");
     what.append(make("span", `${finding.severity}${finding.where ? ` in ${finding.where}` : ""}: `, "severity"), finding.found);
     box.append(what);
-    if (finding.expected) box.append(make("p", `expected ${finding.expected}`, "dim"));
+    if (finding.expected) box.append(make("p", `expected: ${finding.expected}`, "dim"));
     if (finding.fix) {
       const line = make("div", null, "command");
       const button = make("button", "Copy");
