@@ -68,7 +68,7 @@ class CkptError(Exception):
         self.args = (_cut(text),)
 
     def about(self, path: object) -> None:
-        """Put the file before the sentence, where that does not name it."""
+        """Put `path` before what the error says, where that does not name it."""
         if str(path) not in self.what:
             self.what = f"{path}: {self.what}"
 
