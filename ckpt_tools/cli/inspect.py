@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address, is_there
 from ckpt_tools.operations.inspect import Description
-from ckpt_tools.render.text import Page, console, counted, name_table, print_title, show, size_text, wrapped
+from ckpt_tools.render.text import Page, console, counted, print_names, print_title, show, size_text, wrapped
 from ckpt_tools.text import dotted, printable
 
 
@@ -171,7 +171,7 @@ def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
         return
     out = console()
     with out.capture() as captured:
-        render(out)
+        render(Page(out))
     text = captured.get()
     try:
         if text.count("\n") < out.height:
@@ -229,8 +229,8 @@ def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError
     print_title(f"{where}{counted(len(known), 'checkpoint')}, {size}{unread}", out)
     out.print()
     names = [printable(str(path if top is None else path.relative_to(top))) for path in paths]
-    out.print(name_table("file", names, _columns(rows, out), out, right=("tensors", "size"), whole=("verdict",)))
-    out.print("\nckpt inspect FILE shows one of them, --all shows all", soft_wrap=True)
+    print_names("file", names, _columns(rows, out), out, right=("tensors", "size"))
+    out.print("\nckpt inspect FILE shows one of them, --all shows all")
 
 
 def _columns(rows: Sequence[OverviewRow | CkptError], out: Page) -> dict[str, list[str]]:

@@ -82,12 +82,12 @@ def print_failure(path: Path, error: CkptError, *, json: bool, safety: Safety | 
 
         known = {"safety": safety.to_json()} if safety is not None else {}
         print_document(error_document(str(path), error) | known)
-    from ckpt_tools.render.text import console, print_error, print_finding
+    from ckpt_tools.render.text import Page, console, print_error, print_finding
 
     error.about(path)
     print_error(error)
     for finding in safety.findings(str(path), opens=False) if safety is not None and safety.calls else ():
-        print_finding(finding, console(stderr=True))
+        print_finding(finding, Page(console(stderr=True)))
 
 
 def print_report(report: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **view: Any) -> None:

@@ -15,7 +15,7 @@ from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address, is_there, missing
 from ckpt_tools.operations.scan import Scanned, counts
 from ckpt_tools.render.findings import AT_ONCE, WHOLE, print_at_once, print_whole
-from ckpt_tools.render.text import Page, counted, print_parts
+from ckpt_tools.render.text import Page, counted
 from ckpt_tools.text import printable
 
 
@@ -86,10 +86,10 @@ def print_scanned(report: Scanned, out: Page) -> None:
     """The line of one file."""
     path = f"{printable(report.path)}: "
     word, _, rest = report.line.removeprefix(path).partition(":")
-    print_parts(out, (path, ""), (word, _COLOURS[report.verdict]), (f":{rest}" if rest else "", ""))
+    out.print((path, ""), (word, _COLOURS[report.verdict]), (f":{rest}" if rest else "", ""))
 
 
 def print_counts(reports: Sequence[Scanned], out: Page) -> None:
     """The line below all."""
     found = ", ".join(f"{count:,} {_WORDS.get(verdict, verdict)}" for verdict, count in counts(reports).items())
-    print_parts(out, (f"{counted(len(reports), 'file')}: {found}", "bold"))
+    out.print((f"{counted(len(reports), 'file')}: {found}", "bold"))

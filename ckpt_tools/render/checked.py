@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.render.text import (
-    Page,
-    Row,
-    console,
-    counted,
-    path_text,
-    plain_table,
-    print_finding,
-    print_parts,
-    print_rows,
-    size_text,
-)
+from ckpt_tools.render.text import Page, Row, console, counted, path_text, print_finding, print_names, print_rows, size_text
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20
@@ -38,24 +23,24 @@ def print_checked(reports: Sequence[Checked], out: Page, *, digests: bool = Fals
         _print_one(report, out, digests=digests)
     if len(reports) > 1:
         out.print()
-        out.print(_summary(reports))
+        _print_summary(reports, out)
 
 
 def print_unreadable(reports: Sequence[Checked]) -> None:
     """What keeps checkpoints from being read, on standard error: all that --quiet leaves."""
     for report in reports:
         for finding in report.findings if report.verdict == "unreadable" else ():
-            print_finding(finding, console(stderr=True))
+            print_finding(finding, Page(console(stderr=True)))
 
 
 def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
-    print_parts(out, (f"{printable(report.path)}: ", "bold"), (report.verdict, _COLOURS[report.verdict]))
+    out.print((f"{printable(report.path)}: ", "bold"), (report.verdict, _COLOURS[report.verdict]))
     if report.container is not None:
         print_rows(_facts(report), out)
     if digests and report.digests:
         out.print()
         for digest in report.digests:
-            out.print(f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}", soft_wrap=True)
+            out.print(f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}")
     by_code: dict[str, list[Finding]] = {}
     for finding in report.findings:
         by_code.setdefault(finding.code, []).append(finding)
@@ -83,14 +68,12 @@ def _facts(report: Checked) -> list[Row]:
     return rows
 
 
-def _summary(reports: Sequence[Checked]) -> Table:
-    from rich.text import Text
-
-    table = plain_table()
-    for name in ("checkpoint", "verdict", "tensors", "bytes", "problems", "warnings"):
-        table.add_column(name, justify="left" if name in ("checkpoint", "verdict") else "right")
-    for report in reports:
-        counts = [sum(finding.severity == severity for finding in report.findings) for severity in ("problem", "warning")]
-        verdict = Text(report.verdict, style=_COLOURS[report.verdict])
-        table.add_row(printable(report.path), verdict, str(report.tensors), size_text(report.file_bytes), *map(str, counts))
-    return table
+def _print_summary(reports: Sequence[Checked], out: Page) -> None:
+    counts = {
+        f"{severity}s": [str(sum(finding.severity == severity for finding in report.findings)) for report in reports]
+        for severity in ("problem", "warning")
+    }
+    numbers = {"tensors": [str(report.tensors) for report in reports],
+               "bytes": [size_text(report.file_bytes) for report in reports], **counts}  # fmt: skip
+    names = [printable(report.path) for report in reports]
+    print_names("checkpoint", names, {"verdict": [report.verdict for report in reports], **numbers}, out, right=numbers)

@@ -13,8 +13,8 @@ from ckpt_tools.render.text import (
     Row,
     by_reason,
     counted,
-    name_table,
     path_text,
+    print_names,
     print_rows,
     print_title,
     rows_of,
@@ -55,14 +55,14 @@ def print_several(
     }
     names = [printable(str(source)) for source in sources]
     if names:
-        out.print(name_table("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes")))
+        print_names("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes"))
         for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
-            out.print(f"\n{note.text}", soft_wrap=True)
-        out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}", soft_wrap=True)
+            out.print(f"\n{note.text}")
+        out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}")
     if others := every - len(results) - passed:
-        out.print(f"{counted(others, 'file')} {'is' if others == 1 else 'are'} for the other jobs", soft_wrap=True)
+        out.print(f"{counted(others, 'file')} {'is' if others == 1 else 'are'} for the other jobs")
     if passed:
-        out.print(f"{counted(passed, 'file')} {'was' if passed == 1 else 'were'} done before", soft_wrap=True)
+        out.print(f"{counted(passed, 'file')} {'was' if passed == 1 else 'were'} done before")
 
 
 def _rows(report: Converted) -> list[Row]:

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.operations.inspect import Description
 from ckpt_tools.render.text import (
@@ -16,9 +16,9 @@ from ckpt_tools.render.text import (
     counted,
     counts_text,
     loading_row,
-    name_table,
     path_text,
     print_finding,
+    print_names,
     print_rows,
     print_title,
     rows_of,
@@ -28,10 +28,6 @@ from ckpt_tools.render.text import (
 )
 from ckpt_tools.text import listed, natural, printable, shape_text, shortened
 from ckpt_tools.tree.globs import Globs, meant_by
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 # --- tensors as lines of a table
 
@@ -218,14 +214,14 @@ def print_description(description: Description, view: View, out: Page) -> None:
     closed: dict[Where, Rows] = {}
     if rows and view.tree:
         out.print()
-        out.print(_tensor_tree(rows, view))
+        _print_tree(rows, view, out)
     elif rows:
         lines, closed = _lines(rows, view)
         out.print()
-        out.print(_tensor_table(lines, view, out))
+        _print_table(lines, view, out)
     elif description.tensors:
         near = meant_by(str(view.filter), [".".join(map(str, row["where"])) for row in description.tensors])
-        out.print(f"\nNo tensor matches {printable(f'{view.filter!r}. {near}').rstrip()}", soft_wrap=True)
+        out.print(f"\nNo tensor matches {printable(f'{view.filter!r}. {near}').rstrip()}")
     limit = None if view.all else _SHOWN_REST
     states = [optimizer_text(where, below) for where, below in closed.items()]
     if rest := [*rows_of("optimizer", states, limit, "--all"), *_rest(description, limit)]:
@@ -312,7 +308,7 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
     return lines_of(state_dicts.values(), others, () if closed else optimizers.values()), closed
 
 
-def _tensor_table(lines: list[Line], view: View, out: Page) -> Table | str:
+def _print_table(lines: list[Line], view: View, out: Page) -> None:
     shown = lines if view.all else lines[:SHOWN_ROWS]
     columns = {
         "shape": [_shape_text(line) for line in shown],
@@ -325,7 +321,7 @@ def _tensor_table(lines: list[Line], view: View, out: Page) -> Table | str:
         left = lines[len(shown) :]
         names.append(f"... {sum(line.count for line in left)} more (--all)")
         columns["bytes"].append(size_text(sum(line.bytes for line in left)))
-    return name_table("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
+    print_names("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
 
 
 def brief_name(name: str) -> str:
@@ -344,26 +340,25 @@ def _shape_text(line: Line) -> str:
     return wrapped(kept, _SHAPE_WIDTH).replace("\0\0", ", ")
 
 
-def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
-    from rich.text import Text
-    from rich.tree import Tree
-
-    root = Tree("(root)", guide_style="dim")
-    branches: dict[tuple[str, ...], Any] = {(): root}
+def _print_tree(rows: list[dict[str, Any]], view: View, out: Page) -> None:
+    """Each part of the names once, indented below the part before it."""
+    out.print("(root)")
     lines = by_depth(rows, view.depth) if view.depth else list(map(line_of, rows))
     limit = len(lines) if view.all else 4 * SHOWN_ROWS
+    above: list[str] = []
     for line in lines[:limit]:
-        parts = tuple(line.name.removesuffix(".*").split("."))
-        for level in range(1, len(parts) + 1):
-            label = Text(printable(parts[level - 1]))
-            if level == len(parts):
-                label.append(f"  {line.shape}  {line.dtype}  {printable(line.device)}  {size_text(line.bytes)}", style="dim")
-            elif parts[:level] in branches:
-                continue
-            branches[parts[:level]] = branches[parts[: level - 1]].add(label)
+        *parts, last = line.name.removesuffix(".*").split(".")
+        same = next(
+            (at for at, (one, other) in enumerate(zip(parts, above, strict=False)) if one != other),
+            min(map(len, (parts, above))),
+        )
+        for level, part in enumerate(parts[same:], same + 1):
+            out.print(f"{_INDENT * level}{printable(part)}")
+        said = f"  {line.shape}  {line.dtype}  {printable(line.device)}  {size_text(line.bytes)}"
+        out.print(f"{_INDENT * (len(parts) + 1)}{printable(last)}", (said, "dim"))
+        above = parts
     if len(lines) > limit:
-        root.add(f"... {sum(line.count for line in lines[limit:])} more (--all)")
-    return root
+        out.print(f"{_INDENT}... {sum(line.count for line in lines[limit:])} more (--all)")
 
 
 def _together(names: Sequence[str], brief: Callable[[str], str]) -> str:

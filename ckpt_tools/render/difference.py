@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckpt_tools.operations.compare.report import Change, Difference, Only, TensorChange, ValueChange
-from ckpt_tools.render.text import Page, Row, counted, name_table, path_text, print_parts, print_rows, rows_of, size_text
+from ckpt_tools.render.text import Page, Row, counted, path_text, print_names, print_rows, rows_of, size_text
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import natural, printable, shape_text, shortened
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DiffSort = Literal["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]
 _SHOWN, _SHOWN_TENSORS = 10, 40
@@ -26,14 +23,14 @@ def print_difference(report: Difference, out: Page, *, show_all: bool = False, s
     lines = [(label, f"{side['path']}  {side['container']}, {size_text(side['bytes'])}") for label, side in sides]
     print_rows(lines, out)
     out.print()
-    print_parts(out, (printable(report.summary), "bold green" if report.same else "bold yellow"))
+    out.print((printable(report.summary), "bold green" if report.same else "bold yellow"))
     if rows := _facts(report, None if show_all else _SHOWN):
         out.print()
         print_rows(rows, out)
     if report.changed:
         out.print()
         limit, measured = None if show_all else _SHOWN_TENSORS, _is_measured(report)
-        out.print(_changed_table(_sorted(report.changed, sort), limit, out, measured=measured))
+        _print_changed(_sorted(report.changed, sort), limit, out, measured=measured)
 
 
 def _sorted(rows: Sequence[TensorChange], sort: DiffSort) -> list[TensorChange]:
@@ -118,7 +115,7 @@ def _value(row: ValueChange) -> str:
     return f"{sign} {row.where} = {shortened(str(row.right if row.kind == 'added' else row.left), 60)}"
 
 
-def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Page, *, measured: bool) -> Table | str:
+def _print_changed(rows: Sequence[TensorChange], limit: int | None, out: Page, *, measured: bool) -> None:
     shown = rows[:limit]
     names = [printable(row.where) for row in shown]
     headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")
@@ -126,7 +123,7 @@ def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Page, *
     if len(shown) < len(rows):
         names.append(f"... {len(rows) - len(shown)} more (--all)")
     columns = {heading: [line[index] for line in lines] for index, heading in enumerate(headings)}
-    return name_table("tensor with different numbers", names, columns, out, right=headings if measured else ())
+    print_names("tensor with different numbers", names, columns, out, right=headings if measured else ())
 
 
 def _gap(row: TensorChange) -> tuple[str, ...]:

@@ -8,17 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from ckpt_tools.matching.advice import Advice
 from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
-from ckpt_tools.render.text import Page, by_reason, counted, plain_table, print_parts, print_rows, print_title, wrapped
+from ckpt_tools.render.text import Page, by_reason, counted, print_rows, print_title
 from ckpt_tools.text import printable, shape_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
@@ -124,7 +120,7 @@ def _print_pairs(matching: Matching, out: Page, *, show_all: bool) -> None:
     lines = [[*names, note] for names, note in items] if show_all else [[*row.names(), row.note] for row in _rows(items)]
     if lines:
         out.print()
-        out.print(_table(("checkpoint", "target", "reason"), lines, out, show_all=show_all))
+        _print_table(("checkpoint", "target", "reason"), lines, out, show_all=show_all)
 
 
 def _reason(reason: str, confidence: float) -> str:
@@ -132,27 +128,12 @@ def _reason(reason: str, confidence: float) -> str:
     return reason if confidence == 1 else f"{reason} {confidence:g}"
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Page, *, show_all: bool) -> Table:
-    table = plain_table()
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    shown = [[printable(cell) for cell in line] for line in (lines if show_all else lines[:_SHOWN_ROWS])]
-    rooms = _rooms([[head, *(line[index] for line in shown)] for index, head in enumerate(heads)], out.width)
-    for line in shown:
-        table.add_row(*(wrapped(cell, room) for cell, room in zip(line, rooms, strict=True)))
-    if not show_all and len(lines) > _SHOWN_ROWS:
-        table.add_row(f"... {len(lines) - _SHOWN_ROWS} more (--all)")
-    return table
-
-
-def _rooms(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The widths of columns: narrow ones as they are, the others share what is left of the line."""
-    rooms = [max(map(len, cells)) for cells in columns]
-    left = width - 2 * len(rooms)
-    for place, index in enumerate(sorted(range(len(rooms)), key=rooms.__getitem__)):
-        rooms[index] = min(rooms[index], left // (len(rooms) - place))
-        left -= rooms[index]
-    return rooms
+def _print_table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Page, *, show_all: bool) -> None:
+    shown = lines if show_all else lines[:_SHOWN_ROWS]
+    columns = {head: [printable(line[index]) for line in shown] for index, head in enumerate(heads)}
+    if len(shown) < len(lines):
+        columns[heads[0]].append(f"... {len(lines) - len(shown)} more (--all)")
+    out.table(columns)
 
 
 def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
@@ -163,16 +144,16 @@ def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
         lines = [[name] for name in names] if show_all else [row.names() for row in _rows(((n,), "") for n in names)]
         if lines:
             out.print()
-            out.print(_table((label,), lines, out, show_all=show_all))
+            _print_table((label,), lines, out, show_all=show_all)
     if matching.mismatched:
         lines = [[row.old, row.new, shape_text(row.source_shape), shape_text(row.target_shape)] for row in matching.mismatched]
         out.print()
-        out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
+        _print_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all)
         if any(in_unknown_order(row.source_shape, row.target_shape) for row in matching.mismatched):
             out.print('same number of elements, other shape: step = "reshape" or "permute" in a plan says in which order')
     if matching.ambiguous:
         out.print()
-        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all))
+        _print_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all)
 
 
 def _ambiguous(matching: Matching) -> list[list[str]]:
@@ -205,15 +186,15 @@ def _print_advice(advice: Advice, out: Page) -> None:
         out.print()
     shown = lines if len(lines) <= _SHOWN_ROWS else [*lines[:_SHOWN_ROWS], f"... {len(lines) - _SHOWN_ROWS} more (--json)"]
     for line in shown:
-        out.print(printable(line), soft_wrap=True)
+        out.print(printable(line))
 
 
 def _print_end(matching: Matching, out: Page, plan: Path | None) -> None:
     out.print()
     if plan is not None:
-        out.print(f"plan written to {printable(str(plan))}", soft_wrap=True)
+        out.print(f"plan written to {printable(str(plan))}")
     if matching.complete_with_offers:
         by_plan = " once a plan has split and joined what is fused (-o PLAN)" if matching.offers and plan is None else ""
-        print_parts(out, (f"every tensor is matched{by_plan}", "green"))
+        out.print((f"every tensor is matched{by_plan}", "green"))
     else:
-        print_parts(out, ("some tensors are unmatched", "yellow"))
+        out.print(("some tensors are unmatched", "yellow"))

@@ -28,8 +28,10 @@ def print_proved(report: Proved, out: Page) -> None:
     settings = [f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}" for row in report.settings]
     rows += [("settings", listed(settings, _SHOWN))] if settings else []
     for label, text in rows:
-        style = ("green" if report else "red") if not label else None
-        out.print(f"{label:10}{printable(text)}" if label else printable(text), style=style, soft_wrap=True)
+        if label:
+            out.print(f"{label:10}{printable(text)}")
+        else:
+            out.print((printable(text), "green" if report else "red"))
 
 
 def _verdict(report: Proved) -> str:
@@ -105,4 +107,4 @@ def _verified(report: Verified) -> str:
 
 def _print(lines: list[str], out: Page) -> None:
     for line in lines:
-        out.print(printable(line), soft_wrap=True)
+        out.print(printable(line))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckpt_tools.operations.compare.stats import Stats
-from ckpt_tools.render.text import Page, can_print, counted, name_table, print_parts, print_title, room_for_names
+from ckpt_tools.render.text import Page, can_print, counted, print_names, print_title, room_for_names
 from ckpt_tools.text import listed, natural, printable
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 StatsSort = Literal["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]
 _SHOWN = 40
@@ -41,16 +38,16 @@ def print_stats(report: Stats, out: Page, *, show_all: bool, modules: bool, sort
         rows = [_Row(row.name, row.numbers, row.histogram, row.reason) for row in report.tensors]
     rows = _sorted(rows, sort)
     shown = rows if show_all else rows[:_SHOWN]
-    out.print(_table(shown, _Row(f"all {counted(len(report.tensors), 'tensor')}", report.total), out, modules=modules))
+    _print_table(shown, _Row(f"all {counted(len(report.tensors), 'tensor')}", report.total), out, modules=modules)
     if len(shown) < len(rows):
         out.print(f"... {len(rows) - len(shown)} more (--all)")
     for note in report.notes:
-        out.print(printable(f"note: {note}"), soft_wrap=True)
+        out.print(printable(f"note: {note}"))
     bad = [row for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
     if bad:
         out.print()
         names = listed([row.name for row in bad])
-        print_parts(out, ("warning: ", "yellow"), (printable(f"not finite: {names}"), "default"))
+        out.print(("warning: ", "yellow"), printable(f"not finite: {names}"))
 
 
 def _sorted(rows: list[_Row], sort: StatsSort) -> list[_Row]:
@@ -70,14 +67,14 @@ def _share(numbers: dict[str, Any] | None) -> float:
     return numbers["zeros"] / numbers["elements"] if numbers and numbers["elements"] else 0.0
 
 
-def _table(rows: Sequence[_Row], total: _Row, out: Page, *, modules: bool) -> Table | str:
+def _print_table(rows: Sequence[_Row], total: _Row, out: Page, *, modules: bool) -> None:
     """On a narrow terminal histograms are drawn with half as many bars, then what there is no room for is left out."""
     everything = [*rows, total]
     names = [printable(row.name) for row in everything]
     cells = _cells(everything, out, wanted=min(_NAME_WIDTH, max(map(len, names))), modules=modules)
     right = [name for name in cells if name in _NUMBERS]
     styles = ["bold" if row is total else "red" if _is_odd(row) else "" for row in everything]
-    return name_table("module" if modules else "tensor", names, cells, out, right=right, styles=styles)
+    print_names("module" if modules else "tensor", names, cells, out, right=right, styles=styles)
 
 
 def _cells(rows: Sequence[_Row], out: Page, *, wanted: int, modules: bool) -> dict[str, list[str]]:

@@ -5,12 +5,13 @@ rich is imported when something is drawn with it: that takes longest of all.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from itertools import zip_longest
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.render.wording import as_options, found_in
@@ -19,57 +20,72 @@ from ckpt_tools.tree.findings import Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ckpt_tools.operations.inspect import Description
 
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
+Part: TypeAlias = str | tuple[str, str]  # a text, or a text and its style
 
 
-class Page(Protocol):
-    """What pages are printed on: rich's Console on a terminal, Plain in a pipe."""
+class Page:
+    """What pages are printed on: with a console that, else plain text for a pipe, which `text` has."""
 
-    @property
-    def width(self) -> int:
-        """How many columns a line has."""
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console
+        self.width = PIPE_WIDTH if console is None else console.width
+        self._lines: list[str] = []
 
     @property
     def encoding(self) -> str:
         """The encoding of the output."""
-
-    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
-        """Print text, or anything that rich draws; text without `soft_wrap` is broken into lines at the width."""
-
-
-class Plain(Page):
-    """A page of plain text. rich draws what is not text yet."""
-
-    width = PIPE_WIDTH
-
-    def __init__(self) -> None:
-        self._file = io.StringIO()
-        self._console: Any = None
-
-    @property
-    def encoding(self) -> str:
-        """The encoding of standard output."""
-        return sys.stdout.encoding or "utf-8"  # none, where it is kept as text
+        return self.console.encoding if self.console is not None else sys.stdout.encoding or "utf-8"  # none: kept as text
 
     @property
     def text(self) -> str:
         """What was printed, without the blanks that fill up table cells."""
-        return "".join(f"{line.rstrip()}\n" for line in self._file.getvalue().splitlines())
+        return "".join(f"{line.rstrip()}\n" for lines in self._lines for line in lines.split("\n"))
 
-    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
-        """Print text as it is, without its style; what is not text through rich."""
-        if type(what) is str and (soft_wrap or (what.isascii() and max(map(len, what.split("\n"))) <= PIPE_WIDTH)):
-            self._file.write(f"{what}\n")
+    def print(self, *parts: Part) -> None:
+        """Print texts one after another, those with a style in it; nothing is broken into lines."""
+        if self.console is None:
+            self._lines.append("".join(part if isinstance(part, str) else part[0] for part in parts))
             return
-        if self._console is None:
-            from rich.console import Console
+        from rich.text import Text
 
-            self._console = Console(file=self._file, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
-        self._console.print(what, style=style, soft_wrap=soft_wrap)
+        self.console.print(Text.assemble(*parts), soft_wrap=True)
+
+    def table(self, columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), styles: Sequence[str] = ()) -> None:
+        """Print columns below their names; numbers, in `right`, end in one line. A style a row; a last row may have one cell.
+
+        Where the width is less than all need, wide columns of texts share what the others leave.
+        """
+        rows = [list(columns), *zip_longest(*columns.values(), fillvalue="")]
+        needed = [max(_width(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
+        rooms, left = list(needed), self.width - 2 * (len(columns) - 1)
+        at_right = [name in right for name in columns]
+        order = sorted(range(len(columns)), key=lambda place: (not at_right[place], needed[place]))
+        for number, place in enumerate(order):
+            if not at_right[place]:
+                rooms[place] = min(needed[place], max(left // (len(order) - number), _NAME_WIDTH // 2))
+            left -= rooms[place]
+        cells = [[[line for part in cell.split("\n") for line in wrapped(part, room).split("\n")]
+                  for cell, room in zip(row, rooms, strict=True)] for row in rows]  # fmt: skip
+        widths = [max(_width(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+        for texts, style in zip(cells, ["dim", *styles, *[""] * (len(rows) - 1 - len(styles))], strict=True):
+            for lines in zip_longest(*texts, fillvalue=""):
+                filled = [(line, " " * (width - _width(line))) for line, width in zip(lines, widths, strict=True)]
+                line = "  ".join(f"{blank}{text}" if is_right else f"{text}{blank}"
+                                 for (text, blank), is_right in zip(filled, at_right, strict=True))  # fmt: skip
+                self.print((line.rstrip(), style))
+
+
+def _width(text: str) -> int:
+    """How many columns a terminal needs for a text."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def size_text(count: int) -> str:
@@ -84,13 +100,13 @@ def size_text(count: int) -> str:
     return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
-def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console that follows the terminal; in a pipe lines are not broken."""
     from rich.console import Console
 
-    made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False)
+    made = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     if not made.is_terminal:
-        made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+        made = Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
     made.on_broken_pipe = _gone  # type: ignore[method-assign]
     return made
 
@@ -103,21 +119,11 @@ def _gone() -> NoReturn:
 def show(render: Callable[[Page], None]) -> None:
     """Render to standard output; in a pipe as plain text."""
     if (sys.stdout.isatty() or any(map(os.environ.get, ("FORCE_COLOR", "TTY_COMPATIBLE")))) and (out := console()).is_terminal:
-        render(out)
+        render(Page(out))
         return
-    page = Plain()
+    page = Page()
     render(page)
     sys.stdout.write(page.text)
-
-
-def print_parts(out: Page, *parts: tuple[str, str]) -> None:
-    """A line of texts, each with its style."""
-    if isinstance(out, Plain):
-        out.print("".join(text for text, _ in parts), soft_wrap=True)
-        return
-    from rich.text import Text
-
-    out.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,14 +142,11 @@ def path_text(where: Iterable[str | int]) -> str:
 
 def print_error(error: CkptError) -> None:
     """What, why and what to do, on standard error."""
-    from rich.text import Text
-
-    out = console(stderr=True)
-    out.print(Text("Error: ", style="bold red") + Text(printable(as_options(error.what))), soft_wrap=True)
-    parts = [(as_options(error.why), ""), (as_options(error.fix), "green")]
-    for part, style in parts:
-        if part:
-            out.print(Text(printable(part), style=style), soft_wrap=True)
+    out = Page(console(stderr=True))
+    out.print(("Error: ", "bold red"), printable(as_options(error.what)))
+    for text, style in ((as_options(error.why), ""), (as_options(error.fix), "green")):
+        if text:
+            out.print((printable(text), style))
 
 
 def can_print(text: str, out: Page) -> bool:
@@ -177,12 +180,11 @@ def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> No
     """What was found, what was expected, what mends it; with the code that --ignore takes."""
     where = f" in {path_text(finding.where)}" if finding.where else ""
     code = f" [{finding.code}]" if with_code else ""
-    head = f"{finding.severity}{code}{where}: "
-    print_parts(out, (head, _SEVERITY[finding.severity]), (printable(found_in(finding)), "default"))
+    out.print((f"{finding.severity}{code}{where}: ", _SEVERITY[finding.severity]), printable(found_in(finding)))
     if finding.expected:
-        print_parts(out, (f"  expected: {printable(as_options(finding.expected))}", "dim"))
+        out.print((f"  expected: {printable(as_options(finding.expected))}", "dim"))
     if finding.fix:
-        print_parts(out, (f"  {printable(as_options(finding.fix))}", "green"))
+        out.print((f"  {printable(as_options(finding.fix))}", "green"))
 
 
 def state_dict_text(row: Mapping[str, Any]) -> str:
@@ -215,51 +217,18 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
 
 def print_rows(rows: Sequence[Row], out: Page) -> None:
     """Two columns, a dim label and what there is to say."""
-    rows = [(label, "\n".join(map(printable, text.split("\n")))) for label, text in rows]
-    if isinstance(out, Plain):
-        width = max((len(label) for label, _ in rows), default=0)
-        for label, text in rows:
-            out.print(f"{label:{width}}  {text}".replace("\n", "\n" + " " * (width + 2)), soft_wrap=True)
-        return
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    out.print(grid)
+    width = max((len(label) for label, _ in rows), default=0) + 2
+    for label, text in rows:
+        lines = "\n".join(map(printable, text.split("\n")))
+        if out.console is not None:
+            room = max(out.width - width, 1)
+            lines = "\n".join(fill(line, room, break_long_words=False, break_on_hyphens=False) for line in lines.split("\n"))
+        out.print((f"{label:{width}}", "dim"), lines.replace("\n", "\n" + " " * width))
 
 
 def print_title(title: str, out: Page) -> None:
     """The first line of a page."""
-    print_parts(out, (printable(title), "bold"))
-
-
-def laid_out(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str | None:
-    """Cells in columns with two blanks between, some set to the right; None where rich must see to it."""
-    cells = [[cell.split("\n") for cell in row] for row in rows]
-    columns = [[line for cell in column for line in cell] for column in zip(*cells, strict=True)]
-    widths = [max(map(len, lines)) for lines in columns]
-    if sum(widths) + 2 * len(widths) > PIPE_WIDTH or not all(map(str.isascii, map("".join, columns))):
-        return None
-    made = []
-    for row in cells:
-        for index in range(max(map(len, row))):
-            texts = [cell[index] if index < len(cell) else "" for cell in row]
-            line = [
-                text.rjust(width) if place in right else text.ljust(width)
-                for place, (text, width) in enumerate(zip(texts, widths, strict=True))
-            ]
-            made.append("  ".join(line).rstrip())
-    return "\n".join(made)
-
-
-def plain_table() -> Table:
-    """A table without lines around its cells."""
-    from rich.table import Table
-
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    out.print((printable(title), "bold"))
 
 
 def wrapped(text: str, width: int) -> str:
@@ -278,38 +247,20 @@ def wrapped(text: str, width: int) -> str:
 _NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
 
 
-def name_table(
-    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Page, *, right: Collection[str] = (),
-    whole: Collection[str] = (), optional: Sequence[str] = (), styles: Sequence[str] = (),
-) -> Table | str:  # fmt: skip
+def print_names(
+    heading: str, names: Sequence[str], columns: Mapping[str, Sequence[str]], out: Page, *, right: Collection[str] = (),
+    optional: Sequence[str] = (), styles: Sequence[str] = (),
+) -> None:  # fmt: skip
     """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest."""
     columns = dict(columns)
     for name in optional:
-        if (
-            room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0))
-            and len(set(columns[name]) - {""}) <= 1
-        ):
+        wanted = min(_NAME_WIDTH, max(map(len, names), default=0))
+        if room_for_names(columns, out) < wanted and len({*columns[name], ""}) <= 2:
             del columns[name]
-    room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
-    rows = [
-        (wrapped(text, room), *(texts[index] if index < len(texts) else "" for texts in columns.values()))
-        for index, text in enumerate(names)
-    ]
-    if isinstance(out, Plain):
-        places = {place for place, name in enumerate(columns, 1) if name in right}
-        if (text := laid_out([(heading, *columns), *rows], places)) is not None:
-            return text
-    table = plain_table()
-    table.add_column(heading, overflow="fold")
-    for name in columns:
-        unbroken = name in right or name in whole
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=unbroken)
-    for index, row in enumerate(rows):
-        table.add_row(*row, style=styles[index] if index < len(styles) else None)
-    return table
+    out.table({heading: names, **columns}, right=right, styles=styles)
 
 
-def room_for_names(columns: dict[str, list[str]], out: Page) -> int:
+def room_for_names(columns: Mapping[str, Sequence[str]], out: Page) -> int:
     """What the columns leave of the width, each taking its longest line and two blanks."""
     taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
     return out.width - taken - 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import unicodedata
@@ -16,7 +15,7 @@ import ckpt_tools
 from ckpt_tools import CkptError
 from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.json import line
-from ckpt_tools.render.text import console
+from ckpt_tools.render.text import Page
 from tests.fuzz import arrays, frameworks, headers, oracle, others, pickles, raw, splices, tars, zips
 from tests.fuzz.guard import MEGABYTES, FindingError, ForbiddenError, Guard, TooSlowError
 
@@ -325,10 +324,8 @@ def _check_message(error: CkptError) -> None:
 
 def _check_document(document: str, found: ckpt_tools.Description) -> None:
     """The page for people holds nothing that steers a terminal."""
-    out = io.StringIO()
-    print_description(found, View(), console(out))
-    bad = {
-        character for character in out.getvalue() if unicodedata.category(character) in ("Cc", "Cf", "Cs") and character != "\n"
-    }
+    out = Page()
+    print_description(found, View(), out)
+    bad = {character for character in out.text if unicodedata.category(character) in ("Cc", "Cf", "Cs") and character != "\n"}
     if bad or not document.isascii() or not document.isprintable():
         raise FindingError(f"control characters reach the terminal: {sorted(map(hex, map(ord, bad)))}")
