@@ -25,8 +25,7 @@ from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
-from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
-from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record, check_pickle, record_content, record_head
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise

@@ -23,7 +23,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
-from ckpt_tools.formats.zip_inner import decode_inner
+from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine

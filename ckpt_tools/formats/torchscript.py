@@ -20,7 +20,7 @@ from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, Unsuppor
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Warned, program
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record, read_record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.torch_objects import Storages
 from ckpt_tools.text import some
@@ -83,7 +83,7 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
             continue
         budget.take(limits.MEMORY, record.size, "The program's code is longer than that of any model.")
-        text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
+        text = read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
         other_hand = DamagedFileError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
         if _OTHER_HAND.search(text):
