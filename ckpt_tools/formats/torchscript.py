@@ -1,12 +1,7 @@
 """torchscript: what `torch.jit.save` writes, a program with its parameters. The program is never run, nor kept by convert.
 
-    ROOT/data.pkl          the module as a pickle: `__torch__` classes whose state is a dict of attributes
-    ROOT/data/KEY          one record a storage
-    ROOT/code/**.py        the classes: their attributes, and which of them are parameters and buffers
-    ROOT/constants.pkl     constants of the code, their bytes under ROOT/constants/
-
-It becomes the record of an `nn.Module` (`_parameters`, `_buffers`, `_modules`), so that whatever reads a pickled module
-reads a program too. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp.
+`data.pkl` has the module, `code/` its classes, which say what is a parameter or a buffer. It becomes the record of an
+`nn.Module`. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp.
 """
 
 from __future__ import annotations
