@@ -16,7 +16,8 @@ from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerE
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
-_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16
+_BLOCK = 4 << 20
+_PIECE = 8192  # bytes, packed and inflated, that are lost where something is damaged, as with loaders
 _MAGIC = 6  # bytes of the longest one
 _COST_OF_RUN = 1 << 14  # in bytes that are inflated
 _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
@@ -34,7 +35,6 @@ class Kind:
 
 
 def new_xz() -> Any:
-    """What inflates xz and lzma, in memory that does not go by what the file asks for."""
     return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
 
 
@@ -102,9 +102,9 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spen
     """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first."""
     opened, at = make(), start
     while at < source.size:
-        data = source.read(at, min(_PACKED_BLOCK, source.size - at))
+        data = source.read(at, min(_PIECE, source.size - at))
         at += len(data)
-        while piece := (yield from _next_block(opened, data)):
+        while piece := bytes(opened.decompress(data, _PIECE)):
             spend(len(piece))
             yield piece
             if opened.eof:
@@ -119,22 +119,9 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spen
     return None
 
 
-def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
-    """The next block; where zlib finds an error, what comes before it is given first."""
-    before = opened.copy() if hasattr(opened, "copy") else None
-    try:
-        return bytes(opened.decompress(data, _BLOCK))
-    except zlib.error:
-        if before is not None:
-            with contextlib.suppress(zlib.error):
-                for at in range(len(data)):
-                    yield before.decompress(data[at : at + 1])
-        raise
-
-
 def _next_run(source: Source, at: int) -> int:
     """The first byte from `at` on that is not zero."""
-    while padding := source.read(at, min(_PACKED_BLOCK, source.size - at)):
+    while padding := source.read(at, min(_PIECE, source.size - at)):
         following = padding.lstrip(b"\0")
         at += len(padding) - len(following)
         if following:

@@ -1,29 +1,32 @@
-"""torch-export: what `torch.export.save` writes since 2.9 (`.pt2`), a graph with its weights. The graph is not read.
+"""torch-export: what `torch.export.save` writes since 2.9 (`.pt2`), a graph, which is not read, with its weights.
 
     ROOT/archive_format                           "pt2"
     ROOT/data/weights/MODEL_weights_config.json   name -> {"path_name", "is_param", "use_pickle", "tensor_meta"}
     ROOT/data/weights/weight_N                    the bytes of a storage, or a pickle ("use_pickle", refused)
-    ROOT/data/constants/, models/, sample_inputs/, extra/   belong to the graph
 
-One model is a state dict, several are one state dict each under their names. What earlier versions wrote (MODEL.pt instead of
-the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_package.py, torch/_export/serde/schema.py.
+One model is a state dict, several are one state dict each under their names. Loading one evaluates texts in it: `scan` looks at
+them. Source: torch/export/pt2_archive/_package.py, torch/_export/serde/schema.py, serialize.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Keys, program, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record, read_record, record_content
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.pickling import verdict
+from ckpt_tools.pickling.calls import Call
 from ckpt_tools.pickling.torch_objects import META, on_meta
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, check
+from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Storage, check
 
 _WEIGHTS, _CONFIG = "/data/weights/", "_weights_config.json"
 _STRIDED = 7  # of schema.Layout
@@ -76,8 +79,13 @@ class _Weights:
     def read(self, name: str) -> Dict:
         self.grads = {}
         checked = self.program.has_checksums
-        with torch_zip.json_of(self.program.source, self.records[name], check=checked, pairs=unique) as table:
+        try:
+            table = load_json(read_record(self.program.source, self.records[name], check=checked), pairs=unique)
             return Dict([(key, self._tensor(key, row)) for key, row in table["config"].items()])
+        except CkptError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise DamagedFileError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
     def _tensor(self, name: str, row: dict[str, Any]) -> Entry:
         record = self.records.get(self.start + str(row["path_name"]))
@@ -99,7 +107,7 @@ class _Weights:
         storage = self.storages.get(record.name)
         if storage is None:
             tag = device if index is None else f"{device}:{_exactly(int, index)}"
-            content = torch_zip.record_content(self.program.source, record)
+            content = record_content(self.program.source, record)
             storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, tag, content)
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
             raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
@@ -119,3 +127,61 @@ def _exactly(kind: type[_Kind], value: object) -> _Kind:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is {'neither true nor false' if kind is bool else 'not a whole number'}")
     return value
+
+
+# --- what loading one runs: texts that `_parse_sym_expr` gives to `sympy.sympify`, which evaluates them; machine code beside it
+
+# Of a record, in small letters: torch finds names without regard to case. A folder of the name of the file is around all.
+_FORMAT = re.compile(r"[^/]*/archive_format")
+_MODEL = re.compile(r"[^/]*/models/")
+_OLD_MODEL = "serialized_exported_program.json"
+_COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
+_SYMPIFY, _LOAD = Global("sympy", "sympify"), Global("torch._C._aoti", "AOTIModelPackageLoader")
+# What sympy prints of sizes, and nothing that a function of Python's own could be reached by.
+_TOKEN = re.compile(
+    r"\s+|\d+(?:\.\d*)?(?:e[+-]?\d+)?|'-?[\w.+-]*'|\"-?[\w.+-]*\"|(?P<word>[A-Za-z_]\w*)(?P<call>\s*\()?|[-+*/%(),=<>!&|~]",
+    re.ASCII,
+)
+_CALLED_AGAIN = re.compile(r"[)'\"]\s*\(")  # what a call has made
+_SYMBOL = re.compile(r"[A-Z]\w*|[a-z]{1,4}\d+", re.ASCII)
+_KNOWN = (
+    "positive negative nonnegative nonpositive nonzero zero integer real extended_real finite infinite commutative even odd "
+    "precision dps evaluate oo int_oo zoo nan pi and or not"
+)
+_CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh abs sign min max"
+_WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
+
+
+def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterator[tuple[str, Call]]:
+    """The records that are code for the machine; then texts of graphs that are not sizes as sympy prints them."""
+    for record in records:
+        if _COMPILED.search(record.name.lower()):
+            yield record.name, _call(_LOAD, record.name)
+    is_program = any(_FORMAT.fullmatch(record.name.lower()) for record in records)
+    for record in records:  # torch before 2.8 wrote zips of one model
+        if (is_program and _MODEL.match(record.name.lower())) or record.name.lower().endswith(_OLD_MODEL):
+            pairs: list[tuple[str, Any]] = []
+            load_json(read(record), pairs=pairs.extend)
+            for key, text in pairs:
+                if key == "expr_str" and type(text) is str and not _is_size(text):
+                    yield record.name, _call(_SYMPIFY, text)
+
+
+def _call(function: Global, given: str) -> Call:
+    return Call(verdict.call_text(function, (given,)), str(function), 0, "harmful")
+
+
+def _is_size(text: str) -> bool:
+    """Whether a text is an expression of sizes: numbers, symbols and functions of sympy's, and nothing that leads elsewhere."""
+    tokens = list(_TOKEN.finditer(text))
+    if sum(len(token[0]) for token in tokens) < len(text) or _CALLED_AGAIN.search(text):
+        return False
+    return all(_is_known(token["word"], token["call"] is not None) for token in tokens if token["word"])
+
+
+def _is_known(word: str, is_called: bool) -> bool:
+    if "__" in word:
+        return False
+    if is_called:
+        return word[0].isupper() or word in _FUNCTIONS
+    return word in _WORDS or _SYMBOL.fullmatch(word) is not None

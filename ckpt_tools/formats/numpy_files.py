@@ -1,21 +1,18 @@
-"""npy and npz: what `numpy.save`, `numpy.savez` and `numpy.savez_compressed` write. An array is a tensor.
+"""npy and npz: what `numpy.save`, `numpy.savez` and `numpy.savez_compressed` write. An array is a tensor, one of text a list.
 
-    npy    MUST   \\x93NUMPY, the version (1.0, 2.0, 3.0), the length of the header in 2 bytes (4 from 2.0 on)
-           MUST   the header, a Python literal {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
-           MUST   the elements; of an array of objects, a pickle of the array
-    npz    MUST   a zip of such files, stored or deflated, each called NAME.npy
-
-`numpy.save(file, {"name": array})` pickles an array of one object, the dict: then the dict is the tree, and the arrays in it
-are tensors too. Arrays of text are lists. Big-endian arrays are swapped on the way.
+An array of objects holds a pickle of the array; `numpy.save(file, {"name": array})` gives one of one object, and then the dict
+is the tree, with tensors in it. Big-endian arrays are swapped on the way.
 
 Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/lib/_npyio_impl.py.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import operator
 import re
+import warnings
 from math import prod
 from typing import NamedTuple
 
@@ -25,8 +22,7 @@ from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
-from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
-from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record, check_pickle, record_content, record_head
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
@@ -45,7 +41,7 @@ _FROMBUFFER = (Global("numpy.core.numeric", "_frombuffer"), Global("numpy._core.
 
 
 class Header(NamedTuple):
-    """What a header says: kind and size of an element ("f4"), byte order, Fortran order, shape; and its own length."""
+    """What a header says, with the kind and size of an element ("f4"), and its own length."""
 
     code: str
     big: bool
@@ -118,7 +114,7 @@ def parse_header(head: bytes, name: str = "") -> Header:
     shape, fortran = fields.get("shape"), fields.get("fortran_order")
     if fields.keys() != {"descr", "fortran_order", "shape"} or type(shape) is not tuple or type(fortran) is not bool:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
-    if min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS:
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape) or len(shape) > MAX_DIMENSIONS:
         raise DamagedFileError(f"{what} has a malformed header.", why="Its shape is impossible.")
     descr = str(fields["descr"])
     found = _DESCR.fullmatch(descr)
@@ -128,30 +124,18 @@ def parse_header(head: bytes, name: str = "") -> Header:
     return Header(code, found[1] == ">", fortran, shape, start + length)
 
 
-# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
-# Python 2 wrote sizes as 3L.
-_FIELD = re.compile(
-    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
-    re.DOTALL,
-)
-
-
 def _literal(text: bytes) -> dict[str, object]:
-    """The fields of a header; none when it is not one."""
-    inside = text.decode("latin-1").strip()
-    if inside[:1] != "{" or inside[-1:] != "}":
+    """The fields of a header, a literal of Python's: as NumPy reads it, and nothing in it is called. Empty when it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1").strip()))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return {}
-    inside, fields, at = inside[1:-1].rstrip(), dict[str, object](), 0
-    while at < len(inside):
-        found = _FIELD.match(inside, at)
-        if found is None or found[2] in fields:
-            return {}
-        at = found.end()
-        if found[6] is not None:
-            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
-        else:
-            fields[found[2]] = found[5] == "True" if found[5] else found[4] or found[7] or ""
-    return fields
+    return found if type(found) is dict else {}
+
+
+_LONG = re.compile(r"(?<=[\s(,])(\d+)L(?=[\s,)])")  # as Python 2 wrote sizes
 
 
 class Arrays:
@@ -241,7 +225,8 @@ class Arrays:
             return node
         if nbytes != len(data):
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
-        return self._entry(dtype, shape, blobs.content(data), fortran=fortran is True, big=big)
+        held = blobs.part_of(data)
+        return self._entry(dtype, shape, held.content(0, held.end), fortran=fortran is True, big=big)
 
     def decoded(self, container: str, root: Node, source: Source) -> Checkpoint:
         made = Checkpoint(container, root, source, list(self.globals), ["a file of NumPy's", *self.unusual])

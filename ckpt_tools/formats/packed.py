@@ -1,11 +1,8 @@
 """A checkpoint in a compressed file or in a tar, read as what it is; what it lies in is told.
 
-    model.tar.gz (SageMaker)    config.json, model.safetensors, code/inference.py
-    model.nemo (NeMo)           model_config.yaml, model_weights.ckpt; or a torch_dist folder model_weights/
-    run.tar                     run/pytorch_model.bin.index.json, run/pytorch_model-00001-of-00002.bin ...
+    model.tar.gz (SageMaker), model.nemo (NeMo), run.tar with a folder of shards
 
-Members of a tar that is not compressed are read where they lie; what is compressed is inflated once. Whatever the layers, they
-share the budget of the file.
+Members of a tar that is not compressed are read where they lie; what is compressed is inflated once. All share one budget.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
@@ -54,8 +51,7 @@ class Folder(Files):
         self.archive.check_unchanged()
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
+class Folders(NamedTuple):
     """How a folder inside is read, and whether one is a checkpoint, by its path, its names and what gives a file of it."""
 
     read: Callable[[Files], Checkpoint]
@@ -121,27 +117,23 @@ def _read(place: Source, folders: Folders) -> Checkpoint:
 def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folders) -> Checkpoint:
     members = _members(tar)
     order = sorted(members)
-    if wanted:
-        if wanted not in members and not any(name.startswith(f"{wanted}/") for name in members):
-            why = f"It holds {listed(order) or 'nothing'}."
-            raise NotACheckpointError(f"{tar.path} has no member {wanted!r}.", why=why)
-        names = [wanted]
-    else:
+    if not wanted:
         names = list(_candidates(tar, members, folders))
+    else:
+        names = [wanted] if wanted in members or any(name.startswith(f"{wanted}/") for name in members) else []
     if not names:
-        why = f"It holds {listed(order) or 'nothing'}."
-        raise NotACheckpointError(f"{tar.path} is a tar archive without a checkpoint in it.", why=why)
+        lacks = f"has no member {wanted!r}" if wanted else "is a tar archive without a checkpoint in it"
+        raise NotACheckpointError(f"{tar.path} {lacks}.", why=f"It holds {listed(order) or 'nothing'}.")
     places = {name: members[name] if name in members else Folder(tar, name, members, order) for name in names}
     read: dict[str, Checkpoint | None] = {}
-    if len(places) > 1:  # those count that have tensors, or cannot be read; all where that leaves none
-        for name, place in places.items():
-            decoded = None
-            if len(read) < 2:
-                with contextlib.suppress(CkptError):
-                    decoded = _read(place, folders)
-            if decoded is None or count_tensors(decoded.root):
-                read[name] = decoded
-        names = list(read or places)
+    for name, place in places.items() if len(places) > 1 else ():  # those count that have tensors, or cannot be read
+        decoded = None
+        if len(read) < 2:
+            with contextlib.suppress(CkptError):
+                decoded = _read(place, folders)
+        if decoded is None or count_tensors(decoded.root):
+            read[name] = decoded
+    names = list(read or places)
     if len(names) > 1:
         raise NotACheckpointError(
             f"{source.path} holds {len(names)} checkpoints: {listed(names)}.", why="Each is one of its own.",
@@ -182,16 +174,16 @@ _DEEPEST = 100  # folders in one another
 
 def _candidates(archive: Source, members: Mapping[str, Window], folders: Folders) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
-    held: dict[str, list[str]] = {}
-    for path in members:
+    held: dict[str, dict[str, Window]] = {}
+    for path, member in members.items():
         folder, _, name = path.rpartition("/")
-        held.setdefault(folder, []).append(name)
+        held.setdefault(folder, {})[name] = member
     taken: set[str] = set()  # folders that are one, and all below
     last = None
     for folder in sorted(held, key=lambda folder: f"{folder}/" if folder else ""):  # a folder is followed by all below it
         if last is not None and (not last or folder.startswith(f"{last}/")):
             taken.add(folder)
-        elif folders.is_whole(_inside(archive.path, folder), sorted(held[folder]), _members_of(members, folder)):
+        elif folders.is_whole(_inside(archive.path, folder), sorted(held[folder]), _getter(members, folder)):
             taken.add(folder)
             last = folder
             yield folder
@@ -200,5 +192,5 @@ def _candidates(archive: Source, members: Mapping[str, Window], folders: Folders
             yield path
 
 
-def _members_of(members: Mapping[str, Window], folder: str) -> Callable[[str], Source | None]:
+def _getter(members: Mapping[str, Window], folder: str) -> Callable[[str], Source | None]:
     return lambda name: members.get(f"{folder}/{name}" if folder else name)

@@ -18,12 +18,12 @@ from itertools import islice, pairwise
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
-from ckpt_tools.formats import program_harm, texts, zip_archives
+from ckpt_tools.formats import exported_program, texts, zip_archives
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.torch_tar import Headers
-from ckpt_tools.formats.torch_zip import record_content, record_head
+from ckpt_tools.formats.torch_zip import single_folder
 from ckpt_tools.formats.zip_directory import (
     LOCAL,
     NUMPY,
@@ -32,9 +32,10 @@ from ckpt_tools.formats.zip_directory import (
     Record,
     has_end,
     read_directory,
+    record_content,
+    record_head,
     signatures,
 )
-from ckpt_tools.formats.zip_inner import single_folder
 from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
@@ -228,7 +229,7 @@ class _Walk:
             return
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
         with self.guarded(where):  # what torch.export.load runs of the records of a program
-            calls = program_harm.calls(records, lambda record: self.opened(source, record).read(0, record.size))
+            calls = exported_program.calls(records, lambda record: self.opened(source, record).read(0, record.size))
             for path, call in islice(calls, _MOST_EVALUATED):
                 self.found.evaluated.append((_inside(where, path), call))
         for record in _to_be_examined(source, records):

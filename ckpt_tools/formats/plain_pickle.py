@@ -1,15 +1,7 @@
 """pickle: what `pickle.dump` wrote without torch's help. One pickle; tensors carry their storages inside as bytes.
 
-    pickle   MUST   protocol 2 to 5, or an older one that begins with a dict, a list or a global of Python, NumPy or torch
-                    tensors are calls of `_rebuild_tensor_v2` and the like on `torch.storage._load_from_bytes(bytes)`, whose
-                    bytes are a torch-legacy stream; NumPy arrays of numbers are tensors too; those that joblib puts
-                    between opcodes are read as NumPy pickles them
-    more     MAY    bytes behind it: not kept
-
-From protocol 3 on the bytes of a storage lie in the file as they are, and are copied from there; before, they are encoded as
-text. The pickle is read whole: its storages are inside it.
-
-Source: torch/storage.py (`__reduce__`, `_load_from_bytes`), CPython's Lib/pickle.py.
+Tensors are built on calls of `torch.storage._load_from_bytes(bytes)`, whose bytes are a torch-legacy stream; arrays of NumPy
+and of joblib are tensors too. Source: torch/storage.py, CPython's Lib/pickle.py.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
-from ckpt_tools.formats.zip_inner import decode_inner
+from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine

@@ -1,13 +1,7 @@
 """safetensors: an 8-byte little-endian length N, N bytes of JSON, then the tensors' bytes without holes.
 
-    header               MUST be UTF-8 JSON, an object that begins with "{", at most 100 MB, padded with spaces
-    NAME: {dtype, shape, data_offsets}   MUST cover the bytes from 0 to the end exactly, without overlap
-    __metadata__         MAY   a map of strings to strings
-
-Source: the safetensors README ("Format") and its `tensor.rs` (`Metadata::validate`).
-
-Two keys of our own in `__metadata__` carry what the format has no place for, as JSON: `ckpt_tools.aliases`, tied tensors
-(name -> the name that holds the bytes), and `ckpt_tools.state_dict_metadata`, the `_metadata` of the state dict.
+Source: the safetensors README ("Format") and its `tensor.rs` (`Metadata::validate`). Two keys of our own in `__metadata__`
+carry what the format has no place for, as JSON: tied tensors (name -> the name that holds the bytes), a `_metadata`.
 """
 
 from __future__ import annotations

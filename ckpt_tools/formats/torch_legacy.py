@@ -1,18 +1,12 @@
 """torch-legacy: what `torch.save` wrote before 1.6, and still does with `_use_new_zipfile_serialization=False`.
 
-    pickle   MUST   the magic number 0x1950a86a20f9469cfc6c
-    pickle   MUST   the protocol version, 1001
-    pickle   MUST   a dict `sys_info`; `little_endian` False MAY change the byte order of the counts below, not of elements
-    pickle   MUST   the object; tensors are persistent ids ("storage", class, key, location, elements, None); in the last place
-                    PyTorch up to 0.3 had views of storages, which are refused
-                    MAY ("module", class, source file, source) where a class of a pickled model comes first
-    pickle   MUST   the keys of the storages, each once, in the order of their bytes
-    storages MUST   for each key: the number of elements in 8 bytes, then the elements, little-endian, nothing between
+Pickles one behind another: the magic number 0x1950a86a20f9469cfc6c; the protocol version 1001; a dict `sys_info`; the object,
+whose tensors are persistent ids ("storage", class, key, location, elements, None) and whose classes may be ("module", class,
+source file, source); the keys of the storages in the order of their bytes. Then for each the number of elements in 8 bytes,
+and the elements, little-endian. A pickle may hold such a stream in a string of bytes: so a storage pickles itself.
 
-A pickle may hold such a stream in a string of bytes: so a storage pickles itself where `torch.save` is not there to help.
-
-Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp (`writeFileRaw`), torch/storage.py
-(`_load_from_bytes`).
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp (`writeFileRaw`)
+and torch/storage.py.
 """
 
 from __future__ import annotations
@@ -91,11 +85,6 @@ class Blobs:
         self.machine.globals.update(stream.machine.globals)
         self.machine.unusual.update(stream.machine.unusual)
         return stream.root
-
-    def content(self, data: bytes) -> Content:
-        """A string of bytes of the pickle as a content: a range of the file where it lies there as it is."""
-        part = self.part_of(data)
-        return part.content(0, part.end)
 
     def part_of(self, data: bytes) -> Part:
         """The bytes, and where they lie in the file if they lie there as they are."""

@@ -3,13 +3,9 @@
     sys_info   MAY    a pickled dict about the machine that wrote it
     storages   MUST   a pickled count; for each a pickled (key, location, class), its number of elements in 8 bytes, the
                       elements, little-endian; then MAY a pickled list of views (key, root key, offset, elements)
-    tensors    MUST for torch   a pickled count; for each a pickled (key, storage key, class), its number of dimensions
+    tensors    MAY    a pickled count; for each a pickled (key, storage key, class), its number of dimensions
                       in 4 bytes and 4 unused ones, sizes, strides and offset in 8 bytes each
-    pickle     MUST   the object; tensors and storages are persistent ids, their keys as text; classes come with their
-                      source code as (class, file, source)
-
-Files from elsewhere have no `tensors` and call `_rebuild_tensor_v2` with a tuple ("storage", class, key, location, elements).
-Members stand in any order, under these names; others are passed over with a warning.
+    pickle     MUST   the object; tensors and storages are persistent ids; classes come as (class, file, source)
 
 Source: torch/serialization.py (`legacy_load` in `_legacy_load`); POSIX.1-2001, pax, "ustar Interchange Format".
 """
@@ -132,7 +128,7 @@ class _Objects:
         return self.storages[_key(named)]
 
     def makers(self) -> dict[Global, Maker]:
-        """The usual makers; tensors may be built on a tuple that names the storage."""
+        """The usual makers; files from elsewhere, which have no `tensors`, build them on a tuple that names the storage."""
         return {**MAKERS, **{name: self._on_tuple(MAKERS[name]) for name in _REBUILDS}}
 
     def _on_tuple(self, maker: Maker) -> Maker:
@@ -242,26 +238,19 @@ class OddHeaderError(Exception):
 class Headers(Reader):
     """What tarfile reads of a tar: headers, and what headers say. All of it is counted."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, longest: int | None = None) -> None:
         super().__init__(source)
-        self.budget = limits.budget(source.size)
+        self.budget, self.longest = limits.budget(source.size), longest
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size == 1:  # whether the member before is whole
             self.at += 1
             return b"\0"[: self.source.size - self.at + 1]
-        data = super().read(size)
-        self.budget.take(
-            limits.NODES, len(data) // _BYTES_PER_NODE, "The tar has more headers than a file of its size can hold."
-        )
-        return data
-
-
-class _ShortHeaders(Headers):
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= _LONGEST:
+        if self.longest is not None and (size is None or not 0 <= size <= self.longest):
             raise OddHeaderError(f"a header of {size} bytes")
-        return super().read(size)
+        data, what = super().read(size), "The tar has more headers than a file of its size can hold."
+        self.budget.take(limits.NODES, len(data) // _BYTES_PER_NODE, what)
+        return data
 
 
 def is_file(info: tarfile.TarInfo) -> bool:
@@ -273,7 +262,7 @@ def entries(source: Source, most: int) -> Iterator[tarfile.TarInfo]:
     """Each member, in file order, up to the first empty block."""
     try:
         archive = tarfile.open(  # noqa: SIM115  the source stays open
-            fileobj=_ShortHeaders(source), mode="r:", encoding="utf-8", errors="surrogateescape"
+            fileobj=Headers(source, _LONGEST), mode="r:", encoding="utf-8", errors="surrogateescape"
         )
         for count, info in enumerate(archive):
             if count == most:

@@ -1,10 +1,9 @@
-"""torch-zip: what `torch.save` has written since 1.6. A zip of stored records under one root folder.
+"""torch-zip: what `torch.save` has written since 1.6. A zip of stored records under one root folder, or one in another file.
 
     ROOT/data.pkl           MUST   the pickle; tensors are persistent ids ("storage", class, key, location, size)
     ROOT/data/KEY           MUST   one record a storage, its bytes aligned to 64 by an `FB` extra field
     ROOT/byteorder          MAY    "little" or "big" (absent before 2.1: little)
     ROOT/version            MUST for torch   "3"
-    ROOT/.format_version, .storage_alignment, .data/serialization_id   MAY   not kept: they describe the file, not the model
 
 Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_container.cc, miniz.
 """
@@ -12,24 +11,32 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from ckpt_tools import limits
-from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, TensorError
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
-from ckpt_tools.io.content import Content, Deflated, crc32, read
+from ckpt_tools.formats.zip_directory import (
+    SIGNATURE_LOCAL,
+    Directory,
+    Record,
+    RecordRange,
+    read_directory,
+    read_record,
+    record_content,
+    record_head,
+)
+from ckpt_tools.io.content import Content, Deflated
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.text import some
 from ckpt_tools.tree.findings import mending
 
-_RECORD = b"PK\x03\x04"
+_OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 
 def decode(
@@ -39,7 +46,6 @@ def decode(
     records = by_name(directory, member)
     odd, unreadable = _small_records(source, records, folder)
     refuse_more_archives(source, directory)
-    warnings = [*trailing(directory.trailing, "the archive"), *odd]
     has_checksums = any(record.crc for record in directory.records)
     byteorder, order = "little", records.get(f"{folder}/byteorder")
     if order is not None:
@@ -47,9 +53,7 @@ def decode(
         if byteorder not in ("little", "big") or order.size > 16:
             raise DamagedFileError(f"The record 'byteorder' says {byteorder!r}; it must be 'little' or 'big'.")
     storages = storages_of(partial(_locate, source, records, f"{folder}/data"))
-    pickle = records[f"{folder}/data.pkl"]
-    check_pickle(source, pickle.size, deflated=pickle.deflated)
-    stream = read_record(source, pickle, check=has_checksums)
+    stream = read_record(source, records[f"{folder}/data.pkl"], check=has_checksums)
     if b"_load_from_bytes" in stream:  # pickled storages in strings of bytes, which few files have
         from ckpt_tools.formats.torch_legacy import Blobs
 
@@ -63,7 +67,8 @@ def decode(
 
         root = modernise(root, machine.globals)
     storages.check_found()
-    warnings += [*validate_tree(root), *trailing(len(stream) - machine.position, "the pickle", "trailing-pickle-bytes")]
+    warnings = [*trailing(directory.trailing, "the archive"), *odd, *validate_tree(root)]
+    warnings += trailing(len(stream) - machine.position, "the pickle", "trailing-pickle-bytes")
     data = f"{folder}/data/"
     return Checkpoint(
         "torch-zip", root, source, list(machine.globals), [*machine.unusual, *unreadable], warnings=warnings,
@@ -71,18 +76,6 @@ def decode(
         byteorder=byteorder, has_checksums=has_checksums, root_folder=folder, records=directory.records,
         dead_bytes=partial(_dead_bytes, directory, records, storages, data),
     )  # fmt: skip
-
-
-_OLD_CLASSES = ("Tensor", "Parameter", "Variable")
-
-
-def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
-    """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
-    contents = [storage.content for _, storage in storages.by_key.values()]
-    used = {content.offset for content in contents if type(content) is RecordRange or type(content) is Deflated}
-    unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
-    head = directory.records[0].header if directory.records else 0
-    return head + sum([row.dead for row in directory.records]) + sum(unused)
 
 
 def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
@@ -101,66 +94,26 @@ def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str
     return record_content(source, record)
 
 
-def record_content(source: Source, record: Record) -> Content:
-    if record.deflated:
-        return Deflated(source, record.data, record.compressed, record.size, record.crc)
-    return RecordRange(source, record.data, record.size, record)
-
-
-def record_head(source: Source, record: Record, length: int) -> bytes:
-    packed = source.read(record.data, min(record.compressed, length))
-    if not record.deflated:
-        return packed
-    try:
-        return zlib.decompressobj(-15).decompress(packed, length)
-    except zlib.error as error:
-        raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
-
-
-def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
-    if deflated and size > limits.budget(source.size).room(limits.MEMORY):
-        raise limits.MEMORY.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
-
-
-@contextmanager
-def json_of(source: Source, record: Record, *, check: bool, pairs: Callable[[Pairs], Any] | None = None) -> Iterator[Any]:
-    """The JSON in a record; what a reader stumbles over inside the block says that it is malformed."""
-    from ckpt_tools.io.parsers import load_json  # few records are JSON
-
-    if record.size > limits.budget(source.size).room(limits.MEMORY):  # it is counted once it is read
-        raise limits.MEMORY.error(f"{record.name} claims {record.size} bytes.", record.size)
-    try:
-        yield load_json(read_record(source, record, check=check), pairs=pairs)
-    except CkptError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedFileError(f"{record.name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
-
-
-Pairs = list[tuple[str, Any]]
-
-
-def read_record(source: Source, record: Record, *, check: bool) -> bytes:
-    data = read(record_content(source, record))
-    if check and crc32(data) != record.crc:
-        raise ChecksumError(
-            f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
-            fix=f"Get the file again, or save what is whole: {mending('repair', str(source.path))}",
-        )
-    return data
+def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
+    """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
+    contents = [storage.content for _, storage in storages.by_key.values()]
+    used = {content.offset for content in contents if type(content) is RecordRange or type(content) is Deflated}
+    unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
+    head = directory.records[0].header if directory.records else 0
+    return head + sum([row.dead for row in directory.records]) + sum(unused)
 
 
 def refuse_more_archives(source: Source, directory: Directory) -> None:
     """Refuse a file in which another archive begins behind the one that has its end, and goes on to the file's end."""
     left = directory.trailing
-    if left and _RECORD.startswith(source.read(source.size - left, min(left, len(_RECORD)))):
+    if left and SIGNATURE_LOCAL.startswith(source.read(source.size - left, min(left, len(SIGNATURE_LOCAL)))):
         raise DamagedFileError(
-            "Another archive begins behind the first, and is cut off.", why=f"It is {left} bytes: {_PART}.",
+            "Another archive begins behind the first, and is cut off.",
+            why=f"It is {left} bytes: the file is a part of a distributed checkpoint, whose folder has a .metadata.",
             fix="Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth"),
-        )  # fmt: skip
+        )
 
 
-_PART = "the file is a part of a distributed checkpoint, whose folder has a .metadata"
 # Of records that say one word: what torch writes, and what it reads, a pattern.
 _WORDS = {
     ".format_version": (("1",), ""), ".storage_alignment": (("64",), r"\d{1,9}$"),
@@ -190,3 +143,70 @@ def _small_records(source: Source, records: Mapping[str, Record], folder: str) -
     except UnicodeDecodeError:
         refused.append(".data/serialization_id is not text")
     return odd, refused
+
+
+# --- what the names in a zip say it is
+
+_PICKLE, _CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by
+_OTHERS = ("model.json", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment")
+_LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
+_LONGEST = 511  # bytes of a name that torch reads where it lists the records, and cuts the rest
+
+
+def is_npz(names: Collection[str]) -> bool:
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def is_torchscript(names: Collection[str], folder: str) -> bool:
+    return f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names
+
+
+def single_folder(records: Sequence[Record]) -> str | None:
+    root = records[0].name.partition("/")[0] if records else ""
+    folder = f"{root}/"
+    return root if records and all(record.name.startswith(folder) for record in records) else None
+
+
+def refuse_two_readings(records: Sequence[Record]) -> None:
+    """Refuse names in which two of torch's loaders, or torch and another program, would find different files."""
+    data = f"{records[0].name.partition('/')[0]}/data/" if records else ""  # storages, which nobody looks up so
+    below = {record.name.partition("/")[2] for record in records if not record.name.startswith(data)}
+    if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
+        return
+    if single_folder(records) is None:
+        roots = list(dict.fromkeys(record.name.partition("/")[0] for record in records))
+        raise DamagedFileError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
+    if any(len(record.name.encode()) > _LONGEST for record in records):
+        raise DamagedFileError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")
+    odd = [name for name in below if name not in _LOOKED_UP and name.lower() in _LOOKED_UP]
+    if odd:
+        raise DamagedFileError(
+            f"The zip record {odd[0]!r} is not written as torch writes it; torch takes it for {odd[0].lower()!r}."
+        )
+    if _PICKLE in below and _CONSTANTS not in below and "model.json" in below:
+        raise DamagedFileError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
+    if _EXPORTED in below and below & {_PICKLE, _CONSTANTS}:
+        raise DamagedFileError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)
+
+
+def decode_inner(source: Source, start: int, size: int, name: str) -> Checkpoint:
+    """A zip inside a file, as a checkpoint of its own; its records are placed where they are in the source."""
+    window = Window(source, start, size)
+    inner = read_directory(window)
+    refuse_two_readings(inner.records)
+    names, folder = {row.name for row in inner.records}, single_folder(inner.records) or ""
+    if is_npz(names):
+        from ckpt_tools.formats import numpy_files
+
+        return numpy_files.decode_npz(window, inner)
+    if f"{folder}/data.pkl" not in names or is_torchscript(names, folder):
+        raise UnsupportedContainerError(
+            f"{name!r} is a zip, but not one that torch.save wrote.",
+            fix="Unpack the archive and convert its members one by one.",
+        )
+    member = f"{name}!"
+    placed = [
+        replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
+                following=row.following + start) for row in inner.records
+    ]  # fmt: skip
+    return decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)

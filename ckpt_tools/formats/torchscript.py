@@ -1,12 +1,7 @@
 """torchscript: what `torch.jit.save` writes, a program with its parameters. The program is never run, nor kept by convert.
 
-    ROOT/data.pkl          the module as a pickle: `__torch__` classes whose state is a dict of attributes
-    ROOT/data/KEY          one record a storage
-    ROOT/code/**.py        the classes: their attributes, and which of them are parameters and buffers
-    ROOT/constants.pkl     constants of the code, their bytes under ROOT/constants/
-
-It becomes the record of an `nn.Module` (`_parameters`, `_buffers`, `_modules`), so that whatever reads a pickled module
-reads a program too. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp.
+`data.pkl` has the module, `code/` its classes, which say what is a parameter or a buffer. It becomes the record of an
+`nn.Module`. Source: torch/csrc/jit/serialization/pickler.cpp, import_source.cpp.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, Unsuppor
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Warned, program
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.formats.zip_directory import Directory, Record, read_record
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.torch_objects import Storages
 from ckpt_tools.text import some
@@ -83,7 +78,7 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
             continue
         budget.take(limits.MEMORY, record.size, "The program's code is longer than that of any model.")
-        text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
+        text = read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
         other_hand = DamagedFileError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
         if _OTHER_HAND.search(text):

@@ -1,7 +1,6 @@
 """What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files.
 
-Several torch-zips one after another in one file are what one rank of `torch.distributed.checkpoint` writes (`__0_0.distcp`):
-only the `.metadata` beside it says which tensor is which; alone it is shown as the list of what its archives hold.
+Several torch-zips one after another in one file are one rank's part of a distributed checkpoint, shown as a list.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from ckpt_tools.formats.zip_directory import (
     END64,
     LOCAL,
     LOCATOR64,
+    SIGNATURE_CENTRAL,
     SIGNATURE_LOCAL,
-    Directory,
     LocalHeader,
     MissingDirectoryError,
     read_directory,
 )
-from ckpt_tools.formats.zip_inner import is_npz, is_torchscript, refuse_two_readings, single_folder
 from ckpt_tools.io.content import Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
@@ -31,7 +29,7 @@ from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
-from ckpt_tools.tree.nodes import Entry, Global, List, as_dict
+from ckpt_tools.tree.nodes import Entry, Global, List
 from ckpt_tools.tree.visit import walk
 
 _COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
@@ -43,33 +41,23 @@ def decode(source: Source) -> Checkpoint:
         directory = read_directory(source)
     except MissingDirectoryError:
         raise describe_cut(source) from None
+    records = directory.records
     what = f"{source.path} holds more records than a file of its size may have."
-    limits.budget(source.size).take(limits.NODES, _COST * len(directory.records), what)
-    refuse_two_readings(directory.records)
-    names = {record.name for record in directory.records}
-    folder = single_folder(directory.records)
+    limits.budget(source.size).take(limits.NODES, _COST * len(records), what)
+    torch_zip.refuse_two_readings(records)
+    names, folder = {record.name for record in records}, torch_zip.single_folder(records)
     if f"{folder}/data.pkl" in names and f"{folder}/constants.pkl" not in names:
         return torch_zip.decode(source, directory, folder or "")
-    return _decode_rarer(source, directory, folder, names)
+    from ckpt_tools.formats import exported_program, numpy_files, torchscript, zip_bundle  # few files are anything else
 
-
-def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Checkpoint:
-    """Anything but what torch.save wrote; read by modules that are imported only then."""
-    from ckpt_tools.formats import exported_program, numpy_files, torchscript, zip_bundle
-
-    if is_npz(names):
+    if torch_zip.is_npz(names):
         return numpy_files.decode_npz(source, directory)
-    if folder is not None and is_torchscript(names, folder):
+    if folder is not None and torch_zip.is_torchscript(names, folder):
         return torchscript.decode(source, directory, folder)
     if folder is not None and exported_program.sniff(names, folder):
         return exported_program.decode(source, directory, folder)
     if zip_bundle.sniff(source, directory):
-        if zip_bundle.is_npz(source, directory):
-            return numpy_files.decode_npz(source, directory)
-        decoded = zip_bundle.decode(source, directory)
-        if len(members := as_dict(decoded.root).items) == len(directory.records) == 1:  # around one file: that itself
-            decoded.root = members[0][1]
-        return decoded
+        return zip_bundle.decode(source, directory)
     raise UnsupportedContainerError(
         "This is a zip file, but not one that torch.save wrote.", why=f"It holds {some(sorted(names)) or 'nothing'}."
     )
@@ -79,8 +67,7 @@ def _one_or_several(source: Source) -> Checkpoint:
     try:
         return decode(source)
     except DamagedFileError:
-        spans = split(source)
-        if not spans:
+        if not (spans := split(source)):
             raise
         return _decode_several(source, spans)
 
@@ -108,23 +95,21 @@ def split(source: Source) -> list[tuple[int, int]]:
 
 def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Checkpoint:
     first = "; torch.load gives the first of them alone" if _torch_reads_the_first(source, spans[0][1]) else ""
-    decoded, keys = Checkpoint("dcp-part", List(), source, has_checksums=True), Keys()
-    roots, byteorders = [], set()
+    found = f"{len(spans)} archives one after another: one rank's part of a distributed checkpoint, without names{first}"
+    decoded, keys, roots = Checkpoint("dcp-part", List(), source, has_checksums=True), Keys(), List()
     names, uses = dict[Global, None](), dict[str, None]()
     for start, size in spans:
         limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
         part = decode(Window(source, start, size))
-        roots.append(keys.renew(part.root))
-        byteorders.add(part.byteorder)
+        if roots.items and part.byteorder != decoded.byteorder:
+            raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
         names |= dict.fromkeys(part.globals)
         uses |= dict.fromkeys(part.unusual)
+        roots.items.append(keys.renew(part.root))
+        decoded.byteorder = part.byteorder
         decoded.storage_bytes += part.storage_bytes
         decoded.has_checksums &= part.has_checksums
-    if len(byteorders) > 1:
-        raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
-    found = f"{len(spans)} archives one after another: one rank's part of a distributed checkpoint, without names{first}"
-    decoded.root, decoded.byteorder = List(roots), byteorders.pop()
-    decoded.globals, decoded.unusual = [*names], [*uses]
+    decoded.root, decoded.globals, decoded.unusual = roots, [*names], [*uses]
     decoded.warnings = [Warned("several-archives", found, "the folder that it is from, with its .metadata")]
     return decoded
 
@@ -135,12 +120,11 @@ def _torch_reads_the_first(source: Source, first: int) -> bool:
     *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
     wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)
     start = wide[-1] if wide[0] == b"PK\x06\x06" else plain
-    if start + 4 > source.size or source.read(start, 4) != b"PK\x01\x02":
+    if start + 4 > source.size or source.read(start, 4) != SIGNATURE_CENTRAL:
         return False
     if at != first - _ENDS:
-        raise DamagedFileError(
-            f"{source.path} is several archives one after another, and torch.load would find another one in it.", why=TWO_FILES
-        )
+        what = f"{source.path} is several archives one after another, and torch.load would find another one in it."
+        raise DamagedFileError(what, why=TWO_FILES)
     return True
 
 
@@ -151,8 +135,7 @@ _SMALL = 4096  # bytes between what is known of a record and the header of the n
 
 def describe_cut(source: Source) -> DamagedFileError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
-    what = "The zip directory at the end of the file is missing"
-    ends = f"The file ends after {source.size} bytes"
+    what, ends = "The zip directory at the end of the file is missing", f"The file ends after {source.size} bytes"
     try:
         whole, count, last = _count(source)
     except CkptError as error:
@@ -164,10 +147,10 @@ def describe_cut(source: Source) -> DamagedFileError:
 
 def _count(source: Source) -> tuple[int, int, str]:
     """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
-    sizes: dict[str, int] = {}
     from ckpt_tools.pickling.stream import Part, Pickles  # few files need it
 
     entries: list[str] | None = None
+    sizes: dict[str, int] = {}
     storages = Storages(lambda _key, _nbytes: Literal(b""))
     whole: set[str] = set()
     at, name, end = 0, "", 0
@@ -178,13 +161,13 @@ def _count(source: Source) -> tuple[int, int, str]:
         if entries is None:
             if data > source.size or not name.endswith("/data.pkl"):
                 break
-            folder = name.removesuffix(".pkl")
             pickles = Pickles(Part(source, data, source.size))
             try:
                 root = pickles.load(lambda stream, offset: Machine(stream, MAKERS, storages.storage, offset))[1]
             except PickleError:
                 break
             validate(root)
+            folder = name.removesuffix(".pkl")
             entries = [f"{folder}/{node.storage.key}" for _, node in walk(root, plain=False) if type(node) is Entry]
             sizes = {f"{folder}/{key}": storage.nbytes for key, (_, storage) in storages.by_key.items()}
             sizes[name] = pickles.position - data

@@ -1,17 +1,12 @@
 """zip-bundle: a zip whose members are checkpoints, as stable-baselines3 saves an agent, or as people pack a folder.
 
-    policy.pth, policy.optimizer.pth, model.safetensors   what starts as a checkpoint: subtrees under their member names
-    data, config.json                                     JSON: plain values (pickles in it stay text)
-    system_info.txt, _stable_baselines3_version           text
-
-Anything else is kept as bytes, up to a limit. A stored member is read where it lies; a deflated one that is a checkpoint is
-inflated into a temporary file without a name first. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
+What starts as a checkpoint becomes a subtree under its member's name, JSON plain values, text text; anything else is kept as
+bytes, up to a limit. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tools import limits
@@ -21,19 +16,16 @@ from ckpt_tools.formats.base import Keys, Warned, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.single import refuse_polyglot
-from ckpt_tools.formats.torch_zip import record_content, record_head, refuse_more_archives
-from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange
-from ckpt_tools.formats.zip_inner import decode_inner
+from ckpt_tools.formats.torch_zip import decode_inner, refuse_more_archives
+from ckpt_tools.formats.zip_directory import SIGNATURE_LOCAL, Directory, Record, RecordRange, record_content, record_head
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.tree.nodes import Dict, List, Node, as_dict
+from ckpt_tools.tree.nodes import Dict, List, Node
 
-_ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is
-_MAX_MEMBERS = 1000
-_MAX_JSON_DEPTH = 100
+_MAX_MEMBERS, _MAX_JSON_DEPTH = 1000, 100
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 
 
@@ -44,12 +36,7 @@ def sniff(source: Source, directory: Directory) -> bool:
         return False
     source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
     heads = (record_head(source, record, _HEAD) for record in records)
-    return any(head.startswith(_ZIP) or _kind(head) is not None for head in heads)
-
-
-def is_npz(source: Source, directory: Directory) -> bool:
-    """Whether every member is an array of NumPy's by its first bytes; `numpy.load` takes one without `.npy` in its name too."""
-    return all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in directory.records)
+    return any(head.startswith(SIGNATURE_LOCAL) or _kind(head) is not None for head in heads)
 
 
 def _kind(head: bytes) -> Decode | None:
@@ -58,12 +45,14 @@ def _kind(head: bytes) -> Decode | None:
 
 def decode(source: Source, directory: Directory) -> Checkpoint:
     """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole."""
-    unusual = ["an archive around checkpoints"]
-    decoded = Checkpoint("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
+    if all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in directory.records):  # whatever they are called
+        return numpy_files.decode_npz(source, directory)
     refuse_more_archives(source, directory)
+    items: list[tuple[Node, Node]] = []
+    unusual = ["an archive around checkpoints"]
+    decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=directory.records)
     decoded.warnings += trailing(directory.trailing, "the archive")
-    inflated, keys, byteorders = Inflated(source), Keys(), set[str]()
-    items = as_dict(decoded.root).items
+    inflated, keys, byteorders = _Inflated(source), Keys(), set[str]()
     for record in directory.records:
         part = _member(source, record, inflated, decoded.warnings)
         if part is None:
@@ -80,33 +69,35 @@ def decode(source: Source, directory: Directory) -> Checkpoint:
     if len(byteorders) > 1:
         what = "The members of the archive are of both byte orders."
         raise DamagedFileError(what, fix="Unpack it and convert them one by one.")
+    if len(items) == len(directory.records) == 1:  # around one file: that itself
+        decoded.root = items[0][1]
     return decoded
 
 
-def _member(source: Source, record: Record, inflated: Inflated, warnings: list[Warned]) -> Checkpoint | None:
+def _member(source: Source, record: Record, inflated: _Inflated, warnings: list[Warned]) -> Checkpoint | None:
     """The checkpoint that a member is; None where it is none, or looks like a pickle and is not one that can be read."""
     head = record_head(source, record, _HEAD)
     kind = _kind(head)
-    if head.startswith(_ZIP):
-        with _named(record):
-            return decode_inner(*inflated.place(record), record.size, record.name)
-    if kind is None and not plain_pickle.sniff(head):
+    if not (head.startswith(SIGNATURE_LOCAL) or kind is not None or plain_pickle.sniff(head)):
         return None
-    # a stored one is checked by its CRC-32 when bytes leave, a deflated one was when inflated
-    stored = None if record.deflated else RecordRange(source, record.data, record.size, record)
-    window = Window(*inflated.place(record), record.size, stored)
-    if kind is not None:
-        with _named(record):
-            refuse_polyglot(window, head)
-            return kind(window)
     try:
-        return plain_pickle.decode(window)
-    except LimitError:
-        raise
+        place, start = inflated.place(record)
+        if head.startswith(SIGNATURE_LOCAL):
+            return decode_inner(place, start, record.size, record.name)
+        # a stored one is checked by its CRC-32 when bytes leave, a deflated one was when inflated
+        stored = None if record.deflated else RecordRange(source, record.data, record.size, record)
+        window = Window(place, start, record.size, stored)
+        if kind is None:
+            return plain_pickle.decode(window)
+        refuse_polyglot(window, head)
+        return kind(window)
     except CkptError as error:
-        why = error.what.removesuffix(".")
-        warnings.append(Warned("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}"))
-        return None
+        if kind is None and not head.startswith(SIGNATURE_LOCAL) and not isinstance(error, LimitError):
+            why = error.what.removesuffix(".")
+            warnings.append(Warned("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}"))
+            return None
+        error.what = f"The member {record.name!r}: {error.what}"
+        raise
 
 
 def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple[Node, Node]]:
@@ -118,15 +109,13 @@ def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple
         return []
     budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
     data = read(record_content(source, record))
-    try:
-        text = data.decode()
-        value: Node = text
+    value: Node = data
+    with contextlib.suppress(UnicodeDecodeError):
+        value = text = data.decode()
         if text.lstrip()[:1] in _JSON_STARTS:
             with contextlib.suppress(ValueError, LimitError):
                 value = _node(load_json(text), 0)
-        return [(record.name, value)]
-    except UnicodeDecodeError:
-        return [(record.name, data)]
+    return [(record.name, value)]
 
 
 def _node(value: Any, depth: int) -> Node:
@@ -137,16 +126,7 @@ def _node(value: Any, depth: int) -> Node:
     return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
 
 
-@contextlib.contextmanager
-def _named(record: Record) -> Iterator[None]:
-    try:
-        yield
-    except CkptError as error:
-        error.what = f"The member {record.name!r}: {error.what}"
-        raise
-
-
-class Inflated:
+class _Inflated:
     """Deflated members of an archive, inflated one behind the other into a temporary file that has no name."""
 
     def __init__(self, archive: Source) -> None:

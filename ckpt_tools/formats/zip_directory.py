@@ -1,14 +1,12 @@
-"""Our own reading of a zip's central directory: as torch (miniz) reads it, and refusing what two readers could read apart.
+"""A zip's central directory, read as torch (miniz) reads it, and its records; what two readers could read apart is refused.
 
-Python's zipfile is not an alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
-
-Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory),
-4.3.14 and 4.3.15 (zip64 end), 4.3.16 (end).
+Python's zipfile is no way: the last duplicate wins there, CRC 0 is refused. Source: PKWARE's APPNOTE 6.3.10, section 4.3.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from itertools import islice
 from struct import Struct
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, DamagedFileError
-from ckpt_tools.io.content import CHUNK, Range
+from ckpt_tools.errors import TWO_FILES, ChecksumError, DamagedFileError
+from ckpt_tools.io.content import CHUNK, Content, Deflated, Range, crc32, read
 from ckpt_tools.io.output import Source
+from ckpt_tools.tree.findings import mending
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 LOCAL = Struct("<4s5H3I2H")
@@ -245,7 +244,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
         raise DamagedFileError(f"The zip directory lists more than the {count} records that the end record counts.")
     if source.fd < 0:
         source.prefetch([(record.header, max(LOCAL.size + len(record.name), _WITH_START)) for record in records])
-    headers = _Headers(source, start)
+    headers = _Headers(source, start, count)
     for record in records:
         _check_local(headers, record)
         record.is_array = record.deflated or headers.read(record.data, len(NUMPY)) == NUMPY
@@ -255,21 +254,18 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
 class _Headers:
     """The local headers of a zip; where they lie close together, as between small tensors, many are read at once."""
 
-    def __init__(self, source: Source, end: int) -> None:
+    def __init__(self, source: Source, end: int, count: int) -> None:
         self.source, self.end = source, end
-        self.near = _NEAR if source.fd >= 0 else 0
-        self.last, self.start, self.block = -_NEAR, 0, b""
+        self.ahead = _AT_ONCE if source.fd >= 0 and end < _NEAR * count else _WITH_START
+        self.start, self.block = 0, b""
 
     def read(self, offset: int, length: int) -> bytes:
-        """What is there; nothing where it would reach into the directory."""
-        at, last, self.last = offset - self.start, self.last, offset
-        if at >= 0 and at + length <= len(self.block):
-            return self.block[at : at + length]
-        if offset + length > self.end:
-            return b""
-        more = _AT_ONCE if 0 <= offset - last < self.near else _WITH_START
-        self.start, self.block = offset, self.source.read(offset, min(max(more, length), self.end - offset))
-        return self.block[:length]
+        """What is there; less where that would reach into the directory."""
+        at = offset - self.start
+        if not 0 <= at <= len(self.block) - length:
+            self.start, at = offset, 0
+            self.block = self.source.read(offset, max(0, min(max(self.ahead, length), self.end - offset)))
+        return self.block[at : at + length]
 
 
 _NEAR, _AT_ONCE = 12 << 10, 64 << 10  # reading a block takes as long as reading five headers one by one
@@ -336,7 +332,7 @@ def _check_local(headers: _Headers, record: Record) -> None:
     name, raw = record.name, record.name.encode()
     length = LOCAL.size + len(raw)
     local = headers.read(record.header, length)
-    if local[:4] != SIGNATURE_LOCAL:
+    if len(local) < length or local[:4] != SIGNATURE_LOCAL:
         raise DamagedFileError(f"The zip record {name!r} is not where the directory says (offset {record.header}).")
     _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
@@ -369,3 +365,40 @@ def _in_file_order(records: list[Record], directory: int) -> list[Record]:
             into = repr(other.name) if other else "the zip directory"
             raise DamagedFileError(f"The zip record {record.name!r} overlaps {into}.")
     return ordered
+
+
+# --- the bytes of a record
+
+
+def record_content(source: Source, record: Record) -> Content:
+    if record.deflated:
+        return Deflated(source, record.data, record.compressed, record.size, record.crc)
+    return RecordRange(source, record.data, record.size, record)
+
+
+def record_head(source: Source, record: Record, length: int) -> bytes:
+    packed = source.read(record.data, min(record.compressed, length))
+    if not record.deflated:
+        return packed
+    try:
+        return zlib.decompressobj(-15).decompress(packed, length)
+    except zlib.error as error:
+        raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
+
+
+def read_record(source: Source, record: Record, *, check: bool) -> bytes:
+    """A record that is read whole: a pickle, code, JSON."""
+    check_pickle(source, record.size, deflated=record.deflated)
+    data = read(record_content(source, record))
+    if check and crc32(data) != record.crc:
+        raise ChecksumError(
+            f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
+            fix=f"Get the file again, or save what is whole: {mending('repair', str(source.path))}",
+        )
+    return data
+
+
+def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
+    """Refuse a deflated record that inflates to more than may be held; whoever reads what is in it counts it."""
+    if deflated and size > limits.budget(source.size).room(limits.MEMORY):
+        raise limits.MEMORY.error(f"A record of the zip claims {size} bytes, deflated; the file has fewer.", size)

@@ -1,25 +1,21 @@
 """Write a tree as a pickle of protocol 2, the one that `torch.save` writes, with the opcodes that weights_only reads.
 
-What the tree shares stays shared: whatever is referenced more than once goes through the memo, containers before their
-contents, so that cycles close. A cycle through a tuple or through what a call is given (a set holds an object that refers to
-the set) closes as pickle closes it: the inner round makes the value, the outer one drops its own and takes it from the memo.
-No recursion: a stack of things still to write.
+What is shared goes through the memo, containers before their contents, so that cycles close. One through a tuple or a call's
+arguments closes as in pickle: the inner round makes the value, the outer drops its own. No recursion: a stack of what is left.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ConvertError, PickleError
-from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.machine import python3_name
+from ckpt_tools.pickling.machine import ORDERED_DICT, python3_name
 from ckpt_tools.tree.nodes import PLAIN, Append, ByteString, Dict, Entry, Extras, Global, List, Node, Object, SetItems, Storage
 from ckpt_tools.tree.visit import parts
 
 _SEVERAL = frozenset((Dict, List, Object, tuple, Entry))  # what may stand in several places
-_ROW, _FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
@@ -32,7 +28,6 @@ _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _NO_EXTRAS = Extras()
 _LONG = 64  # bytes, or characters, of a value that goes through the memo
-_SHORT = frozenset((type(None), bool, float))
 _KEY = "the key of a storage"  # which stands nowhere else in a template
 
 
@@ -51,12 +46,12 @@ class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go 
 
 @final
 class _Done:
-    """What remains to be emitted once the parts of a node are written: plain values, opcodes, then the memo."""
+    """What remains to be emitted once the parts of a node are written: opcodes, then the memo."""
 
-    __slots__ = ("node", "opcodes", "values")
+    __slots__ = ("node", "opcodes")
 
-    def __init__(self, opcodes: bytes, node: Node = None, values: Sequence[Node] = ()) -> None:
-        self.opcodes, self.node, self.values = opcodes, node, values
+    def __init__(self, opcodes: bytes, node: Node = None) -> None:
+        self.opcodes, self.node = opcodes, node
 
 
 _Todo: TypeAlias = Node | _Done
@@ -84,7 +79,9 @@ class _Writer:
         """Write what stands on a stack, its top first."""
         while todo:
             node = todo.pop()
-            if type(node) is _Done:
+            if type(node) in ENCODERS and type(node) is not str and id(node) not in self.shared:
+                self.out += ENCODERS[type(node)](node)
+            elif type(node) is _Done:
                 self.finish(node)
             elif type(node) is Dict or type(node) is List or type(node) is Object or type(node) is tuple:
                 todo.extend(reversed(self.open(node)))
@@ -116,7 +113,6 @@ class _Writer:
 
     def finish(self, done: _Done) -> None:
         node = done.node
-        self.values(done.values)
         self.out += done.opcodes
         if node is None:
             return
@@ -147,7 +143,7 @@ class _Writer:
         if len(node) < 4:
             return [*node, _Done(TUPLES[len(node)], node)]
         self.out += b"("
-        return [*self.in_rows(node), _Done(b"t", node)]
+        return [*node, _Done(b"t", node)]
 
     def dict(self, node: Dict) -> list[_Todo]:
         if node.ordered:
@@ -160,7 +156,7 @@ class _Writer:
             return attributes
         self.out += b"("
         rest = node.items[self.names_and_entries(node.items) :]
-        return [*self.in_rows([part for pair in rest for part in pair]), _Done(b"u"), *attributes]
+        return [*(part for pair in rest for part in pair), _Done(b"u"), *attributes]
 
     def names_and_entries(self, pairs: list[tuple[Node, Node]]) -> int:
         """Write the first pairs at once, as long as they are names and plain entries; how many they are."""
@@ -189,7 +185,7 @@ class _Writer:
             todo += [node.args, _Done(b"R", node)]
         for step in node.steps:
             if type(step) is SetItems:
-                todo += [_Done(b"("), *self.in_rows([part for pair in step.pairs for part in pair]), _Done(b"u")]
+                todo += [_Done(b"("), *(part for pair in step.pairs for part in pair), _Done(b"u")]
             elif type(step) is Append:
                 todo += self.elements(step.items)
             else:
@@ -250,13 +246,8 @@ class _Writer:
             return [function, *arguments, _Done(b"R")]
         return [_REBUILD_FROM_TYPE, _Done(b"("), function, extras.python_type, *arguments, extras.state, _Done(b"tR")]
 
-    # --- the parts of a node, in rows
-
     def elements(self, items: list[Node]) -> list[_Todo]:
-        return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
-
-    def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
-        return [_Done(b"", None, items)] if len(items) >= _FEW and PLAIN.issuperset(map(type, items)) else list(items)
+        return [_Done(b"("), *items, _Done(b"e")] if items else []
 
     # --- nodes without parts
 
@@ -267,17 +258,6 @@ class _Writer:
         elif not self.recall(id(node)):
             self.value(node)
             self.remember(id(node))
-
-    def values(self, items: Sequence[Node]) -> None:
-        for start in range(0, len(items), _ROW):
-            row = items[start : start + _ROW]
-            if are_short(row):
-                self.out += b"".join(
-                    [self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row]
-                )
-            else:
-                for item in row:
-                    self.leaf(item)
 
     def value(self, node: Node) -> None:
         if type(node) is str:
@@ -379,22 +359,8 @@ class Survey:
                 if type(node) is Entry and node.extras is None:  # the many
                     found[id(node.storage)] = node.storage
                 else:
-                    below = parts(node)
-                    if not are_short(below):
-                        todo += [part for part in below if type(part) not in PLAIN or is_long(part)]
+                    todo += [part for part in parts(node) if type(part) not in PLAIN or is_long(part)]
         self.storages = list(found.values())
-
-
-def are_short(items: Sequence[Node]) -> bool:
-    """Whether these are plain values that are written as they are, each time, found without a loop in Python."""
-    kinds = set(map(type, items)) - _SHORT
-    if not kinds <= {int, str}:
-        return False
-    if not kinds:
-        return True
-    numbers = [item for item in items if type(item) is int] if int in kinds else [0]
-    texts = [item for item in items if type(item) is str] if str in kinds else [""]
-    return max(map(len, texts)) <= _LONG and max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
 
 
 def is_long(node: Node) -> bool:

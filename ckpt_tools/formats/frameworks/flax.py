@@ -1,11 +1,6 @@
-"""Flax: `flax.serialization.to_bytes`, msgpack of nested maps with arrays in them.
+"""Flax: `flax.serialization.to_bytes`, msgpack of nested maps with arrays in them, which become one map.
 
-    MUST   maps with text as keys, down to arrays, numbers and text
-    MUST   an array: extension 1, itself msgpack of (shape, dtype, bytes); extension 3 the same of one number, 2 a complex one
-    MAY    an array over 2**30 bytes: a map of `__msgpack_chunked_array__`, its shape, and its chunks, flat
-
-The maps become one: `params.Dense_0.kernel`. Kernels stay as Flax has them, [in, out] and [h, w, in, out].
-
+An array is extension 1, itself msgpack of (shape, dtype, bytes); one over 2**30 bytes a map of `__msgpack_chunked_array__`.
 Source: flax/serialization.py (`_msgpack_ext_pack`, `_chunk`), the msgpack specification.
 """
 

@@ -1,14 +1,7 @@
 """GGUF: llama.cpp's format. A header of typed texts and numbers, then tensors, most of them in blocks of a quantised type.
 
-    MUST   GGUF, the version (2 or 3), the number of tensors, the number of keys
-    MUST   each key: its name, a type, a value; an array has the type of its items and their number
-    MUST   each tensor: its name, its sizes (the innermost first), ggml's type, the offset behind the start of the data
-    MUST   the data, from the next multiple of `general.alignment` (32 unless said) on, each tensor at such a multiple
-
 Quantised tensors are read as the float32 numbers that they mean, a few blocks at a time. A model in several files
-(`NAME-00001-of-00003.gguf`, each with `split.no` and `split.count`) is one.
-
-Source: ggml's docs/gguf.md, gguf-py's `gguf_reader.py` and `constants.py`.
+(`NAME-00001-of-00003.gguf`) is one. Source: ggml's docs/gguf.md, gguf-py's `gguf_reader.py` and `constants.py`.
 """
 
 from __future__ import annotations
@@ -199,11 +192,14 @@ def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int)
 def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Entry:
     content: Content = Range(source, start + info.offset, info.nbytes)
     dtype = info.kind.dtype
-    if dtype is None and order == ">":
-        raise UnsupportedContainerError(f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read.")
     if dtype is None:
-        return row_major(key, DTYPES["float32"], info.shape, numbers_of(content, info.kind), repr(info.name))
-    content = swapped(content, dtype.swap_width) if order == ">" else content
+        if order == ">":
+            raise UnsupportedContainerError(
+                f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
+            )
+        dtype, content = DTYPES["float32"], numbers_of(content, info.kind)
+    elif order == ">":
+        content = swapped(content, dtype.swap_width)
     return row_major(key, dtype, info.shape, content, repr(info.name))
 
 

@@ -1,12 +1,7 @@
 """Keras: `.weights.h5`, whole models in `.h5`, and the `model.weights.h5` in a `.keras`; any HDF5 file of plain arrays.
 
-    MUST   groups down to datasets of numbers: `layers/dense/vars/0` becomes `layers.dense.vars.0`
-    MUST   everything in the file itself: no links to other files, no data in them, no filter but those of HDF5 itself
-
-What lies in one run stays a range of the file; what is in chunks is read by h5py, a few rows at a time. Kernels stay as Keras
-has them: [in, out] and [h, w, in, out].
-
-Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
+`layers/dense/vars/0` becomes `layers.dense.vars.0`. What lies in one run stays a range of the file; what is in chunks is read
+by h5py, a few rows at a time. Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
 """
 
 from __future__ import annotations

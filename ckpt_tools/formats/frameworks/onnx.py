@@ -1,10 +1,7 @@
 """ONNX: the initializers of a model's graph, which are its weights. A protobuf message; nodes and types are passed over.
 
-    MUST   ModelProto: the graph (7); GraphProto: initializers (5); TensorProto: dims (1), data_type (2), name (8), and its
-           elements in one place: raw_data (9), a field of numbers (4, 5, 7, 10, 11), or a file beside the model (13, 14)
-    MAY    what made it, its version, its opsets and metadata_props: text in the metadata
-
-Source: onnx/onnx.proto, onnx/external_data_helper.py, the protobuf encoding.
+What made the model, its opsets and metadata_props become text in the metadata. Source: onnx/onnx.proto,
+onnx/external_data_helper.py, the protobuf encoding.
 """
 
 from __future__ import annotations
@@ -57,6 +54,7 @@ _MODEL_KEYS = {
     1: "ir_version", 2: "producer_name", 3: "producer_version", 4: "domain", 5: "model_version", 6: "doc_string",
 }  # fmt: skip
 _LONGEST = 70  # bits in ten bytes of seven
+_COUNT = re.compile(r"[0-9]{1,19}")
 
 
 def sniff(head: bytes) -> bool:
@@ -88,8 +86,7 @@ def decode(source: Source, files: Files | None = None) -> Checkpoint:
         metadata[key] = reader.text(value) if value else ""
     opsets = dict(reader.pair(place, _OPSET) for place in model.get(8, ()))
     if opsets:
-        versions = {domain: _signed(_number(version)) if version else 0 for domain, version in opsets.items()}
-        metadata["onnx.opset"] = json.dumps(versions)
+        metadata["onnx.opset"] = json.dumps({name: _signed(_number(row)) if row else 0 for name, row in opsets.items()})
     made = state_dict("onnx", files if reader.elsewhere and files else source, reader.items)
     made.metadata, made.warnings = metadata, reader.warnings
     return made
@@ -190,22 +187,16 @@ class _Reader:
         texts = {key: self.text(value) if value else "" for key, value in said.items()}
         location = texts.get("location", "")
         if self.files is None:
-            raise UnsupportedContainerError(
-                f"{called} is in another file, {location!r}, beside the model.",
-                fix="Name the model where that file is beside it.",
-            )
-        for key in ("offset", "length"):
-            text = texts.get(key, "0")
-            if not (text.isascii() and text.isdecimal() and len(text) < 20):
-                raise DamagedFileError(f"{called} has the {key} {text[:30]!r} in another file.")
+            what = f"{called} is in another file, {location!r}, beside the model."
+            raise UnsupportedContainerError(what, fix="Name the model where that file is beside it.")
+        if not all(_COUNT.fullmatch(texts.get(key, "0")) for key in ("offset", "length")):
+            raise DamagedFileError(f"{called} has an offset or a length in another file that is no number.")
         other = self.files.open(location)
         start = int(texts.get("offset", "0"))
         size = int(texts.get("length", other.size - start))
         if size < 0 or start + size > other.size:
-            raise DamagedFileError(
-                f"{called} reaches outside {location!r}.",
-                why=f"Its bytes end at {start + size}; the file has {other.size}.", fix="Get that file again.",
-            )  # fmt: skip
+            why = f"Its bytes end at {start + size}; the file has {other.size}."
+            raise DamagedFileError(f"{called} reaches outside {location!r}.", why=why, fix="Get that file again.")
         return Range(other, start, size)
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.errors import ChecksumError, DamagedFileError, PickleError, Tens
 from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
-from ckpt_tools.formats.torch_zip import check_pickle
+from ckpt_tools.formats.zip_directory import check_pickle
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range, chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
