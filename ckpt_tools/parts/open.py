@@ -21,8 +21,7 @@ from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
 from ckpt_tools.parts.names import is_index
 from ckpt_tools.parts.partition import Partition, names_parts
-from ckpt_tools.tree import visit
-from ckpt_tools.tree.nodes import Global, Node, Object
+from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.options import natural
 
 _Source = TypeVar("_Source", bound=Source)
@@ -205,7 +204,7 @@ def take_whole(checkpoint: Checkpoint) -> None:
     """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
     if not names_parts(checkpoint):
         return
-    from ckpt_tools.parts.rank_parts import PartReader
+    from ckpt_tools.parts.rank_parts import PartReader, forget_globals
     from ckpt_tools.tree import exchange
 
     reader, taken = PartReader(), list[Object]()
@@ -220,8 +219,6 @@ def take_whole(checkpoint: Checkpoint) -> None:
 
     checkpoint.root = exchange.replace(checkpoint.root, swap)
     if taken:
-        left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
-        gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
-        checkpoint.globals = [name for name in checkpoint.globals if name not in gone]
+        forget_globals(checkpoint, taken)
         text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
         checkpoint.warnings = [*checkpoint.warnings, Warned("distributed-tensors", text)]

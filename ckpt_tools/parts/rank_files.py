@@ -24,13 +24,13 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import MOST_MISSING, Merger, Piece, check_world, is_named, merged
 from ckpt_tools.parts.names import Group, group_of, item_group_of
-from ckpt_tools.parts.rank_parts import Part, PartReader
+from ckpt_tools.parts.rank_parts import Part, PartReader, forget_globals
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import DROP
-from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
-from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.tree.nodes import PLAIN, Entry, Node, Object, Where
+from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
@@ -51,20 +51,16 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 def merge(group: Group, files: Files, merger: Merger, places: Places | None = None, inside: Where = ()) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes. `inside`: where they will be."""
-    taken = set(group.names.values())
-    if doubled := [name for name in group.every if name not in taken]:
+    if doubled := sorted({*group.every} - {*group.names.values()}):
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    world = group.world or max(group.names) + 1
-    check_world(f"{next(iter(group.names.values()))} is one of {world} parts", group.names, world, partial=merger.partial)
-    ranks = sorted(group.names)
+    world, ranks = group.world or max(group.names) + 1, sorted(group.names)
+    check_world(f"{group.names[ranks[0]]} is one of {world} parts", group.names, world, partial=merger.partial)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
-    roots = {rank: decoded.root for rank, decoded in parts.items()}
-    roots[ranks[0]] = merger.keys.renew(roots[ranks[0]])
-    merging = _Merging(group, roots, merger, places, world, inside)
+    parts[ranks[0]].root = merger.keys.renew(parts[ranks[0]].root)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, merger, places, world, inside)
     root = merger.leave_out(merging.run(), inside)
     made = merged(CONTAINER, root, files, list(parts.values()), merger)
-    gone = _globals(tuple(merging.objects)) - _globals(root)  # what parts alone name, which are whole tensors now
-    made.globals = [name for name in made.globals if name not in gone]
+    forget_globals(made, merging.objects)
     if merging.differing:
         text = f"values differ between ranks, the first rank's are taken: {some(merging.differing)}"
         made.warnings.append(Warned("parts-differ", text))
@@ -86,40 +82,19 @@ class _Merging:
 
     def run(self) -> Node:
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
-        for where in tensors[self.ranks[0]]:
-            if where and str(where[-1]).rpartition(".")[2] in _FLAT:
-                what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
-                raise PartError(
-                    f"{dotted(where)!r} is {what}.",
-                    fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
-                )
-        uneven = self._check_names(tensors)
+        if flat := [where for where in tensors[self.ranks[0]] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
+            raise PartError(
+                f"{dotted(flat[0])!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
+                fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
+            )
         self._check_values()
         new = dict[int, Node]()
-        for where, node in tensors[self.ranks[0]].items():
-            if where not in uneven:
-                make = functools.partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
-                whole = self.merger.unless_lost(self._name(where), make)
-                new[id(node)] = node if whole is DROP else whole
+        for where in dict.fromkeys(where for rank in self.ranks for where in tensors[rank]):
+            held = {rank: tensors[rank][where] for rank in self.ranks if where in tensors[rank]}
+            whole = self.merger.unless_lost(dotted((*self.inside, *where)), functools.partial(self._merged, where, held))
+            if whole is not DROP:
+                new[id(held[self.ranks[0]])] = whole
         return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
-
-    def _name(self, where: Where) -> str:
-        return dotted((*self.inside, *where))
-
-    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
-        """The tensors that not every rank has, where they may be left out."""
-        every, uneven = dict.fromkeys(where for found in tensors.values() for where in found), set[Where]()
-        for rank, found in tensors.items():
-            missing = [where for where in every if where not in found]
-            if missing and not (self.merger.partial and all(map(is_named, missing))):
-                raise PartError(
-                    f"Rank {rank} does not have {some(list(map(self._name, missing)))}.",
-                    why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
-                )  # fmt: skip
-            self.merger.lost.update((self._name(where), f"not on rank {rank}") for where in missing)
-            uneven.update(missing)
-        return uneven
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
@@ -133,10 +108,14 @@ class _Merging:
                 )
             self.differing += [dotted(where)] if ranks else []
 
-    def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
-        name = self._name(where)
-        entries = [(rank, node) for rank, node in zip(self.ranks, nodes, strict=True) if type(node) is Entry]
-        if len(entries) == len(nodes):
+    def _merged(self, where: Where, held: Mapping[int, Node]) -> Node:
+        """The tensor that ranks hold at one place."""
+        name = dotted((*self.inside, *where))
+        if missing := [rank for rank in self.ranks if rank not in held]:
+            fix = "Are these files of one job? Stages of a pipeline are not parts of one another."
+            raise PartError(f"{name!r} is not on {these_ranks(missing)}.", fix=fix, rest=is_named(where))
+        entries = [(rank, node) for rank, node in held.items() if type(node) is Entry]
+        if len(entries) == len(held):
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
@@ -144,11 +123,14 @@ class _Merging:
             if placed is not None:
                 return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
             return self.merger.replicated(name, entries)
-        self.objects += [node for node in nodes if type(node) is Object]
-        parts = {rank: self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)}
-        self._check_alike(name, parts)
-        pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
+        self.objects += [node for node in held.values() if type(node) is Object]
+        parts = {rank: self._part(name, rank, node) for rank, node in held.items()}
         one = parts[self.ranks[0]]
+        for rank, part in parts.items():
+            if (part.kind, part.shape) != (one.kind, one.shape):
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
+            self._check_world(name, rank, part)
+        pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
         return self.merger.tensor(name, one.dtype, one.shape, pieces, requires_grad=one.requires_grad)
 
     def _part(self, name: str, rank: int, node: Node) -> Part:
@@ -161,27 +143,19 @@ class _Merging:
             raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.", rest=True)
         if part.rank is not None and part.rank != rank:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
+        if part.is_partial:
+            raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
         return part
 
-    def _check_alike(self, name: str, parts: Mapping[int, Part]) -> None:
-        first = parts[self.ranks[0]]
-        for rank, part in parts.items():
-            if (part.kind, part.shape, part.dtype.name) != (first.kind, first.shape, first.dtype.name):
-                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
-            if part.is_partial:
-                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
-            last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
-            if last >= self.world:
-                other = max(part.world, last + 1)
-                rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
-                if not (rest and self.merger.partial):
-                    text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
-                    raise PartError(text, rest=rest)
-                self.world = other
-
-
-def _globals(root: Node) -> set[Global]:
-    return {node for node in reachable(root) if type(node) is Global}
+    def _check_world(self, name: str, rank: int, part: Part) -> None:
+        last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
+        if last < self.world:
+            return
+        other = max(part.world, last + 1)
+        rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
+        if not (rest and self.merger.partial):
+            raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}.", rest=rest)
+        self.world = other
 
 
 def _values(root: Node) -> Iterator[tuple[Where, Node]]:

@@ -13,11 +13,13 @@ from math import prod
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import TensorError
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import read
 from ckpt_tools.parts.merge import Piece
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
+from ckpt_tools.tree.visit import reachable
 
 Sizes: TypeAlias = tuple[int, ...]
 _MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five
@@ -121,6 +123,13 @@ class PartReader:
                 )
             held = (Piece(offsets, entry),)
         return Part("dtensor", dtype, shape, held, rank, world, mesh, placements, rebuilt_from[6] is True)
+
+
+def forget_globals(checkpoint: Checkpoint, objects: Sequence[Object]) -> None:
+    """Take out of the list of globals what parts alone named, which are whole tensors now."""
+    left = {node for node in reachable(checkpoint.root) if type(node) is Global}
+    gone = {node for node in reachable(tuple(objects)) if type(node) is Global} - left
+    checkpoint.globals = [name for name in checkpoint.globals if name not in gone]
 
 
 # --- DTensor
