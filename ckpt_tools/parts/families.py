@@ -223,9 +223,8 @@ def steps_of(place: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of the training run that a folder is, the newest first; none where it is one checkpoint itself."""
     if isinstance(place, Handed) or is_address(place) or not os.path.isdir(place):
         return []
-    folder = Path(place)
     with contextlib.suppress(OSError):
-        names = os.listdir(folder)
+        folder, names = Path(place), os.listdir(place)
         if (steps := training.steps_in(folder, names)) and find_layout(folder) is None and weights_of(folder, names) is None:
             return steps
     return []
@@ -269,11 +268,11 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
         if found is None and row.part is not None:
             found = row.part(checkpoint, beside)
     if found is not None and (count := beside()) is not None:
-        path = shlex.quote(str(checkpoint.path))
+        command = f"ckpt convert {shlex.quote(str(checkpoint.path))} OUT.safetensors"
         if count == found.world:
-            return replace(found, fix=f"All {count} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+            return replace(found, fix=f"All {count} parts are here; they become one: {command}")
         if found.family == "DeepSpeed":
-            return replace(found, fix=f"With the files beside it, it becomes the model: ckpt convert {path} OUT.safetensors")
+            return replace(found, fix=f"With the files beside it, it becomes the model: {command}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -40,21 +41,19 @@ class Group:
 
 def group_of(name: str, names: Sequence[str]) -> Group | None:
     """The files that differ from this one in the rank alone; None for a name without a rank."""
-    match = re.fullmatch(_NAME, name)
-    return _groups(names).get((match["head"], match["tail"])) if match is not None else None
+    return next((group for group in _groups(names) if name in group.every), None)
 
 
-def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
-    """The groups among these names, by what stands before the rank and behind it."""
+def _groups(names: Sequence[str]) -> list[Group]:
     ranks: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in sorted(names):
         if (match := re.fullmatch(_NAME, name)) and not re.search(_DEEPSPEED, name):
             ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
-    found = {}
-    for (head, tail), rows in ranks.items():
-        first, world = dict(reversed(rows)), re.search(_WORLD, head)  # of two files of one rank the first
-        of_rank = {rank: first[rank] for rank, _ in rows}
-        found[head, tail] = Group(head, of_rank, int(world[1]) if world else None, tuple(name for _, name in rows))
+    found = []
+    for (head, _), rows in ranks.items():
+        world = re.search(_WORLD, head)
+        # of two files of one rank the first
+        found.append(Group(head, dict(reversed(rows)), int(world[1]) if world else None, tuple(name for _, name in rows)))
     return found
 
 
@@ -79,7 +78,7 @@ def item_group_of(name: str, names: Sequence[str]) -> Group | None:
 
 def model_group(names: Sequence[str]) -> Group | None:
     """The files in a folder that are its model: the only rank files there are, or those called so; None where that is open."""
-    groups = [group for group in _groups(names).values() if group.world is not None or len(group.names) > 1]
+    groups = [group for group in _groups(names) if group.world is not None or len(group.names) > 1]
     if len(groups) > 1:
         groups = [group for group in groups if group.stem.lower().startswith(("model", "pytorch_model"))]
     return groups[0] if len(groups) == 1 else None
@@ -95,18 +94,22 @@ def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
 
 def iteration_folder(folder: Path) -> Path:
     """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts."""
-    try:
-        with open(folder / _LATEST_ITERATION, "rb") as file:
-            said = file.read(_MOST_DIGITS).strip().decode("ascii", "replace")
-    except OSError:
+    said = _text_of(folder / _LATEST_ITERATION, _MOST_DIGITS)
+    if said is None:
         return folder
     name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
     if not name or not (folder / name).is_dir():
-        raise NotACheckpointError(
-            f"{folder / _LATEST_ITERATION} says {said!r}, and there is no such checkpoint.",
-            why="It should be a number, or release, and the folder is beside it.", fix="Name the folder that is wanted.",
-        )  # fmt: skip
+        what = f"{folder / _LATEST_ITERATION} says {said!r}, and there is no such checkpoint."
+        raise NotACheckpointError(what, fix="Name the folder that is wanted.")
     return folder / name
+
+
+def _text_of(path: Path, most: int) -> str | None:
+    with contextlib.suppress(OSError):
+        if path.is_file():  # a pipe would never end
+            with path.open("rb") as file:
+                return file.read(most).decode("utf-8", "replace").strip()
+    return None
 
 
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -215,12 +218,9 @@ def is_zero_file(name: str) -> bool:
 
 def checkpoint_folder(folder: Path) -> Path:
     """The folder with the files: the one that `latest` names, or the only step there is; else the folder itself."""
+    tag = _text_of(folder / _LATEST, _TAG_LENGTH)
     try:
         names = os.listdir(folder)
-        tag = None
-        if (folder / _LATEST).is_file():  # a pipe would never end
-            with (folder / _LATEST).open("rb") as file:
-                tag = file.read(_TAG_LENGTH).decode("utf-8", "replace").strip()
     except OSError:
         return folder  # told about when it is read
     tags = sorted((name for name in names if re.fullmatch(_TAG, name) or name == tag), key=len)
@@ -229,15 +229,10 @@ def checkpoint_folder(folder: Path) -> Path:
         return folder / (tag if tag is not None else tags[0])
     if not tags or zero_files(names).names:
         return folder
+    what = f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one."
     if tag is not None:
-        raise NotACheckpointError(
-            f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there.",
-            fix=f"Name one of them: {folder / tags[-1]}",
-        )
-    raise NotACheckpointError(
-        f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one.",
-        fix=f"Name one of them: {folder / tags[-1]}",
-    )
+        what = f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there."
+    raise NotACheckpointError(what, fix=f"Name one of them: {folder / tags[-1]}")
 
 
 def _has_files(folder: Path) -> bool:
