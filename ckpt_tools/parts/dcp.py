@@ -1,17 +1,6 @@
-"""dcp: what `torch.distributed.checkpoint` saves. A folder: one file (or more) a rank, and a pickle that says what is where.
+"""dcp: what `torch.distributed.checkpoint` saves: `.metadata`, a pickle that says what is where in the files of the ranks.
 
-    .metadata       MUST  a pickled Metadata: names with dtype, shape and chunks; names with their paths in nested dicts;
-                          (name, offsets) with file, position and length
-    __R_N.distcp    MUST  one torch-zip a chunk of a tensor, or a value, one after another; or one safetensors file
-
-    shard-00001-model-00001-of-00001.safetensors    HuggingFaceStorageWriter with save_distributed: no .metadata, each file's
-                          `DCP_SHARDING_INFO` says where its tensors lie in the whole ones
-
-Source: torch/distributed/checkpoint: metadata.py, filesystem.py, _nested_dict.py, _traverse.py, _hf_utils.py.
-
-The pickle is read by our own machine into inert records. Chunks are located when their bytes are wanted: a checkpoint of many
-ranks has tens of thousands of archives, and `inspect` needs none of them.
-"""
+Source: torch/distributed/checkpoint: metadata.py, filesystem.py, _nested_dict.py, _traverse.py, _hf_utils.py."""
 
 from __future__ import annotations
 

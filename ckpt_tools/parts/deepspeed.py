@@ -1,19 +1,6 @@
-"""deepspeed: a folder of DeepSpeed, whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO).
+"""deepspeed: a folder whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO), as one checkpoint.
 
-    mp_rank_00_model_states.pt                       MUST but under stage 3: names, shapes, 16-bit weights, buffers
-    zero_pp_rank_R_mp_rank_00_model_states.pt        MUST under stage 3, one a rank: names, shapes, buffers, frozen weights
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt MUST under ZeRO, one a rank: rows of fp32 weights, of the optimizer
-    ... mp_rank_01 ...                               the same of every tensor parallel rank, or stage of a pipeline
-    layer_0_expert_3_mp_rank_00_model_states.pt      experts of a mixture; layer_03-model_states.pt: layers of a pipeline
-    latest                                           beside the folder: its name
-
-The tree is the state dict of the fp32 weights, in the model's order. Beside it, for `--select`, are `module` (not under
-stage 3: the 16-bit weights), `optimizer` (as torch's `get_optimizer_state_dict` has it, by the parameters' names) and
-`training` (the model, the optimizer, and what else the model file holds).
-
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py. deepspeed_files.py reads what each
-file says, deepspeed_slice.py makes a model of the ranks of one slice.
-"""
+Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py."""
 
 from __future__ import annotations
 

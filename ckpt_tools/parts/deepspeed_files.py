@@ -1,8 +1,6 @@
 """What the files of a DeepSpeed checkpoint say: facts by name out of the trees of their pickles.
 
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`); `state_dict` in deepspeed/runtime/zero/
-stage_1_and_2.py and stage3.py, and in deepspeed/runtime/bf16_optimizer.py.
-"""
+Source: deepspeed/runtime/engine.py; `state_dict` in deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
 """One slice of a DeepSpeed checkpoint as a model: its fp32 weights, and its optimizer's state by the parameters' names.
 
-Stages 1 and 2 put the parameters of a group behind one another and cut that row into equal parts, a rank each. Stage 3 cuts
-every parameter by itself, and each rank puts its parts behind one another. Experts of a mixture are on some ranks alone: their
-groups are cut among those, under the number that an expert has among those of its rank.
-
-Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`).
-"""
+Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`)."""
 
 from __future__ import annotations
 
@@ -33,7 +28,8 @@ Rows: TypeAlias = Mapping[int, Sequence[Entry]]  # of each rank, what it holds o
 Made: TypeAlias = tuple[str, Callable[[], Entry]]  # a parameter, and what puts it together
 
 
-# --- where a parameter's elements lie in the rows of the optimizer
+# --- where a parameter's elements lie in the rows of the optimizer. Stages 1 and 2 put the parameters of a group behind one
+# another and cut that row, stage 3 cuts each parameter by itself. Experts are on some ranks alone, which count their own.
 
 
 def _run(rank: int, entries: Sequence[Entry], ends: Sequence[int], start: int, count: int, at: int) -> Iterator[Piece]:

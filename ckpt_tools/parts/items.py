@@ -1,12 +1,6 @@
-"""A folder of torch_checkpointing: a file for each item and rank, and a pickle of plain dicts that says how tensors were cut.
+"""items: a folder of torch_checkpointing: a file for each item and rank, and metadata.pkl, which says how tensors were cut.
 
-    metadata.pkl          MUST  version, world_size; of each item that was cut {path of a tensor: [{sharding_metadata, ranks}]}
-    model_0.pt ...        MUST  the item `model` of rank 0: DTensors, which say their place themselves, or plain tensors, whose
-                                place only metadata.pkl tells
-    step_0.pt ...         MAY   items that metadata.pkl does not describe; every rank has the whole
-
-Source: torch_checkpointing 0.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py, checkpoint_layout.py).
-"""
+Source: torch_checkpointing 0.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py, checkpoint_layout.py)."""
 
 from __future__ import annotations
 

@@ -1,17 +1,6 @@
-"""megatron: what Megatron-LM saves with `--ckpt-format torch`, a folder for each rank of tensor, pipeline, expert parallelism.
+"""megatron: what Megatron-LM saves with `--ckpt-format torch`, a folder mp_rank_TT_PPP_EEE for each rank; names tell the cuts.
 
-    iter_0000002/mp_rank_00/model_optim_rng.pt               MUST  tensor parallel rank 0
-    iter_0000002/mp_rank_00_001_003/model_optim_rng.pt       ... of the second stage (and the fourth rank of experts)
-    latest_checkpointed_iteration.txt                        MAY   "2" or "release": which folder counts
-
-Each file holds `model` (`model0`, `model1` with virtual stages): plain tensors under names that tell how they are cut, and
-`args`, which say into how many parts. Embeddings, qkv and the first matrix of the MLP are cut along dimension 0 (with a gate,
-gate and rest each by itself), the second and the attention's output along dimension 1, norms not at all. Layers and experts
-count from 0 on every rank.
-
-Source: Megatron-LM's `megatron/training/checkpointing.py` (`get_checkpoint_name`, `generate_state_dict`), `tools/checkpoint/
-loader_base.py`, `megatron/core/tensor_parallel/layers.py`, `megatron/core/transformer/moe/experts.py`.
-"""
+Source: Megatron-LM's megatron/training/checkpointing.py, tools/checkpoint/loader_base.py, megatron/core/tensor_parallel."""
 
 from __future__ import annotations
 
@@ -160,12 +149,12 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     merging = _Merging(parts, sizes, keys)
     made = merged(CONTAINER, merging.run(), files, [part.decoded for part in parts], merging.merger)
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
-    if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
-        left.append(_OPTIMIZER)
-    extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
-    made.warnings += [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
-    text = f"{extra} values of the model that are not tensors (_extra_state): left out"
-    made.warnings += [Warned("left-out", text)] if extra else []
+    left += [_OPTIMIZER] if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts) else []
+    if left:
+        made.warnings.append(Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged"))
+    if extra := sum(chunk.left_out for part in parts for chunk in part.chunks):
+        text = f"{extra} values of the model that are not tensors (_extra_state): left out"
+        made.warnings.append(Warned("left-out", text))
     made.warnings += [Warned("padded-vocabulary", merging.padding, severity="info")] if merging.padding else []
     return made
 

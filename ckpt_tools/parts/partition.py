@@ -1,9 +1,6 @@
 """Files that hold one process's part of a model: named as what they are, and never taken for the model.
 
-Source: torch/distributed (DTensor, ShardedTensor; see rank_parts.py), deepspeed/runtime/engine.py (`_save_checkpoint`,
-`_save_zero_checkpoint`, `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), Megatron-LM's
-`megatron/training/checkpointing.py`.
-"""
+Source: deepspeed/runtime/engine.py, deepspeed/runtime/pipe/module.py, Megatron-LM's megatron/training/checkpointing.py."""
 
 from __future__ import annotations
 

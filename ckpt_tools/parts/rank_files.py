@@ -1,12 +1,6 @@
-"""rank-files: a file for each rank of a job, with its parts of the tensors; FSDP1, FSDP2, HSDP, tensor parallelism.
+"""rank-files: a pickle for each rank of a job, with its parts of the tensors; FSDP1, FSDP2, HSDP, tensor parallelism.
 
-    model_world_size_4_rank_0.pt ... _rank_3.pt     MUST  one pickle a rank, alike but for the parts: DTensors or ShardedTensors
-    optim_world_size_4_rank_0.pt ...                a checkpoint of its own, beside it
-    model.rank_0.pth ...                            the same under another name: one number is the rank
-
-Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `fsdp/__init__.py`; torch.save of what
-`model.state_dict()` or `get_model_state_dict` gives. A plain tensor in such a file is replicated, never a part.
-"""
+A plain tensor in one is replicated. Source of the names: verl's fsdp_checkpoint_manager.py, dinov2's fsdp/__init__.py."""
 
 from __future__ import annotations
 

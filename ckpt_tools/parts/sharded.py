@@ -1,15 +1,6 @@
-"""sharded: one flat state dict in several files, and an index that says which tensor is where. Hugging Face's layout.
+"""sharded: one flat state dict in several files, and an index, *.index.json, that says which tensor is where; or without it.
 
-    model.safetensors.index.json        MUST  {"metadata": {...}, "weight_map": {NAME: FILE}}
-    model-00001-of-00003.safetensors    MUST  the files that weight_map names, in the index's folder
-    pytorch_model.bin.index.json, pytorch_model-00001-of-00003.bin    the same with torch-zip files
-
-Without an index the names say how many there are: all of them, with names of their own, are the checkpoint.
-
-Source: huggingface_hub's `serialization/_base.py` and `_torch.py` (`split_torch_state_dict_into_shards`), transformers'
-`load_sharded_checkpoint`. A tied name of a safetensors shard stands in that shard's metadata, not in weight_map: other
-loaders look for a tensor of its own under every name of weight_map. The index repeats it, with its place among all names.
-"""
+Source: huggingface_hub's `serialization/_base.py`, `_torch.py`, transformers' `load_sharded_checkpoint`."""
 
 from __future__ import annotations
 
