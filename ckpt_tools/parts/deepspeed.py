@@ -16,7 +16,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.deepspeed_files import ModelState, OptimizerState, Rules, check_experts, with_experts, with_layers
 from ckpt_tools.parts.deepspeed_slice import Slice
 from ckpt_tools.parts.merge import Merger, check_same, check_world, merged
-from ckpt_tools.parts.names import ZeroFiles, zero_files
+from ckpt_tools.parts.names import ZeroFiles
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
@@ -33,7 +33,7 @@ _OF_PARTS = frozenset((
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    found = zero_files(names)
+    found = ZeroFiles(names)
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     model = _Model(found, files, partial)

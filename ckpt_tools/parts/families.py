@@ -128,7 +128,7 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
+    found = by_name.ZeroFiles(names) if by_name.is_zero_file(path.name) else None
     return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
 
 
@@ -144,9 +144,9 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
     group = by_name.item_group_of(path.name, names) if by_name.ITEM_METADATA in names else None
     if group is None:
         return None
-    from ckpt_tools.parts import items
+    from ckpt_tools.parts.rank_files import describes
 
-    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if items.describes(path, group) else None
+    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if describes(path, group) else None
 
 
 # --- the table
@@ -164,10 +164,12 @@ ROWS = {
         "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names,
+        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.ZeroFiles(names).names,
         beside=_beside_zero, part=parts.of_zero, partial=True,
     ),
-    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item, partial=True),
+    "items": Family(
+        "ckpt_tools.parts.rank_files", _items, beside=_beside_item, part=parts.of_item, partial=True, decode="decode_items"
+    ),
     "shards": Family("ckpt_tools.parts.sharded", _shards, partial=True, decode="decode_loose"),
     "gguf-splits": Family(
         "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools import limits
@@ -180,35 +180,24 @@ _LATEST = "latest"
 _TAG_LENGTH = 1024
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class ZeroFiles:
     """The files of one DeepSpeed checkpoint: of each kind by the numbers in their names, the slice (`mp_rank_NN`) last."""
 
-    kinds: dict[str, dict[tuple[int, ...], str]] = field(default_factory=lambda: {kind: {} for kind in _ZERO})
-    doubled: list[str] = field(default_factory=list)
-
-    @property
-    def slices(self) -> list[int]:
-        """The slices of the model: tensor parallel ranks, or stages of a pipeline."""
-        return sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+    def __init__(self, names: Sequence[str]) -> None:
+        self.kinds: dict[str, dict[tuple[int, ...], str]] = {kind: {} for kind in _ZERO}
+        self.doubled: list[str] = []
+        for name in sorted(names):
+            for kind, rule in _ZERO.items():
+                if match := re.fullmatch(rule, name):
+                    there = self.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
+                    self.doubled += [name] if there != name else []
+        # The slices of the model: tensor parallel ranks, or stages of a pipeline
+        self.slices = sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
+        every = (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+        self.names = every if self.slices else ()  # none of a checkpoint without a model or an optimizer
 
     def of_slice(self, kind: str, number: int) -> dict[int, str]:
         return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
-
-
-def zero_files(names: Sequence[str]) -> ZeroFiles:
-    """The files of a DeepSpeed checkpoint among these; none of them without a model or an optimizer."""
-    found = ZeroFiles()
-    for name in sorted(names):
-        for kind, rule in _ZERO.items():
-            if match := re.fullmatch(rule, name):
-                there = found.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
-                found.doubled += [name] if there != name else []
-    return found if found.slices else ZeroFiles()
 
 
 def is_zero_file(name: str) -> bool:
@@ -227,7 +216,7 @@ def checkpoint_folder(folder: Path) -> Path:
     tags = [name for name in tags if _has_files(folder / name)]
     if tag in tags or (tag is None and len(tags) == 1):
         return folder / (tag if tag is not None else tags[0])
-    if not tags or zero_files(names).names:
+    if not tags or ZeroFiles(names).names:
         return folder
     what = f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one."
     if tag is not None:
@@ -237,6 +226,6 @@ def checkpoint_folder(folder: Path) -> Path:
 
 def _has_files(folder: Path) -> bool:
     try:
-        return bool(zero_files(os.listdir(folder)).names)
+        return bool(ZeroFiles(os.listdir(folder)).names)
     except OSError:
         return False
