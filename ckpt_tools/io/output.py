@@ -270,8 +270,7 @@ def _handing_back(path: Handed) -> Iterator[Output]:
                 while left:  # a raw file may take a part of what it is given; one that would block says None
                     taken = path.file.write(left)
                     if taken is None and isinstance(path.file, io.RawIOBase):
-                        fix = "Open it so that writing waits."
-                        raise OutputError(f"{path} takes no more.", why="It is open without blocking.", fix=fix)
+                        raise OutputError(f"{path} takes no more: it is open without blocking.")
                     left = left[len(left) if taken is None else taken :]
             getattr(path.file, "flush", lambda: None)()
 
@@ -353,10 +352,8 @@ def no_space(target: Path, needed: int) -> OutputError:
     free = free_bytes(target.parent)
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."
-    fix = "Make room, or write to another disk."
-    made = OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip(), fix=fix)
-    made.errno = errno.ENOSPC
-    return made
+    what, fix = f"{target} cannot be written: no space.", "Make room, or write to another disk."
+    return OutputError(what, why=f"{needs} {has}".strip(), fix=fix, errno=errno.ENOSPC)
 
 
 def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:

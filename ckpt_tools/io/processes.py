@@ -48,20 +48,16 @@ def in_processes(
         if any(worker.exitcode is not None and worker.exitcode > 0 for worker in workers):  # a signal's is below zero
             raise UsageError(
                 "The processes that should work on the files could not begin.",
-                why="Each first imports the program that was started, and that ended with an error there; a script does where "
-                "it calls this as it is imported.",
+                why="Each first imports the program that was started, and that ended with an error there.",
                 fix="Put the script's own work below `if __name__ == '__main__':`, or try `jobs=1`.",
             ) from None
-        raise LimitError(
-            "A process that worked on the files was killed.",
-            why="The system does so when memory runs out.",
-            fix="Try `jobs=1`.",
-        ) from None
+        what = "A process that worked on the files was killed, as the system does when memory runs out."
+        raise LimitError(what, fix="Try `jobs=1`.") from None
     except BaseException:
         _end_all([child for child in active_children() if child not in others])
-        pool.shutdown()
         raise
-    pool.shutdown()
+    finally:
+        pool.shutdown()
 
 
 def _end_all(children: list[BaseProcess]) -> None:

@@ -1,16 +1,6 @@
-"""consolidated: Meta's layout of Llama, a file for each rank of model parallelism.
+"""consolidated: Meta's Llama, a flat state dict for each rank; names and `params.json` tell how it was cut.
 
-    consolidated.00.pth, consolidated.01.pth ...    MUST  flat state dicts of the same names, a run of most tensors in each
-    params.json                                     MAY   {"dim": 4096, "n_heads": 32, ...}
-
-The files do not say where they were cut. The names do: columns (`wq wk wv w1 w3 output`) are cut along dimension 0, rows
-(`wo w2`) along dimension 1, norms and `rope.freqs` are whole in all. Llama 1 and 2 cut `tok_embeddings` along dimension 1,
-Llama 3 along 0: the dimension in which `dim` is reached decides; so it does for a name that is not known. `dim` is also the
-length of `norm.weight`.
-
-Source: meta-llama/llama `llama/model.py` (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding), transformers'
-`models/llama/convert_llama_weights_to_hf.py`.
-"""
+Source: meta-llama/llama `llama/model.py`, transformers' `models/llama/convert_llama_weights_to_hf.py`."""
 
 from __future__ import annotations
 
@@ -53,9 +43,9 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 
 def _flat(part: Checkpoint) -> dict[str, Entry]:
-    root = part.root if type(part.root) is Dict else Dict()
-    entries = {name: node for name, node in root.items if type(name) is str and type(node) is Entry}
-    if type(part.root) is not Dict or len(entries) != len(root.items):
+    items = part.root.items if type(part.root) is Dict else [(None, None)]
+    entries = {name: node for name, node in items if type(name) is str and type(node) is Entry}
+    if len(entries) != len(items):
         raise PartError(f"{part.source.path.name} holds something else than one mapping of names to tensors.")
     return entries
 
@@ -83,15 +73,13 @@ class _Model:
         every = dict.fromkeys(name for tensors in ranks.values() for name in tensors)
         for rank, tensors in ranks.items():
             if missing := [name for name in every if name not in tensors]:
-                raise PartError(f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.")
+                raise PartError(f"Rank {rank} does not have {some(missing)}, which others have.")
         norm = self.first.get(_NORM)
         length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
         said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
         self.width = said.get("dim", length)
         if self.width is not None and length not in (None, self.width):
-            raise PartError(
-                f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.", why="It is another model's."
-            )
+            raise PartError(f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.")
         self._check_heads(said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width)
 
     def _check_heads(self, heads: int | None) -> None:
@@ -102,11 +90,8 @@ class _Model:
             if held == whole or not (len(self.ranks) > 1 or self.missing or (held and whole % held == 0)):
                 continue
             if not self.merger.partial or held > whole:
-                raise PartError(
-                    f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(list(self.ranks))}.",
-                    why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
-                    rest=held < whole,
-                )  # fmt: skip
+                what = f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(list(self.ranks))}."
+                raise PartError(what, fix="Get all consolidated.*.pth of one model.", rest=held < whole)
             self.missing = self.missing or ["those behind the last"]
 
     def check_not_twice(self) -> None:
@@ -132,8 +117,5 @@ class _Model:
             return reached[0]
         if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
-        raise PartError(
-            f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.ranks)} ranks.",
-            why="Neither is its name known, nor does one dimension reach the model's width.",
-            fix="" if self.width is not None else "params.json tells the width: put it beside the files.",
-        )
+        what = f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.ranks)} ranks."
+        raise PartError(what, fix="" if self.width is not None else "params.json tells the width: put it beside the files.")

@@ -1,24 +1,12 @@
-"""dcp: what `torch.distributed.checkpoint` saves. A folder: one file (or more) a rank, and a pickle that says what is where.
+"""dcp: what `torch.distributed.checkpoint` saves: `.metadata`, a pickle that says what is where in the files of the ranks.
 
-    .metadata       MUST  a pickled Metadata: names with dtype, shape and chunks; names with their paths in nested dicts;
-                          (name, offsets) with file, position and length
-    __R_N.distcp    MUST  one torch-zip a chunk of a tensor, or a value, one after another; or one safetensors file
-
-    shard-00001-model-00001-of-00001.safetensors    HuggingFaceStorageWriter with save_distributed: no .metadata, each file's
-                          `DCP_SHARDING_INFO` says where its tensors lie in the whole ones
-
-Source: torch/distributed/checkpoint: metadata.py, filesystem.py, _nested_dict.py, _traverse.py, _hf_utils.py.
-
-The pickle is read by our own machine into inert records. Chunks are located when their bytes are wanted: a checkpoint of many
-ranks has tens of thousands of archives, and `inspect` needs none of them.
-"""
+Source: torch/distributed/checkpoint: metadata.py, filesystem.py, _nested_dict.py, _traverse.py, _hf_utils.py."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -61,7 +49,7 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.values.boxes import Sizes, assemble, extent
 from ckpt_tools.values.numeric import part as range_of
-from ckpt_tools.values.numeric import row_major, swapped
+from ckpt_tools.values.numeric import row_major
 
 _MODULE = "torch.distributed.checkpoint."
 _END = 22  # bytes of the record that ends a zip
@@ -82,13 +70,9 @@ class _Place:
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     record, machine = _record(files.open(names[0]))
     fields = _fields(record, "Metadata")
-    places = _places(fields.get("storage_data"))
-    missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
-    for file in dict.fromkeys(place.file for place in places.values() if place.file not in missing):
-        files.open(file)
-    reader, paths, lost = _Reader(files, places, missing), _paths(fields.get("planner_data")), dict[str, str]()
+    reader, paths, lost = _Reader(files, _places(fields), partial), _paths(fields.get("planner_data")), {}
     nested = _Nested()
-    for name, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
+    for name, node in _pairs(fields, "state_dict_metadata"):
         if type(name) is not str:
             raise DamagedFileError("The metadata describes something that has no name.")
         path = paths.get(name, (name,))
@@ -113,15 +97,15 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
     decoded.locator, decoded.misplaced = reader.locate, reader.misplaced
-    if missing:
+    if reader.missing:
         decoded.lost = lost
-        decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
+        decoded.warnings.append(partly(f"{len(reader.missing)} files are", sorted(reader.missing)))
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
 def length_of(source: Source, name: str) -> int:
     """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name."""
-    places = _places(_fields(_record(source)[0], "Metadata").get("storage_data"))
+    places = _places(_fields(_record(source)[0], "Metadata"))
     return max((place.offset + place.length for place in places.values() if place.file == name), default=0)
 
 
@@ -147,7 +131,8 @@ def _fields(node: Node, kind: str) -> dict[str, Node]:
     return node.state.named
 
 
-def _pairs(node: Node, what: str) -> list[tuple[Node, Node]]:
+def _pairs(fields: Mapping[str, Node], what: str) -> list[tuple[Node, Node]]:
+    node = fields.get(what)
     if type(node) is not Dict:
         raise DamagedFileError(f"The metadata has no {what}.")
     return node.items
@@ -160,9 +145,9 @@ def _sizes(node: Node) -> Sizes:
     return found
 
 
-def _places(node: Node) -> dict[tuple[str, Sizes | None], _Place]:
+def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place]:
     found = {}
-    for key, value in _pairs(node, "storage_data"):
+    for key, value in _pairs(fields, "storage_data"):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, offsets = index.get("fqn"), index.get("offset")
         file, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
@@ -182,10 +167,9 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in node.items if type(node) is Dict else ():
         steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
-        if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
-            raise DamagedFileError("The metadata has a path that cannot be read.")
-        if ".".join(map(str, steps)) != name:  # torch makes the name of the path, and reads what is saved under that name
-            raise DamagedFileError(f"The metadata has {name!r} under the path of another name.")
+        is_path = type(path) is tuple and len(steps) == len(path) and steps and type(steps[0]) is str
+        if type(name) is not str or not is_path or ".".join(map(str, steps)) != name:  # torch reads what is saved under that
+            raise DamagedFileError(f"The metadata has {name!r} under the path of another name, or a path that cannot be read.")
         found[name] = tuple(steps)
     return found
 
@@ -226,10 +210,13 @@ class _Nested:
 class _Reader:
     """Turns what the metadata says of a name into an entry or a value. Names with the same places are tied."""
 
-    def __init__(
-        self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place], missing: AbstractSet[str] = frozenset()
-    ) -> None:
-        self.files, self.places, self.missing = files, places, missing
+    def __init__(self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place], partial: bool) -> None:
+        self.files, self.places = files, places
+        named = dict.fromkeys(place.file for place in places.values())
+        self.missing = {*named} - {*files.names()} if partial else set[str]()
+        for file in named:
+            if file not in self.missing:
+                files.open(file)
         self.blobs: list[Checkpoint] = []
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
@@ -310,11 +297,7 @@ class _Reader:
             raise TensorError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is not what .metadata says.")
         content = row_major(entry)
         if decoded.byteorder == "big":
-            if entry.storage.swap_width != dtype.swap_width:
-                raise TensorError(
-                    f"{source.path}, at byte {place.offset}: big-endian, and a view with elements of another size."
-                )
-            return swapped(content, dtype.swap_width)
+            raise UnsupportedContainerError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is big-endian.")
         of = content.of if isinstance(content, Part) else content
         if not isinstance(content, Range) or not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
             return content
@@ -340,18 +323,14 @@ class _Reader:
         """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""
         new: dict[int, Storage] = {}
 
-        def located(storage: Storage) -> Storage:
-            known = self.waiting.get(id(storage.content))
-            if known is not None and id(storage) not in new:
-                new[id(storage)] = replace(storage, content=known[1]())
-            return new.get(id(storage), storage)
-
         def swap(node: Node) -> Node:
-            if type(node) is Storage:
-                return located(node)
-            if type(node) is Entry and located(node.storage) is not node.storage:
-                return replace(node, storage=located(node.storage))
-            return node
+            storage = node.storage if type(node) is Entry else node
+            known = self.waiting.get(id(storage.content)) if type(storage) is Storage else None
+            if type(storage) is not Storage or known is None:
+                return node
+            if id(storage) not in new:
+                new[id(storage)] = replace(storage, content=known[1]())
+            return replace(node, storage=new[id(storage)]) if type(node) is Entry else new[id(storage)]
 
         return exchange.replace(root, swap)
 
@@ -430,7 +409,7 @@ def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
     try:
         common = decode_file(files.open(COMMON)).root
     except CkptError as error:
-        decoded.warnings = [*decoded.warnings, Warned("unread-member", f"{COMMON} is not read: {error.what.rstrip('.')}")]
+        decoded.warnings.append(Warned("unread-member", f"{COMMON} is not read: {error.what.rstrip('.')}"))
         return decoded
     if type(common) is not Dict or not ("args" in common or "iteration" in common):
         return decoded
@@ -443,7 +422,7 @@ def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
         decoded.others = {**decoded.others, "model": lambda: model_of(decoded.root, layers)}
         fix = f"ckpt convert {shlex.quote(str(files.path))} model.safetensors --select model"
         text = f"{len(stacked)} tensors each hold all {layers} layers; --select model numbers the layers"
-        decoded.warnings = [*decoded.warnings, Warned("stacked-layers", text, "", "info", fix)]
+        decoded.warnings.append(Warned("stacked-layers", text, "", "info", fix))
     return decoded
 
 
@@ -455,25 +434,17 @@ def _tensors(root: Node) -> Iterator[tuple[str, Entry]]:
 
 def model_of(root: Node, layers: int) -> Dict:
     """The model's state dict, in the order of its layers."""
-    stacks: dict[str, dict[str, Entry]] = {}  # by where the layers are: what each of them has
-    plain: list[tuple[str, Entry | None]] = []  # in order; None where layers stand
+    found: dict[str, dict[str, Entry]] = {}  # by where layers are, what each of them has; of others the tensor itself
     for key, entry in _tensors(root):
         match = _STACKED.fullmatch(key)
-        if match is None:
-            plain.append((key, entry))
-            continue
-        if not entry.shape or entry.shape[0] != layers:
+        if match is not None and (not entry.shape or entry.shape[0] != layers):
             raise PartError(f"{key!r} is of shape {list(entry.shape)}, and args say that there are {layers} layers.")
-        if match["head"] not in stacks:
-            stacks[match["head"]] = {}
-            plain.append((match["head"], None))
-        stacks[match["head"]][match["rest"]] = entry
+        found.setdefault(match["head"] if match else key, {})[match["rest"] if match else ""] = entry
     numbered: dict[str, Entry] = {}
-    for name, one in plain:
-        if one is not None:
-            numbered[name] = one
-            continue
-        for number, (rest, stack) in product(range(layers), stacks[name].items()):
+    for name, rests in found.items():
+        if "" in rests:
+            numbered[name] = rests.pop("")
+        for number, (rest, stack) in product(range(layers), rests.items()):
             offset = stack.offset + number * stack.stride[0]
             numbered[f"{name}.{number}.{rest}"] = replace(stack, shape=stack.shape[1:], stride=stack.stride[1:], offset=offset)
     return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))

@@ -1,45 +1,22 @@
-"""deepspeed: a folder of DeepSpeed, whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO).
+"""deepspeed: a folder whose ranks each hold a part of the fp32 weights and of the optimizer (ZeRO), as one checkpoint.
 
-    mp_rank_00_model_states.pt                       MUST but under stage 3: names, shapes, 16-bit weights, buffers
-    zero_pp_rank_R_mp_rank_00_model_states.pt        MUST under stage 3, one a rank: names, shapes, buffers, frozen weights
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt MUST under ZeRO, one a rank: rows of fp32 weights, of the optimizer
-    ... mp_rank_01 ...                               the same of every tensor parallel rank, or stage of a pipeline
-    layer_0_expert_3_mp_rank_00_model_states.pt      experts of a mixture; layer_03-model_states.pt: layers of a pipeline
-    latest                                           beside the folder: its name
-
-The tree is the state dict of the fp32 weights, in the model's order. Beside it, for `--select`, are `module` (not under
-stage 3: the 16-bit weights), `optimizer` (as torch's `get_optimizer_state_dict` has it, by the parameters' names) and
-`training` (the model, the optimizer, and what else the model file holds).
-
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py. deepspeed_files.py reads what each
-file says, deepspeed_slice.py makes a model of the ranks of one slice.
-"""
+Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_to_fp32.py."""
 
 from __future__ import annotations
 
 import functools
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.deepspeed_files import (
-    ModelState,
-    OptimizerState,
-    Rules,
-    check_experts,
-    read_model,
-    read_optimizer,
-    with_experts,
-    with_layers,
-)
+from ckpt_tools.parts.deepspeed_files import ModelState, OptimizerState, Rules, check_experts, with_experts, with_layers
 from ckpt_tools.parts.deepspeed_slice import Slice
 from ckpt_tools.parts.merge import Merger, check_same, check_world, merged
-from ckpt_tools.parts.names import ZeroFiles, zero_files
+from ckpt_tools.parts.names import ZeroFiles
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
@@ -56,7 +33,7 @@ _OF_PARTS = frozenset((
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    found = zero_files(names)
+    found = ZeroFiles(names)
     if found.doubled:
         raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
     model = _Model(found, files, partial)
@@ -72,16 +49,15 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     made.warnings += [partly("files of ranks are", list(model.missing))] if model.missing else []
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
     made.unusual = []  # these are said of the ranks' files, not of the whole
-    said = {"module": "" if model.first.is_stage_3 else "the weights as they were trained with"}
     made.others = {"module": model.module}
+    what, fix = "the weights", ""
+    said = [] if model.first.is_stage_3 else ["module (the weights as they were trained with)"]
     if model.first.first is not None:  # without ZeRO the optimizer's state has no names
-        said["optimizer"] = "its state by the parameters' names" if model.has_state else ""
-        said["training"] = "model, optimizer and what else was saved"
-        made.others = {"module": model.module, "optimizer": model.optimizer, "training": model.training}
-    is_zero = "training" in said
-    fix = f"ckpt convert {shlex.quote(str(files.path))} training.pth --select training" if is_zero else ""
-    taken = ", ".join(f"{name} ({what})" for name, what in said.items() if what)
-    text = f"without `select` it is {'the fp32 weights' if is_zero else 'the weights'}; `select` takes {taken}"
+        what, fix = "the fp32 weights", f"ckpt convert {shlex.quote(str(files.path))} training.pth --select training"
+        said += ["optimizer (its state by the parameters' names)"] if model.has_state else []
+        said.append("training (model, optimizer and what else was saved)")
+        made.others |= {"optimizer": model.optimizer, "training": model.training}
+    text = f"without `select` it is {what}; `select` takes {', '.join(said)}"
     made.warnings.append(Warned("beside-the-weights", text, "", "info", fix))
     return made
 
@@ -96,9 +72,8 @@ class _Model:
         self.experts, layers = found.kinds["expert"], found.kinds["layer"]
         if self.experts and (layers or len(found.slices) > 1):
             raise PartError(
-                f"{next(iter(self.experts.values()))} and {len(self.experts) - 1} more are experts of a mixture "
-                "whose model is cut in another way too, which is not read.", fix=_SAVE,
-            )  # fmt: skip
+                "These are experts of a mixture whose model is cut in another way too, which is not read.", fix=_SAVE
+            )
         if found.kinds["optimizer"] and (unnamed := [*found.kinds["expert-optimizer"].values()]):
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
         self.slices = {number: self._slice(number) for number in found.slices}
@@ -111,7 +86,7 @@ class _Model:
             shapes = {name: shape for own in self.slices.values() for row in own.model.shapes for name, shape in row.items()}
             roots = {name: (key[0], self._root_of(name, renewed=True)) for key, name in sorted(layers.items())}
             self.layers = with_layers(roots, shapes)
-            self._check_layers()
+            self._check_layers(shapes)
 
     # --- reading
 
@@ -122,7 +97,7 @@ class _Model:
 
     def _slice(self, number: int) -> Slice:
         names = self.found.of_slice("optimizer", number)
-        optimizers = {rank: read_optimizer(name, self._root_of(name)) for rank, name in names.items()}
+        optimizers = {rank: OptimizerState(name, self._root_of(name)) for rank, name in names.items()}
         check_same("number of ranks", {state.file: state.world for state in optimizers.values()})
         check_same("number of the optimizer's steps", {state.file: state.steps for state in optimizers.values()})
         world = next((state.world for state in optimizers.values()), 1)
@@ -147,29 +122,25 @@ class _Model:
         kinds = ("model", "whole") if is_stage_3 else ("whole", "model")
         names, others = (self.found.of_slice(kind, number) for kind in kinds)
         if others:
-            other = next(iter(others.values()))
-            raise PartError(
-                f"{other} is of another stage of ZeRO than the optimizer's parts.", fix="Remove what is of another save."
-            )
+            raise PartError(f"{next(iter(others.values()))} is of another stage of ZeRO than the optimizer's parts.")
         if not names:
             missing = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
             raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
         models = dict[int, ModelState]()
         for rank, name in names.items():
             root = self._root_of(name, renewed=not models)
-            models[rank] = read_model(name, root, in_layers=bool(self.found.kinds["layer"]))
+            models[rank] = ModelState(name, root, in_layers=bool(self.found.kinds["layer"]))
         if self.experts:
             first = models[min(models)]
-            roots = [(file, self._root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
             check_experts(first, {(layer, expert) for layer, expert, _ in self.experts})
-            models[min(models)] = replace(first, module=with_experts(first.module, roots))
+            roots = [(file, self._root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
+            first.module = with_experts(first.module, roots)
         if is_stage_3:
             self._check_ranks(number, "model", models, world)
         worlds = {model.file: model.world for model in models.values() if model.world is not None}
-        if optimizers:
-            check_same("number of ranks", {next(iter(optimizers.values())).file: world, **worlds})
+        check_same("number of ranks", {state.file: world for state in optimizers.values()} | (worlds if optimizers else {}))
         check_same("'global_steps'", {model.file: model.step for model in models.values()})
-        check_same("parameters", {model.file: (model.shapes, model.frozen, model.names) for model in models.values()})
+        check_same("parameters", {model.file: (model.shapes, model.frozen) for model in models.values()})
         return models
 
     def _check_slices(self, *, in_stages: bool) -> None:
@@ -185,31 +156,26 @@ class _Model:
     def _rules(self) -> Rules | None:
         """How tensor parallel ranks are joined; None for the stages of a pipeline, and for one slice."""
         if layers := self.found.kinds["layer"]:
-            if several := sorted({rank for _, rank in layers} - {0}):
-                ranks = f"each cut among {len(several) + 1} tensor parallel ranks, which is not read"
-                raise PartError(f"These are stages of a pipeline, {ranks}.", fix=_SAVE)
+            if any(rank for _, rank in layers):
+                raise PartError(
+                    "These are stages of a pipeline, each cut among tensor parallel ranks, which is not read.", fix=_SAVE
+                )
             return None
         if len(self.slices) == 1:
             return None
         if self.first.model.rules is None:
-            raise PartError(
-                f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut.",
-                why="A checkpoint of Megatron-DeepSpeed or AutoTP says it as universal_checkpoint_info.", fix=_SAVE,
-            )  # fmt: skip
+            what = f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut."
+            raise PartError(what, why="They have no universal_checkpoint_info.", fix=_SAVE)
         return Rules(self.first.model.rules, self.first.model.buffers)
 
-    def _check_layers(self) -> None:
+    def _check_layers(self, names: Collection[str]) -> None:
         """Each layer with weights in the optimizer has its file: what is frozen, and buffers, are in there alone."""
         there = {name.partition(".")[0] for name in self.layers or ()}
-        names = [name for own in self.slices.values() for name in own.model.names]
         numbers = dict.fromkeys(number for name in names if (number := name.partition(".")[0]).isdecimal())
         if missing := [f"layer_{int(number):02d}-model_states.pt" for number in numbers if number not in there]:
             self.missing |= dict.fromkeys(missing)
             if not self.partial:
-                why = "Frozen weights and buffers of a pipeline are in there alone."
-                raise PartError(
-                    f"Layers have no file: {listed(missing)}.", why=why, fix="Get the files of all layers.", rest=True
-                )
+                raise PartError(f"Layers have no file: {listed(missing)}.", fix="Get the files of all layers.", rest=True)
 
     # --- what it gives
 
@@ -219,8 +185,8 @@ class _Model:
         roots = {number: own.weights for number, own in self.slices.items()}
         is_one = len(roots) == 1 and self.layers is None
         found = self.first.weights.named if is_one else self._joined(roots)
-        lost = {name: why for own in self.slices.values() for name, why in own.merger.lost.items() if name not in found}
-        self.merger.lost |= lost
+        for own in self.slices.values():
+            self.merger.lost |= {name: why for name, why in own.merger.lost.items() if name not in found}
         return self.first.weights if is_one else Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
 
     def module(self) -> Node:

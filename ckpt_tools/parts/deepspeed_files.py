@@ -1,11 +1,6 @@
 """What the files of a DeepSpeed checkpoint say: facts by name out of the trees of their pickles.
 
-    layer_0_expert_3_mp_rank_00_model_states.pt     one expert of a mixture, under the number that it has in the whole layer
-    layer_03-model_states.pt                        one layer of a pipeline, by the names in the layer
-
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`); `state_dict` in deepspeed/runtime/zero/
-stage_1_and_2.py and stage3.py, and in deepspeed/runtime/bf16_optimizer.py.
-"""
+Source: deepspeed/runtime/engine.py; `state_dict` in deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from math import prod
 
 from ckpt_tools.errors import PartError
@@ -26,45 +20,64 @@ from ckpt_tools.values.boxes import Sizes
 from ckpt_tools.values.numeric import row_major
 
 EXPERT = re.compile(r"(?P<layer>.*?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<number>\d{1,6})\.(?P<rest>.*)")
-_MIXTURE = "deepspeed_moe."
+_MIXTURE, _TIED = "deepspeed_moe.", "tied_modules."
 _STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
 _MOST_LAYERS = 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ModelState:
     """What a model file says. `shapes`: of the parameters in the optimizer, by group."""
 
-    file: str
-    root: Dict
-    module: Dict
-    buffers: frozenset[str]
-    shapes: tuple[dict[str, Sizes], ...]
-    frozen: dict[str, Sizes]
-    fragments: dict[str, Entry]
-    shared: dict[str, str]
-    world: int | None
-    step: int | None
-    rules: Dict | None
+    def __init__(self, file: str, root: Node, *, in_layers: bool = False) -> None:
+        module = root.get("module") if type(root) is Dict else None
+        module = Dict(ordered=True) if module is None and in_layers else module
+        if type(root) is not Dict or type(module) is not Dict:
+            raise _malformed(file, "it has no weights (`module`)")
+        world, step, rules = (root.get(key) for key in ("dp_world_size", "global_steps", "universal_checkpoint_info"))
+        self.file, self.root, self.module = file, root, module
+        self.buffers = frozenset(name for name in listed_in(root.get("buffer_names")) if type(name) is str)
+        self.shapes = tuple(_shapes(file, group) for group in listed_in(root.get("param_shapes")))
+        self.frozen = _shapes(file, root.get("frozen_param_shapes"))
+        self.fragments = {name: entry for name, entry in _items(root.get("frozen_param_fragments")) if type(entry) is Entry}
+        self.shared = {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str}
+        self.world = world if type(world) is int else None
+        self.step = step if type(step) is int else None
+        self.rules = rules if type(rules) is Dict else None
+        self.names = [name for group in self.shapes for name in group]
+        if len(self.names) != len(set(self.names)):
+            raise _malformed(file, "a parameter is in two groups")
 
-    @property
-    def names(self) -> list[str]:
-        return [name for group in self.shapes for name in group]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """What one rank's optimizer file says."""
+    """What one rank's optimizer file says. `flat`: its row of each group's weights; `counts`: how many ranks share a group."""
 
-    file: str
-    is_stage_3: bool
-    flat: tuple[Entry, ...]
-    world: int
-    counts: tuple[int, ...]
-    paddings: tuple[Sizes, ...] | None
-    states: dict[int, Dict]
-    groups: tuple[Dict, ...]
+    def __init__(self, file: str, root: Node) -> None:
+        state = root.get("optimizer_state_dict") if type(root) is Dict else None
+        if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
+            raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
+        if "ds_zero_partition_groups" in state:
+            raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
+        self.file, self.is_stage_3 = file, _STAGE_3 in state
+        counts = tuple(count for count in listed_in(state.get("partition_count")) if type(count) is int)
+        rows = listed_in(state.get(_STAGE_3 if self.is_stage_3 else _STAGE_2))
+        self.flat = tuple(row for row in rows if type(row) is Entry and len(row.shape) == 1 and row.is_contiguous)
+        said = state.get("param_alignment_paddings")
+        paddings = [sizes_of(group) for group in listed_in(said)]
+        if min(counts, default=0) < 1 or len(self.flat) != len(rows):
+            raise _malformed(file, "its weights are not rows, or it has no partition_count")
+        if any(group is None or min(group, default=0) < 0 for group in paddings):
+            raise _malformed(file, "its param_alignment_paddings are not numbers")
+        self.paddings = None if said is None else tuple(group for group in paddings if group is not None)
+        self.world = max(counts)
+        self.counts = counts if len(counts) == len(rows) else (self.world,) * len(rows)
+        inner = state.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
+        own = inner.get("state") if type(inner) is Dict else None
+        # an elastic checkpoint of old versions has a list of states
+        found = enumerate(inner.items) if type(inner) is List else own.items if type(own) is Dict else ()
+        self.states = {number: one for number, one in found if type(number) is int and type(one) is Dict}
+        groups = inner.get("param_groups") if type(inner) is Dict else None
+        self.groups = tuple(group for group in listed_in(groups) if type(group) is Dict)
 
     @property
     def steps(self) -> list[object]:
@@ -77,62 +90,6 @@ class OptimizerState:
             elif type(step) in (int, float):
                 found.append(step)
         return found
-
-
-def read_model(file: str, root: Node, *, in_layers: bool = False) -> ModelState:
-    module = root.get("module") if type(root) is Dict else None
-    module = Dict(ordered=True) if module is None and in_layers else module
-    if type(root) is not Dict or type(module) is not Dict:
-        raise _malformed(file, "it has no weights (`module`)")
-    found = ModelState(
-        file, root, module,
-        buffers=frozenset(name for name in listed_in(root.get("buffer_names")) if type(name) is str),
-        shapes=tuple(_shapes(file, group) for group in listed_in(root.get("param_shapes"))),
-        frozen=_shapes(file, root.get("frozen_param_shapes")),
-        fragments={name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry},
-        shared={name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
-        world=world if type(world := root.get("dp_world_size")) is int else None,
-        step=step if type(step := root.get("global_steps")) is int else None,
-        rules=rules if type(rules := root.get("universal_checkpoint_info")) is Dict else None,
-    )  # fmt: skip
-    if len(found.names) != len(set(found.names)):
-        raise _malformed(file, "a parameter is in two groups")
-    return found
-
-
-def read_optimizer(file: str, root: Node) -> OptimizerState:
-    state = root.get("optimizer_state_dict") if type(root) is Dict else None
-    if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
-        raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
-    if "ds_zero_partition_groups" in state:
-        raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
-    is_stage_3 = _STAGE_3 in state
-    counts = tuple(count for count in listed_in(state.get("partition_count")) if type(count) is int)
-    if not counts or min(counts) < 1:
-        raise _malformed(file, "it has no partition_count")
-    own = listed_in(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
-    flat = tuple(entry for entry in own if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
-    if len(flat) != len(own):
-        raise _malformed(file, "its weights are not rows")
-    said = state.get("param_alignment_paddings")
-    paddings = [sizes_of(group) for group in listed_in(said)]
-    if any(group is None or min(group, default=0) < 0 for group in paddings):
-        raise _malformed(file, "its param_alignment_paddings are not numbers")
-    inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
-    groups = inner.get("param_groups") if type(inner) is Dict else None
-    return OptimizerState(
-        file, is_stage_3, flat, world=max(counts),
-        counts=counts if len(counts) == len(flat) else (max(counts),) * len(flat),
-        paddings=None if said is None else tuple(group for group in paddings if group is not None),
-        states=dict(_states(inner)), groups=tuple(group for group in listed_in(groups) if type(group) is Dict),
-    )  # fmt: skip
-
-
-def _states(inner: Node) -> Iterator[tuple[int, Dict]]:
-    """The states by the number of their row; an elastic checkpoint of old versions has a list of them."""
-    state = inner.get("state") if type(inner) is Dict else None
-    found = enumerate(inner.items) if type(inner) is List else state.items if type(state) is Dict else ()
-    return ((number, state) for number, state in found if type(number) is int and type(state) is Dict)
 
 
 def _shapes(file: str, node: Node) -> dict[str, Sizes]:
@@ -166,11 +123,10 @@ def _malformed(file: str, why: str) -> PartError:
 def check_experts(model: ModelState, there: AbstractSet[tuple[int, int]]) -> None:
     """Every layer has the files of all its experts, as many as the model file says."""
     rows = [count for count in listed_in(model.root.get("num_experts")) if type(count) is int]
-    expected = (
-        (layer, expert) for layer, count in enumerate(rows[:_MOST_LAYERS]) for expert in range(min(count, _MOST_LAYERS))
-    )
-    if missing := [f"layer_{layer}_expert_{expert}_*" for layer, expert in expected if (layer, expert) not in there]:
-        raise PartError(f"Experts are missing: {listed(missing)}.", fix="Get the files of all experts.")
+    for layer, count in enumerate(rows[:_MOST_LAYERS]):
+        for expert in range(min(count, _MOST_LAYERS)):
+            if (layer, expert) not in there:
+                raise PartError(f"Experts are missing: layer_{layer}_expert_{expert}_*.", fix="Get the files of all experts.")
 
 
 def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
@@ -183,16 +139,13 @@ def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
             match = EXPERT.fullmatch(name) if isinstance(name, str) else None
             if match is None or type(value) is not Entry:
                 raise PartError(f"{file} holds something else than an expert's tensors.")
-            if name in names:
+            if match.string in names:
                 raise PartError(f"{file} holds {name!r}, which another file holds too.")
             names.add(match.string)
             placed.append((last.get(match["layer"], len(module.items)), (name, value)))
     root = Dict([item for _, item in sorted(placed, key=lambda row: row[0])], ordered=True)
     root.attributes = module.attributes
     return root
-
-
-_TIED = "tied_modules."
 
 
 def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> dict[str, Node]:
@@ -214,7 +167,7 @@ def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Size
         elif len(fitting) == 1:
             prefix = f"{_TIED}{fitting[0]}."
         else:
-            raise PartError(f"{file} may be each of several layers that stages share: {', '.join(sorted(fitting)[:5])}.")
+            raise PartError(f"{file} may be each of several layers that stages share: {listed(sorted(fitting))}.")
         for name, value in root.named.items():
             made.setdefault(f"{prefix}{name}", value)
     return made
@@ -256,14 +209,8 @@ class Rules:
 def _patterns(node: Node) -> list[re.Pattern[str]]:
     """The patterns of one list, or the keys of a dict, each of which fits from a name's beginning on."""
     rows = [key for key, _ in node.items] if type(node) is Dict else listed_in(node)
-    texts = [text for text in rows if type(text) is str]
-    if len(texts) > _MOST or any(len(text) > _MOST for text in texts):
-        raise PartError(f"universal_checkpoint_info has more than {_MOST} patterns, or longer ones, in one list.")
-    found = []
-    for pattern in texts:
-        text = pattern.removeprefix("^")
-        to_end = text.endswith("$") and not text.endswith("\\$")
-        if not _PATTERN.fullmatch(text.removesuffix("$") if to_end else text):
-            raise PartError(f"universal_checkpoint_info tells names by the pattern {pattern[:100]!r}, which is not read.")
-        found.append(re.compile(text, re.ASCII))
-    return found
+    texts = [text.removeprefix("^") for text in rows if type(text) is str]
+    for text in texts:
+        if len(texts) > _MOST or len(text) > _MOST or not _PATTERN.fullmatch(re.sub(r"(?<!\\)\$$", "", text)):
+            raise PartError(f"universal_checkpoint_info tells names by the pattern {text[:100]!r}, which is not read.")
+    return [re.compile(text, re.ASCII) for text in texts]

@@ -1,19 +1,14 @@
 """One slice of a DeepSpeed checkpoint as a model: its fp32 weights, and its optimizer's state by the parameters' names.
 
-Stages 1 and 2 put the parameters of a group behind one another and cut that row into equal parts, a rank each. Stage 3 cuts
-every parameter by itself, and each rank puts its parts behind one another. Experts of a mixture are on some ranks alone: their
-groups are cut among those, under the number that an expert has among those of its rank.
-
-Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`).
-"""
+Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, islice
 from math import prod
 from typing import TypeAlias
 
@@ -28,29 +23,24 @@ from ckpt_tools.values.same_bytes import same_bytes
 
 _ALIGNMENT = 2  # elements a rank, to which stages 1 and 2 fill a group up
 _MOST_EXPERTS = 1 << 16
-Cut: TypeAlias = tuple[str, Callable[[], Entry]]
 _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
+Rows: TypeAlias = Mapping[int, Sequence[Entry]]  # of each rank, what it holds one behind the other
+Made: TypeAlias = tuple[str, Callable[[], Entry]]  # a parameter, and what puts it together
 
 
-# --- where a parameter's elements lie in the rows of the optimizer
+# --- where a parameter's elements lie in the rows of the optimizer. Stages 1 and 2 put the parameters of a group behind one
+# another and cut that row, stage 3 cuts each parameter by itself. Experts are on some ranks alone, which count their own.
 
 
-class _Row:
-    """One rank's entries of one dimension, one behind the other: an element's place tells its entry."""
-
-    def __init__(self, rank: int, entries: Iterable[Entry]) -> None:
-        self.rank, self.runs = rank, [entry for entry in entries if entry.numel]
-        self.ends = list(accumulate(entry.numel for entry in self.runs))
-
-    def cut(self, start: int, count: int, at: int) -> Iterator[Piece]:
-        """Elements from `start` on, as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
-        number = bisect_right(self.ends, start)
-        while count > 0 and number < len(self.ends):
-            entry = self.runs[number]
-            inside = start - (self.ends[number] - entry.numel)
-            taken = min(count, entry.numel - inside)
-            yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), self.rank)
-            start, at, count, number = start + taken, at + taken, count - taken, number + 1
+def _run(rank: int, entries: Sequence[Entry], ends: Sequence[int], start: int, count: int, at: int) -> Iterator[Piece]:
+    """Elements of a rank's row as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+    number = bisect_right(ends, start)
+    while count > 0 and number < len(ends):
+        entry = entries[number]
+        inside = start - (ends[number] - entry.numel)
+        taken = min(count, entry.numel - inside)
+        yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+        start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +56,50 @@ class Group:
     paddings: Sizes | None = None
     part: int = 0
 
-    @property
-    def numel(self) -> int:
-        """Elements of all of them, with the paddings; where each is cut by itself, those of a rank."""
+    def checked(self, held: Mapping[int, int]) -> Group:
+        """The group with the length of its parts, which the numbers of elements that ranks hold add up to."""
+        last, count = self.ranks[-1], len(self.ranks)
         if self.paddings is None:
-            return sum(-(-prod(shape) // len(self.ranks)) for shape in self.shapes.values())
-        return sum(map(prod, self.shapes.values())) + sum(self.paddings)
+            part = sum(-(-prod(shape) // count) for shape in self.shapes.values())
+            wrong = {rank: found for rank, found in held.items() if found != part}
+        else:  # the last one's filling is left out by some versions
+            numel = sum(map(prod, self.shapes.values())) + sum(self.paddings)
+            longest = -(-numel // (_ALIGNMENT * count)) * _ALIGNMENT
+            part = next((held[rank] for rank in held if rank != last or count == 1), longest)
+            wrong = {rank: found for rank, found in held.items() if found > part or (found < part and rank != last)}
+            total = part * (count - 1) + held.get(last, part)
+            wrong = wrong or ({} if numel <= total <= longest * count else dict(held))
+        if wrong:
+            counts = listed([f"rank {rank} holds {found}" for rank, found in sorted(wrong.items())])
+            raise PartError(
+                f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; another has, or needs, {part}.",
+                why="A part is of another step, another number of ranks, or cut off.",
+            )
+        return replace(self, part=max(part, 1))
 
-    def cut(self, held: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Piece]]]:
+    def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies on the ranks that are there."""
-        rows = {number: _Row(rank, held[rank]) for number, rank in enumerate(self.ranks) if rank in held}
+        runs = {}
+        for number, rank in enumerate(self.ranks):
+            if rank in held:
+                entries = [entry for entry in held[rank] if entry.numel]
+                runs[number] = partial(_run, rank, entries, list(accumulate(entry.numel for entry in entries)))
         start = 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
-            numel = prod(shape)
+            numel, pieces = prod(shape), list[Piece]()
             if self.paddings is None:
                 part = -(-numel // len(self.ranks))  # the last part is filled up; rows behind it hold nothing but filling
-                cuts = [(row, start, number * part, part) for number, row in rows.items()]
+                for number, run in runs.items():
+                    pieces += run(start, min(part, numel - number * part), number * part)
                 start += part
             else:
-                first, behind = start // self.part, -(-(start + numel) // self.part)
-                begins = [(rows[number], number * self.part - start) for number in range(first, behind) if number in rows]
-                cuts = [(row, max(0, -begin), max(0, begin), self.part) for row, begin in begins]
+                for number in range(start // self.part, -(-(start + numel) // self.part)):
+                    begin = number * self.part - start  # of the rank's row, in the parameter
+                    if number in runs:
+                        at = max(0, begin)
+                        pieces += runs[number](max(0, -begin), min(self.part, numel - at), at)
                 start += numel + padding
-            pieces = (row.cut(begin, min(most, numel - at), at) for row, begin, at, most in cuts)
-            yield name, shape, list(chain.from_iterable(pieces))
+            yield name, shape, pieces
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -98,54 +108,27 @@ def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world
     check_same("groups of weights, cut among as many ranks", said)
     first, ranks = next(iter(optimizers.values())), range(world)
     if not first.is_stage_3:
-        return _groups_in_rows(model, optimizers, world)
-    groups = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
-    if [group.numel for group in groups] != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
-        shapes = {name: shape for group in model.shapes for name, shape in group.items()}
-        groups = [Group(shapes, tuple(range(len(first.flat))), ranks)]
-    for group in groups:
-        held = {rank: sum(state.flat[row].numel for row in group.rows) for rank, state in optimizers.items()}
-        if wrong := {rank: count for rank, count in held.items() if count != group.numel}:
-            raise _not_adding_up(group, wrong, f"{group.numel}")
-    return groups
+        found = list(_groups_in_rows(model, first, world))
+    else:
+        found = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
+        needed = [sum(-(-prod(shape) // world) for shape in group.shapes.values()) for group in found]
+        if needed != [entry.numel for entry in first.flat]:  # sub-groups, cut elsewhere: one row of all
+            found = [Group({name: shape for group in model.shapes for name, shape in group.items()},
+                           tuple(range(len(first.flat))), ranks)]  # fmt: skip
+    return [
+        group.checked({rank: sum(optimizers[rank].flat[row].numel for row in group.rows)
+                       for rank in group.ranks if rank in optimizers})
+        for group in found
+    ]  # fmt: skip
 
 
-def _groups_in_rows(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
-    first = next(iter(optimizers.values()))
+def _groups_in_rows(model: ModelState, first: OptimizerState, world: int) -> Iterator[Group]:
     paddings = first.paddings or tuple((0,) * len(shapes) for shapes in model.shapes)
     if len(first.flat) != len(model.shapes) or list(map(len, paddings)) != list(map(len, model.shapes)):
-        raise PartError(
-            f"{model.file} has {len(model.shapes)} groups of parameters, and {first.file} has other ones.",
-            why="The names belong to another checkpoint.",
-        )
-    found = list[Group]()
+        raise PartError(f"{model.file} has {len(model.shapes)} groups of parameters, and {first.file} has other ones.")
     for number, (shapes, padding) in enumerate(zip(model.shapes, paddings, strict=True)):
         for ranks, names in _holders(model, shapes, first.counts[number], world):
-            held = {rank: optimizers[rank].flat[number].numel for rank in ranks if rank in optimizers}
-            group = Group(names, (number,), ranks, padding)
-            found.append(replace(group, part=_part_of(group, held)))
-    return found
-
-
-def _part_of(group: Group, held: Mapping[int, int]) -> int:
-    """The one length of the parts, but for the last one's filling, which some versions leave out."""
-    last, count = group.ranks[-1], len(group.ranks)
-    longest = -(-group.numel // (_ALIGNMENT * count)) * _ALIGNMENT
-    part = next((held[rank] for rank in held if rank != last or count == 1), longest)  # `check_casts` sees one that is wrong
-    if wrong := {rank: held[rank] for rank in held if (held[rank] != part if rank != last else held[rank] > part)}:
-        raise _not_adding_up(group, wrong, f"rank {group.ranks[0]} {part}")
-    total = part * (count - 1) + held.get(last, part)
-    if not group.numel <= total <= longest * count:
-        raise _not_adding_up(group, held, f"{group.numel} in all")
-    return max(part, 1)
-
-
-def _not_adding_up(group: Group, held: Mapping[int, int], wanted: str) -> PartError:
-    counts = listed([f"rank {rank} holds {count}" for rank, count in sorted(held.items())])
-    return PartError(
-        f"The parts do not add up: {counts} elements of {some(list(group.shapes))}; it should be {wanted}.",
-        why="A part is of another step, another number of ranks, or cut off.",
-    )
+            yield Group(names, (number,), ranks, padding)
 
 
 def _holders(
@@ -156,14 +139,12 @@ def _holders(
         yield range(world), shapes
         return
     experts = [match for name in shapes if (match := EXPERT.fullmatch(name))]
-    if len(experts) < len(shapes) or world % count:
-        raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and not all are experts of a mixture.")
     numbers: dict[str, set[int]] = {}
     for match in experts:
         numbers.setdefault(match["layer"], set()).add(int(match["number"]))
     times = world // count
-    if times * sum(map(len, numbers.values())) > _MOST_EXPERTS:
-        raise PartError(f"{model.file} says that {world} ranks have {count} parts of experts, which is impossible.")
+    if len(experts) < len(shapes) or world % count or times * sum(map(len, numbers.values())) > _MOST_EXPERTS:
+        raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and not all are experts of a mixture.")
     config = model.root.get("ds_config")
     data_first = type(config) is Dict and config.get("use_data_before_expert_parallelism") is True
     for own in range(times):
@@ -197,13 +178,14 @@ class Slice:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
         if self.first is None:  # without ZeRO the model file has them
             return self.model.module
-        trained = chain.from_iterable(self._cut(group, self._flat_of(group), "the weights") for group in self.groups)
-        frozen = chain.from_iterable(self._frozen(name, shape) for name, shape in self.model.frozen.items())
-        made: dict[str, Node | Drop] = {name: self.merger.unless_lost(name, make) for name, make in chain(trained, frozen)}
-        module, buffers = self.model.module.named, self.model.buffers
+        parameters = chain.from_iterable(self._cut(group, self._flat_of(group)) for group in self.groups)
+        made: dict[str, Node | Drop] = {
+            name: self.merger.unless_lost(name, make) for name, make in chain(parameters, self._frozen())
+        }
+        module, buffers, shared = self.model.module.named, self.model.buffers, self.model.shared
         tied = {_place(entry): name for name in made if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
-            if name in made or name in self.model.shared:
+            if name in made or name in shared:
                 continue
             if name not in buffers and _place(value) in tied:
                 made[name] = made[tied[_place(value)]]
@@ -211,45 +193,39 @@ class Slice:
                 made[name] = self.merger.unless_lost(name, partial(self._nowhere, name))
             else:  # buffers, extra states, under stage 1 frozen weights
                 made[name] = value
-        for name in self.model.shared:
+        for name in shared:
             if name not in made:
                 made[name] = made[self._holder_of(name, made)]
         order = dict.fromkeys((*module, *made))
         root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
-        tied_to = "is tied to what is not whole"
-        self.merger.lost.update((name, self.merger.lost.get(name, tied_to)) for name in order if made[name] is DROP)
+        for name in order:
+            if made[name] is DROP:
+                self.merger.lost.setdefault(name, "is tied to what is not whole")
         root.attributes = self.model.module.attributes
         return root
 
-    def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
+    def _flat_of(self, group: Group) -> Rows:
         there = [rank for rank in group.ranks if rank in self.optimizers]
         return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in there}
 
-    def _cut(self, group: Group, held: Mapping[int, Sequence[Entry]], what: str) -> Iterator[Cut]:
+    def _cut(self, group: Group, held: Rows) -> Iterator[Made]:
         """The parameters of a group, and what puts each together from the ranks' rows of it."""
-        rows = list(chain.from_iterable(held.values()))  # none of experts whose ranks are all missing
-        dtypes = {entry.dtype.name: entry.dtype for entry in rows or next(iter(self.optimizers.values())).flat[:1]}
-        if len(dtypes) != 1:
-            raise PartError(f"The ranks have {what} of {some(list(group.shapes))} in several dtypes: {listed(list(dtypes))}.")
-        (dtype,) = dtypes.values()
+        # of experts whose ranks are all missing there are no rows
+        dtype = next(chain(*held.values(), *(state.flat for state in self.optimizers.values()))).dtype
         for name, shape, pieces in group.cut(held):
             yield name, partial(self.merger.tensor, name, dtype, shape, pieces, measured=(prod(shape),))
 
     def _nowhere(self, name: str) -> Node:
-        why = "The files say neither its shape nor where it lies."
-        raise PartError(f"The model has {name!r}, and no rank holds a part of it.", why=why, rest=bool(self.missing))
+        raise PartError(f"The model has {name!r}, and no rank holds a part of it.", rest=bool(self.missing))
 
-    def _frozen(self, name: str, shape: Sizes) -> Iterator[Cut]:
-        """A weight that is not trained: whole under stage 2, a part on each rank under stage 3."""
-        fragments = {rank: model.fragments.get(name) for rank, model in self.models.items()}
-        if missing := [rank for rank, entry in fragments.items() if entry is None]:
-            raise PartError(f"The frozen weight {name!r} is not in the files of {these_ranks(missing)}.")
-        parts = {rank: [_flat(entry)] for rank, entry in fragments.items() if entry is not None}
-        group = Group({name: shape}, (0,), range(self.world if self.is_stage_3 else 1))
-        if wrong := {rank: entry.numel for rank, (entry,) in parts.items() if entry.numel != group.numel}:
-            held = listed([f"rank {rank} holds {count}" for rank, count in wrong.items()])
-            raise PartError(f"The frozen weight {name!r} does not add up: {held} elements; it should be {group.numel}.")
-        yield from self._cut(group, parts, "a frozen weight")
+    def _frozen(self) -> Iterator[Made]:
+        """The weights that are not trained: whole under stage 2, a part on each rank under stage 3."""
+        for name, shape in self.model.frozen.items():
+            parts = {rank: model.fragments.get(name) for rank, model in self.models.items()}
+            rows = {rank: [_flat(entry)] for rank, entry in parts.items() if entry is not None}
+            group = Group({name: shape}, (0,), range(self.world) if self.is_stage_3 else list(self.models))
+            group.checked({rank: entry.numel for rank, (entry,) in rows.items()})
+            yield from self._cut(group, rows)
 
     def _holder_of(self, name: str, made: Collection[str]) -> str:
         """The weight that a tied name stands for."""
@@ -265,10 +241,8 @@ class Slice:
 
     def module(self) -> Dict:
         if self.is_stage_3:
-            raise PartError(
-                "ZeRO 3 saves no 16-bit weights.", why="The model files hold tensors without elements.",
-                fix="Take the fp32 ones, and cast them: `dtype='bf16'`.",
-            )  # fmt: skip
+            fix = "Take the fp32 ones, and cast them: `dtype='bf16'`."
+            raise PartError("ZeRO 3 saves no 16-bit weights: the model files hold tensors without elements.", fix=fix)
         return self.model.module
 
     def optimizer(self) -> tuple[dict[str, Dict], list[tuple[list[Pair], list[str]]]]:
@@ -294,7 +268,8 @@ class Slice:
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
         for key, value in first.items:
             if type(value) is Entry and value.shape:
-                for name, make in self._cut(group, self._rows(group, key), f"{key!r}"):
+                rows = {rank: [self._row(rank, row, key) for row in group.rows] for rank in group.ranks}
+                for name, make in self._cut(group, rows):
                     made[name].append((key, make()))
             else:
                 kept = self.merger.keys.renew(value)
@@ -302,21 +277,14 @@ class Slice:
                     items.append((key, kept))
         yield from ((name, Dict(items)) for name, items in made.items())
 
-    def _rows(self, group: Group, key: Node) -> dict[int, list[Entry]]:
-        """One state of each rank's rows of a group."""
-        found: dict[int, list[Entry]] = {}
-        for rank, row in product(group.ranks, group.rows):
-            state = self.optimizers[rank]
-            entry = state.states.get(row, Dict()).get(key) if type(key) is str else None
-            held, wanted = entry.shape if type(entry) is Entry else (), state.flat[row].numel
-            if type(entry) is not Entry or len(held) != 1 or held < (wanted,) or (self.is_stage_3 and held > (wanted,)):
-                shown = listed(held) if held else "no"
-                raise PartError(
-                    f"The optimizer's {key!r} of {some(list(group.shapes))} has {shown} elements on rank {rank}.",
-                    why=f"The weights there have {wanted}.",
-                )
-            found.setdefault(rank, []).append(entry)
-        return found
+    def _row(self, rank: int, row: int, key: Node) -> Entry:
+        """One state of a rank's row, which is as long as the weights there; stages 1 and 2 may fill it up."""
+        state = self.optimizers[rank]
+        entry, wanted = state.states.get(row, Dict()).get(key) if type(key) is str else None, state.flat[row].numel
+        length = entry.numel if type(entry) is Entry and len(entry.shape) == 1 else -1
+        if type(entry) is not Entry or length < wanted or (self.is_stage_3 and length > wanted):
+            raise PartError(f"{state.file} has {wanted} weights in a row, and its optimizer's {key!r} has not as many.")
+        return entry
 
     # --- what the bytes say
 
@@ -342,13 +310,13 @@ class Slice:
         _, *others = self.models.values()
         for name in self.model.buffers:
             own = self.model.module.get(name)
-            if type(own) is not Entry:
-                continue
-            for other in (model.module.get(name) for model in others):
-                alike = type(other) is Entry and (own.shape, own.dtype.name) == (other.shape, other.dtype.name)
-                if not alike or (type(other) is Entry and own.numel and not same_bytes(own, other)):
-                    yield name
-                    break
+            if type(own) is Entry and not all(_same(own, model.module.get(name)) for model in others):
+                yield name
+
+
+def _same(one: Entry, other: Node) -> bool:
+    alike = type(other) is Entry and (one.shape, one.dtype.name) == (other.shape, other.dtype.name)
+    return alike and type(other) is Entry and (not one.numel or same_bytes(one, other))
 
 
 def _flat(entry: Entry) -> Entry:

@@ -128,7 +128,7 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.zero_files(names) if by_name.is_zero_file(path.name) else None
+    found = by_name.ZeroFiles(names) if by_name.is_zero_file(path.name) else None
     return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
 
 
@@ -144,9 +144,9 @@ def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> B
     group = by_name.item_group_of(path.name, names) if by_name.ITEM_METADATA in names else None
     if group is None:
         return None
-    from ckpt_tools.parts import items
+    from ckpt_tools.parts.rank_files import describes
 
-    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if items.describes(path, group) else None
+    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if describes(path, group) else None
 
 
 # --- the table
@@ -164,10 +164,12 @@ ROWS = {
         "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.zero_files(names).names,
+        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.ZeroFiles(names).names,
         beside=_beside_zero, part=parts.of_zero, partial=True,
     ),
-    "items": Family("ckpt_tools.parts.items", _items, beside=_beside_item, part=parts.of_item, partial=True),
+    "items": Family(
+        "ckpt_tools.parts.rank_files", _items, beside=_beside_item, part=parts.of_item, partial=True, decode="decode_items"
+    ),
     "shards": Family("ckpt_tools.parts.sharded", _shards, partial=True, decode="decode_loose"),
     "gguf-splits": Family(
         "ckpt_tools.parts.sharded", lambda _, names: next(iter(by_name.shard_groups(names)), ()),
@@ -223,9 +225,8 @@ def steps_of(place: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of the training run that a folder is, the newest first; none where it is one checkpoint itself."""
     if isinstance(place, Handed) or is_address(place) or not os.path.isdir(place):
         return []
-    folder = Path(place)
     with contextlib.suppress(OSError):
-        names = os.listdir(folder)
+        folder, names = Path(place), os.listdir(place)
         if (steps := training.steps_in(folder, names)) and find_layout(folder) is None and weights_of(folder, names) is None:
             return steps
     return []
@@ -269,11 +270,11 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
         if found is None and row.part is not None:
             found = row.part(checkpoint, beside)
     if found is not None and (count := beside()) is not None:
-        path = shlex.quote(str(checkpoint.path))
+        command = f"ckpt convert {shlex.quote(str(checkpoint.path))} OUT.safetensors"
         if count == found.world:
-            return replace(found, fix=f"All {count} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+            return replace(found, fix=f"All {count} parts are here; they become one: {command}")
         if found.family == "DeepSpeed":
-            return replace(found, fix=f"With the files beside it, it becomes the model: ckpt convert {path} OUT.safetensors")
+            return replace(found, fix=f"With the files beside it, it becomes the model: {command}")
     return found
 
 

@@ -1,22 +1,11 @@
-"""megatron: what Megatron-LM saves with `--ckpt-format torch`, a folder for each rank of tensor, pipeline, expert parallelism.
+"""megatron: what Megatron-LM saves with `--ckpt-format torch`, a folder mp_rank_TT_PPP_EEE for each rank; names tell the cuts.
 
-    iter_0000002/mp_rank_00/model_optim_rng.pt               MUST  tensor parallel rank 0
-    iter_0000002/mp_rank_00_001_003/model_optim_rng.pt       ... of the second stage (and the fourth rank of experts)
-    latest_checkpointed_iteration.txt                        MAY   "2" or "release": which folder counts
-
-Each file holds `model` (`model0`, `model1` with virtual stages): plain tensors under names that tell how they are cut, and
-`args`, which say into how many parts. Embeddings, qkv and the first matrix of the MLP are cut along dimension 0 (with a gate,
-gate and rest each by itself), the second and the attention's output along dimension 1, norms not at all. Layers and experts
-count from 0 on every rank.
-
-Source: Megatron-LM's `megatron/training/checkpointing.py` (`get_checkpoint_name`, `generate_state_dict`), `tools/checkpoint/
-loader_base.py`, `megatron/core/tensor_parallel/layers.py`, `megatron/core/transformer/moe/experts.py`.
-"""
+Source: Megatron-LM's megatron/training/checkpointing.py, tools/checkpoint/loader_base.py, megatron/core/tensor_parallel."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
@@ -59,7 +48,7 @@ class Chunk:
 
 def _chunk_of(what: str, node: Node) -> Chunk:
     found = Chunk()
-    numbers: dict[tuple[bool, str], set[int]] = {}  # of layers, and of experts, below a prefix
+    layers, experts = dict[str, set[int]](), dict[str, set[int]]()  # their numbers, below a prefix
     for where, value in walk(node, stop=lambda part: type(part) is Entry) if type(node) is Dict else ():
         name = ".".join(map(str, where))
         if type(value) is not Entry or "_extra_state" in name:
@@ -69,15 +58,15 @@ def _chunk_of(what: str, node: Node) -> Chunk:
             raise PartError(f"{what} has {name!r} twice, or as the matrix of all experts, which is not read.")
         found.tensors[name] = value
         if match := _LAYER.fullmatch(name):
-            numbers.setdefault((False, match[1]), set()).add(int(match[2]))
+            layers.setdefault(match[1], set()).add(int(match[2]))
         if match := _EXPERT.fullmatch(name):
-            numbers.setdefault((True, f"{match[1]}{match[3]}"), set()).add(int(match[2]))
-    if gap := [kind for (_, kind), own in numbers.items() if max(own) + 1 != len(own)]:
+            experts.setdefault(f"{match[1]}{match[3]}", set()).add(int(match[2]))
+    if gap := [prefix for prefix, numbers in (layers | experts).items() if max(numbers) + 1 != len(numbers)]:
         raise PartError(f"{what}: the numbers below {gap[0]!r} have a gap.", why="Tensors are missing in it.")
-    found.layers = {kind: len(own) for (is_expert, kind), own in numbers.items() if not is_expert}
-    counts = {len(own) for (is_expert, _), own in numbers.items() if is_expert}
+    counts = {len(numbers) for numbers in experts.values()}
     if len(counts) > 1 or not found.tensors:
         raise PartError(f"{what} holds no tensors, or different numbers of experts in its layers.")
+    found.layers = {prefix: len(numbers) for prefix, numbers in layers.items()}
     found.experts = max(counts, default=0)
     return found
 
@@ -92,31 +81,6 @@ def _whole_name(name: str, layers: Mapping[str, int], experts: int, tied: bool) 
         if name.endswith(copy):
             name = f"{name.removesuffix(copy)}embedding.word_embeddings.weight"
     return name
-
-
-def _cut_of(name: str, held: Sequence[Entry], other: Callable[[str], Entry | None], version: float) -> tuple[int, int] | None:
-    """Along which dimension a tensor is cut, and of how many that are cut by themselves it consists; None where it is whole."""
-    plain = re.sub(r"((?:weight|bias))\d+$", r"\1", name)
-    module, _, role = plain.rpartition(".")
-    parent, _, kind = re.sub(r"\.local_experts\.\d+", "", module).rpartition(".")
-    if _WHOLE.search(kind) or _WHOLE.search(role):
-        return None
-    if kind in _COLUMNS and role in ("weight", "bias"):
-        if kind in _GATED:
-            return 0, 2 if _is_gated(name, held[0], kind, other) else 1
-        return 0, 3 if kind == "query_key_value" and version < 1 else 1
-    if kind in _ROWS or (kind == "dense" and parent.endswith("attention")):
-        return (1, 1) if role == "weight" else None
-    raise PartError(f"Nothing says how {name!r} was cut: it is {list(held[0].shape)} on each of {len(held)} ranks.")
-
-
-def _is_gated(name: str, part: Entry, kind: str, other: Callable[[str], Entry | None]) -> bool:
-    """Whether the MLP's first matrix is two, a gate and the rest: it has twice the rows then that the second has columns."""
-    second = other(re.sub(r"bias(\d*)$", r"weight\1", name).replace(kind, _GATED[kind]))
-    rows, columns = part.shape[0] if part.shape else 0, second.shape[1] if second is not None and len(second.shape) == 2 else -1
-    if rows not in (columns, 2 * columns):
-        raise PartError(f"{name!r} has {rows} rows on a rank, and the matrix behind it {columns} columns: they do not fit.")
-    return rows == 2 * columns
 
 
 # --- the parts
@@ -160,12 +124,12 @@ def decode(names: Sequence[str], files: Files) -> Checkpoint:
     merging = _Merging(parts, sizes, keys)
     made = merged(CONTAINER, merging.run(), files, [part.decoded for part in parts], merging.merger)
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
-    if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts):
-        left.append(_OPTIMIZER)
-    extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
-    made.warnings += [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
-    text = f"{extra} values of the model that are not tensors (_extra_state): left out"
-    made.warnings += [Warned("left-out", text)] if extra else []
+    left += [_OPTIMIZER] if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts) else []
+    if left:
+        made.warnings.append(Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged"))
+    if extra := sum(chunk.left_out for part in parts for chunk in part.chunks):
+        text = f"{extra} values of the model that are not tensors (_extra_state): left out"
+        made.warnings.append(Warned("left-out", text))
     made.warnings += [Warned("padded-vocabulary", merging.padding, severity="info")] if merging.padding else []
     return made
 
@@ -214,8 +178,7 @@ def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
         raise PartError(f"{some(beyond)} are beyond the {world} ranks that the args of the job say.")
     if missing := list(islice((place for place in product(*map(range, sizes)) if place not in places), 5)):
         shown = listed([_folder(place, sizes) for place in missing], rest=world - len(places) - len(missing))
-        fix = "Get the others too: a model needs the parts of all ranks."
-        raise PartError(f"{shown}: missing. {len(places)} of {world} parts are there.", fix=fix)
+        raise PartError(f"{shown}: missing. {len(places)} of {world} parts are there.", fix="Get the others too.")
 
 
 def _check_agreeing(parts: Sequence[_Part]) -> None:
@@ -265,17 +228,14 @@ class _Merging:
         offsets: dict[str, int] = {}
         for virtual, stage in product(range(len(self.parts[0].chunks)), range(self.sizes[1])):
             members = [(number, part, part.chunks[virtual]) for number, part in enumerate(self.parts) if part.place[1] == stage]
-            _, _, first = members[0]
-            if any(chunk.layers != first.layers or chunk.experts != first.experts for _, _, chunk in members):
-                folders = listed([part.folder for _, part, _ in members])
-                raise PartError(f"The ranks of one stage, {folders}, have different numbers of layers or experts.")
+            check_same("numbers of layers and experts", {part.folder: (own.layers, own.experts) for _, part, own in members})
             # the head of a later stage is a copy of the embedding, which is on the first
             tied = stage > 0 and self.arguments.get("untie_embeddings_and_output_weights") is False
             for number, part, chunk in members:
                 for name, entry in chunk.tensors.items():
                     whole = _whole_name(name, offsets, part.place[2] * chunk.experts, tied)
                     self.held.setdefault(whole, {})[part.place] = (number, entry)
-            for prefix, count in first.layers.items():
+            for prefix, count in members[0][2].layers.items():
                 offsets[prefix] = offsets.get(prefix, 0) + count
         if len(offsets) > 1 and self.sizes[1] > 1:
             raise PartError(f"Layers of several kinds ({listed(list(offsets))}) in a pipeline are not read.")
@@ -295,16 +255,39 @@ class _Merging:
 
     def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
         groups = self._groups(name, held)
-        version = self.first.get("checkpoint_version")
-        number = float(version) if isinstance(version, (int, float)) else 0.0
-
-        def part_of(other: str) -> Entry | None:
-            return next((entry for _, entry in self.held.get(other, {}).values()), None)
-
-        cut = _cut_of(name, [entry for _, entry in groups[0]], part_of, number) if self.sizes[0] > 1 else None
+        cut = self._cut_of(name, [entry for _, entry in groups[0]]) if self.sizes[0] > 1 else None
         if cut is not None:
             return along(self.merger, name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
+
+    def _cut_of(self, name: str, held: Sequence[Entry]) -> tuple[int, int] | None:
+        """Along which dimension a tensor is cut, and of how many that are cut alone it is made; None if it is whole."""
+        plain = re.sub(r"((?:weight|bias))\d+$", r"\1", name)
+        module, _, role = plain.rpartition(".")
+        parent, _, kind = re.sub(r"\.local_experts\.\d+", "", module).rpartition(".")
+        if _WHOLE.search(kind) or _WHOLE.search(role):
+            return None
+        if kind in _COLUMNS and role in ("weight", "bias"):
+            if kind in _GATED:
+                return 0, 2 if self._is_gated(name, held[0], kind) else 1
+            version = self.first.get("checkpoint_version")
+            is_first = not isinstance(version, (int, float)) or version < 1
+            return 0, 3 if kind == "query_key_value" and is_first else 1
+        if kind in _ROWS or (kind == "dense" and parent.endswith("attention")):
+            return (1, 1) if role == "weight" else None
+        raise PartError(f"Nothing says how {name!r} was cut: it is {list(held[0].shape)} on each of {len(held)} ranks.")
+
+    def _is_gated(self, name: str, part: Entry, kind: str) -> bool:
+        """Whether the MLP's first matrix is two, a gate and the rest: with twice the rows that the second has columns."""
+        other = re.sub(r"bias(\d*)$", r"weight\1", name).replace(kind, _GATED[kind])
+        _, second = next(iter(self.held.get(other, {}).values()), (0, None))
+        rows, columns = (
+            part.shape[0] if part.shape else 0,
+            second.shape[1] if second is not None and len(second.shape) == 2 else -1,
+        )
+        if rows not in (columns, 2 * columns):
+            raise PartError(f"{name!r} has {rows} rows on a rank, and the matrix behind it {columns} columns: they do not fit.")
+        return rows == 2 * columns
 
     def _groups(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> list[Held]:
         """What the ranks hold, those together that cut one tensor among them: each of the tensor parallel ranks once."""

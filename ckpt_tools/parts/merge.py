@@ -1,9 +1,6 @@
-"""The core of every family of parts: tensors put together from the boxes of them that ranks hold.
+"""The core of every family of parts: tensors put together from the boxes of them that ranks hold, in blocks as they are read.
 
-Boxes that are whole rows stay ranges of their files, others are put together in blocks while they are read (`values.boxes`). A
-box that several ranks hold is taken from the first of them; whether the others hold the same is compared by `check_replicas`,
-which reads them, before anything is written.
-"""
+What several ranks hold is taken from the first; `check_replicas` compares it, before anything is written."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools import limits
@@ -40,21 +41,19 @@ class Group:
 
 def group_of(name: str, names: Sequence[str]) -> Group | None:
     """The files that differ from this one in the rank alone; None for a name without a rank."""
-    match = re.fullmatch(_NAME, name)
-    return _groups(names).get((match["head"], match["tail"])) if match is not None else None
+    return next((group for group in _groups(names) if name in group.every), None)
 
 
-def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
-    """The groups among these names, by what stands before the rank and behind it."""
+def _groups(names: Sequence[str]) -> list[Group]:
     ranks: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in sorted(names):
         if (match := re.fullmatch(_NAME, name)) and not re.search(_DEEPSPEED, name):
             ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
-    found = {}
-    for (head, tail), rows in ranks.items():
-        first, world = dict(reversed(rows)), re.search(_WORLD, head)  # of two files of one rank the first
-        of_rank = {rank: first[rank] for rank, _ in rows}
-        found[head, tail] = Group(head, of_rank, int(world[1]) if world else None, tuple(name for _, name in rows))
+    found = []
+    for (head, _), rows in ranks.items():
+        world = re.search(_WORLD, head)
+        # of two files of one rank the first
+        found.append(Group(head, dict(reversed(rows)), int(world[1]) if world else None, tuple(name for _, name in rows)))
     return found
 
 
@@ -79,7 +78,7 @@ def item_group_of(name: str, names: Sequence[str]) -> Group | None:
 
 def model_group(names: Sequence[str]) -> Group | None:
     """The files in a folder that are its model: the only rank files there are, or those called so; None where that is open."""
-    groups = [group for group in _groups(names).values() if group.world is not None or len(group.names) > 1]
+    groups = [group for group in _groups(names) if group.world is not None or len(group.names) > 1]
     if len(groups) > 1:
         groups = [group for group in groups if group.stem.lower().startswith(("model", "pytorch_model"))]
     return groups[0] if len(groups) == 1 else None
@@ -95,18 +94,22 @@ def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
 
 def iteration_folder(folder: Path) -> Path:
     """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts."""
-    try:
-        with open(folder / _LATEST_ITERATION, "rb") as file:
-            said = file.read(_MOST_DIGITS).strip().decode("ascii", "replace")
-    except OSError:
+    said = _text_of(folder / _LATEST_ITERATION, _MOST_DIGITS)
+    if said is None:
         return folder
     name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
     if not name or not (folder / name).is_dir():
-        raise NotACheckpointError(
-            f"{folder / _LATEST_ITERATION} says {said!r}, and there is no such checkpoint.",
-            why="It should be a number, or release, and the folder is beside it.", fix="Name the folder that is wanted.",
-        )  # fmt: skip
+        what = f"{folder / _LATEST_ITERATION} says {said!r}, and there is no such checkpoint."
+        raise NotACheckpointError(what, fix="Name the folder that is wanted.")
     return folder / name
+
+
+def _text_of(path: Path, most: int) -> str | None:
+    with contextlib.suppress(OSError):
+        if path.is_file():  # a pipe would never end
+            with path.open("rb") as file:
+                return file.read(most).decode("utf-8", "replace").strip()
+    return None
 
 
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -177,35 +180,24 @@ _LATEST = "latest"
 _TAG_LENGTH = 1024
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class ZeroFiles:
     """The files of one DeepSpeed checkpoint: of each kind by the numbers in their names, the slice (`mp_rank_NN`) last."""
 
-    kinds: dict[str, dict[tuple[int, ...], str]] = field(default_factory=lambda: {kind: {} for kind in _ZERO})
-    doubled: list[str] = field(default_factory=list)
-
-    @property
-    def slices(self) -> list[int]:
-        """The slices of the model: tensor parallel ranks, or stages of a pipeline."""
-        return sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+    def __init__(self, names: Sequence[str]) -> None:
+        self.kinds: dict[str, dict[tuple[int, ...], str]] = {kind: {} for kind in _ZERO}
+        self.doubled: list[str] = []
+        for name in sorted(names):
+            for kind, rule in _ZERO.items():
+                if match := re.fullmatch(rule, name):
+                    there = self.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
+                    self.doubled += [name] if there != name else []
+        # The slices of the model: tensor parallel ranks, or stages of a pipeline
+        self.slices = sorted({key[-1] for kind in ("optimizer", "model", "whole") for key in self.kinds[kind]})
+        every = (*(name for found in self.kinds.values() for name in found.values()), *self.doubled)
+        self.names = every if self.slices else ()  # none of a checkpoint without a model or an optimizer
 
     def of_slice(self, kind: str, number: int) -> dict[int, str]:
         return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
-
-
-def zero_files(names: Sequence[str]) -> ZeroFiles:
-    """The files of a DeepSpeed checkpoint among these; none of them without a model or an optimizer."""
-    found = ZeroFiles()
-    for name in sorted(names):
-        for kind, rule in _ZERO.items():
-            if match := re.fullmatch(rule, name):
-                there = found.kinds[kind].setdefault(tuple(int(text or 0) for text in match.groups()), name)
-                found.doubled += [name] if there != name else []
-    return found if found.slices else ZeroFiles()
 
 
 def is_zero_file(name: str) -> bool:
@@ -215,33 +207,25 @@ def is_zero_file(name: str) -> bool:
 
 def checkpoint_folder(folder: Path) -> Path:
     """The folder with the files: the one that `latest` names, or the only step there is; else the folder itself."""
+    tag = _text_of(folder / _LATEST, _TAG_LENGTH)
     try:
         names = os.listdir(folder)
-        tag = None
-        if (folder / _LATEST).is_file():  # a pipe would never end
-            with (folder / _LATEST).open("rb") as file:
-                tag = file.read(_TAG_LENGTH).decode("utf-8", "replace").strip()
     except OSError:
         return folder  # told about when it is read
     tags = sorted((name for name in names if re.fullmatch(_TAG, name) or name == tag), key=len)
     tags = [name for name in tags if _has_files(folder / name)]
     if tag in tags or (tag is None and len(tags) == 1):
         return folder / (tag if tag is not None else tags[0])
-    if not tags or zero_files(names).names:
+    if not tags or ZeroFiles(names).names:
         return folder
+    what = f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one."
     if tag is not None:
-        raise NotACheckpointError(
-            f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there.",
-            fix=f"Name one of them: {folder / tags[-1]}",
-        )
-    raise NotACheckpointError(
-        f"{folder} holds {len(tags)} checkpoints of DeepSpeed, and no file `latest` that names one.",
-        fix=f"Name one of them: {folder / tags[-1]}",
-    )
+        what = f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there."
+    raise NotACheckpointError(what, fix=f"Name one of them: {folder / tags[-1]}")
 
 
 def _has_files(folder: Path) -> bool:
     try:
-        return bool(zero_files(os.listdir(folder)).names)
+        return bool(ZeroFiles(os.listdir(folder)).names)
     except OSError:
         return False

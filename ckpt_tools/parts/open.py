@@ -21,8 +21,7 @@ from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
 from ckpt_tools.parts.names import is_index
 from ckpt_tools.parts.partition import Partition, names_parts
-from ckpt_tools.tree import visit
-from ckpt_tools.tree.nodes import Global, Node, Object
+from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.options import natural
 
 _Source = TypeVar("_Source", bound=Source)
@@ -76,18 +75,13 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if is_address(path):
         from ckpt_tools.io.remote import open_remote
 
-        return _in_folder(open_remote(os.fspath(path)))
-    if not os.path.isdir(path):
-        return Source(path)
-    return _in_folder(Files(Path(path), families.folder_of_files(Path(path))))
-
-
-def _in_folder(source: Source) -> Source:
-    """Of the files of a folder the one with the weights, where that is how the folder of a model is laid out."""
-    if not isinstance(source, Files):
-        return source
-    name = families.weights_of(source.folder, source.names())
-    return source if name is None else open_source(f"{source.folder}/{name}")
+        source = open_remote(os.fspath(path))
+    elif os.path.isdir(path):
+        source = Files(Path(path), families.folder_of_files(Path(path)))
+    else:
+        source = Source(path)
+    name = families.weights_of(source.folder, source.names()) if isinstance(source, Files) else None
+    return source if name is None or not isinstance(source, Files) else open_source(f"{source.folder}/{name}")
 
 
 def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
@@ -114,16 +108,15 @@ def _decode(source: Source, member: str) -> Checkpoint:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
     container = next((row for row in containers() if row.sniff(head)), None)
-    with_others = container.with_others if container is not None else None
-    if found is None and with_others is None:
+    with_others = found.decode if found is not None else None
+    if with_others is None and container is not None and container.with_others is not None:
+        with_others = functools.partial(container.with_others, source)
+    if with_others is None:
         return decode_file(source)
     files = files_beside(source)
     files.adopt(source)
     try:
-        if found is not None:
-            return found.decode(files)
-        assert with_others is not None
-        return with_others(source, files)
+        return with_others(files)
     except BaseException:
         files.close()
         raise
@@ -162,12 +155,10 @@ def open_whole(path: File, *, partial: bool = False) -> Checkpoint:
     """
     path = as_path(path)
     found = _partial_at(path) if partial else None
-    if found is None:
-        return _whole(open_checkpoint(path))
-    return _whole(_opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True)))
-
-
-def _whole(checkpoint: Checkpoint) -> Checkpoint:
+    if found is not None:
+        checkpoint = _opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True))
+    else:
+        checkpoint = open_checkpoint(path)
     try:
         if (part := partition(checkpoint)) is not None:
             found = families.others(checkpoint)
@@ -205,7 +196,7 @@ def take_whole(checkpoint: Checkpoint) -> None:
     """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
     if not names_parts(checkpoint):
         return
-    from ckpt_tools.parts.rank_parts import PartReader
+    from ckpt_tools.parts.rank_parts import PartReader, forget_globals
     from ckpt_tools.tree import exchange
 
     reader, taken = PartReader(), list[Object]()
@@ -220,8 +211,6 @@ def take_whole(checkpoint: Checkpoint) -> None:
 
     checkpoint.root = exchange.replace(checkpoint.root, swap)
     if taken:
-        left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
-        gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
-        checkpoint.globals = [name for name in checkpoint.globals if name not in gone]
+        forget_globals(checkpoint, taken)
         text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
         checkpoint.warnings = [*checkpoint.warnings, Warned("distributed-tensors", text)]

@@ -1,9 +1,6 @@
 """Files that hold one process's part of a model: named as what they are, and never taken for the model.
 
-Source: torch/distributed (DTensor, ShardedTensor; see rank_parts.py), deepspeed/runtime/engine.py (`_save_checkpoint`,
-`_save_zero_checkpoint`, `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), Megatron-LM's
-`megatron/training/checkpointing.py`.
-"""
+Source: deepspeed/runtime/engine.py, deepspeed/runtime/pipe/module.py, Megatron-LM's megatron/training/checkpointing.py."""
 
 from __future__ import annotations
 
@@ -64,32 +61,27 @@ def of_tensors(checkpoint: Checkpoint) -> Partition | None:
     """By the tensors of which only a part is here."""
     if not names_parts(checkpoint):
         return None
-    from ckpt_tools.parts.rank_parts import PART_KINDS, Part, PartReader
+    from ckpt_tools.parts.rank_parts import Part, PartReader
 
     reader, parts, unread, count = PartReader(), list[Part](), list[str](), 0
-    for tensor in find_tensors(checkpoint.root):
-        count += 1
-        if tensor.unusual is None or tensor.unusual.kind not in PART_KINDS:
-            continue
+    for count, tensor in enumerate(find_tensors(checkpoint.root), 1):  # noqa: B007  how many there were
         try:
             part = reader.read(tensor.node)
         except TensorError as error:
-            unread.append(str(error).replace("\n", " "))
+            unread.append(str(error).replace("\n", " ").rstrip("."))
             continue
-        if part is not None and not part.is_whole:
-            parts.append(part)
+        parts += [part] if part is not None and not part.is_whole else []
     if unread:
         found = f"{len(unread)} of {count} tensors are distributed, and cannot be placed: {unread[0]}"
-        return Partition(found.rstrip("."), _GATHER, "DTensor", parts=len(unread) + len(parts), tensors=count)
+        return Partition(found, _GATHER, "DTensor", parts=len(unread) + len(parts), tensors=count)
     if not parts:
         return None
     family, world = family_of(parts), max(part.world for part in parts)
     rank = next((part.rank for part in parts if part.rank is not None), None)
-    whole = f", {count - len(parts)} are whole" if len(parts) < count else ""
     one = f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
-    found = f"{one}, {family}: 1/{max(part.shares for part in parts)} of {len(parts)} tensors{whole}"
-    if any(part.is_partial for part in parts):
-        found += "; sums that the ranks have not added up (Partial)"
+    found = f"{one}, {family}: 1/{max(part.shares for part in parts)} of {len(parts)} tensors"
+    found += f", {count - len(parts)} are whole" if len(parts) < count else ""
+    found += "; sums that the ranks have not added up (Partial)" if any(part.is_partial for part in parts) else ""
     return Partition(found, _GATHER, family, rank, world, len(parts), count)
 
 
@@ -136,7 +128,6 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
         return None
     optimizer, size, experts = root.get("optimizer_state_dict"), root.get("mp_world_size"), root.get("num_experts")
     has_version, fix, world = "ds_version" in root, _ZERO, _count(root.get("dp_world_size"))
-    has_experts = type(experts) is List and bool(experts.items)
     if type(optimizer) is Dict and any(key in optimizer for key in _ROWS):
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
         world = _count(optimizer.get("partition_count"))
@@ -147,13 +138,17 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
     elif re.fullmatch(_MODULE, name):
         found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
-    elif "param_shapes" in root and is_zero_file(name) and (has_experts or beside() is not None):
-        what = "experts" if has_experts else "fp32 ones"
+    elif "param_shapes" in root and is_zero_file(name) and (_has_items(experts) or beside() is not None):
+        what = "experts" if _has_items(experts) else "fp32 ones"
         found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
         fix = "Get the files of all ranks; in a folder of its own it is read alone."
     else:  # under stages 0 to 2 a model file is whole, in 16 bits
         return None
     return Partition(found, fix, "DeepSpeed", None, world)
+
+
+def _has_items(node: Node) -> bool:
+    return type(node) is List and bool(node.items)
 
 
 def _count(node: Node) -> int | None:

@@ -1,36 +1,35 @@
-"""rank-files: a file for each rank of a job, with its parts of the tensors; FSDP1, FSDP2, HSDP, tensor parallelism.
+"""rank-files: a pickle for each rank of a job, with its parts of the tensors; FSDP1, FSDP2, HSDP, tensor parallelism.
 
-    model_world_size_4_rank_0.pt ... _rank_3.pt     MUST  one pickle a rank, alike but for the parts: DTensors or ShardedTensors
-    optim_world_size_4_rank_0.pt ...                a checkpoint of its own, beside it
-    model.rank_0.pth ...                            the same under another name: one number is the rank
-
-Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `fsdp/__init__.py`; torch.save of what
-`model.state_dict()` or `get_model_state_dict` gives. A plain tensor in such a file is replicated, never a part.
-"""
+A plain tensor in one is replicated. Source of the names: verl's fsdp_checkpoint_manager.py, dinov2's fsdp/__init__.py."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from ckpt_tools.errors import PartError, TensorError
+from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Keys, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
-from ckpt_tools.formats.single import decode_file
+from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import MOST_MISSING, Merger, Piece, check_world, is_named, merged
-from ckpt_tools.parts.names import Group, group_of, item_group_of
-from ckpt_tools.parts.rank_parts import Part, PartReader
+from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, group_of, item_group_of, item_groups
+from ckpt_tools.parts.rank_parts import MOST_RANKS, Part, PartReader, Placement, box_at, forget_globals, row_of
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
+from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.exchange import DROP
-from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
-from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, PLAIN, Dict, Entry, List, Node, Object, Where
+from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
@@ -51,20 +50,16 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 
 def merge(group: Group, files: Files, merger: Merger, places: Places | None = None, inside: Where = ()) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes. `inside`: where they will be."""
-    taken = set(group.names.values())
-    if doubled := [name for name in group.every if name not in taken]:
+    if doubled := sorted({*group.every} - {*group.names.values()}):
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    world = group.world or max(group.names) + 1
-    check_world(f"{next(iter(group.names.values()))} is one of {world} parts", group.names, world, partial=merger.partial)
-    ranks = sorted(group.names)
+    world, ranks = group.world or max(group.names) + 1, sorted(group.names)
+    check_world(f"{group.names[ranks[0]]} is one of {world} parts", group.names, world, partial=merger.partial)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
-    roots = {rank: decoded.root for rank, decoded in parts.items()}
-    roots[ranks[0]] = merger.keys.renew(roots[ranks[0]])
-    merging = _Merging(group, roots, merger, places, world, inside)
+    parts[ranks[0]].root = merger.keys.renew(parts[ranks[0]].root)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, merger, places, world, inside)
     root = merger.leave_out(merging.run(), inside)
     made = merged(CONTAINER, root, files, list(parts.values()), merger)
-    gone = _globals(tuple(merging.objects)) - _globals(root)  # what parts alone name, which are whole tensors now
-    made.globals = [name for name in made.globals if name not in gone]
+    forget_globals(made, merging.objects)
     if merging.differing:
         text = f"values differ between ranks, the first rank's are taken: {some(merging.differing)}"
         made.warnings.append(Warned("parts-differ", text))
@@ -86,40 +81,19 @@ class _Merging:
 
     def run(self) -> Node:
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
-        for where in tensors[self.ranks[0]]:
-            if where and str(where[-1]).rpartition(".")[2] in _FLAT:
-                what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
-                raise PartError(
-                    f"{dotted(where)!r} is {what}.",
-                    fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
-                )
-        uneven = self._check_names(tensors)
+        if flat := [where for where in tensors[self.ranks[0]] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
+            raise PartError(
+                f"{dotted(flat[0])!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
+                fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
+            )
         self._check_values()
         new = dict[int, Node]()
-        for where, node in tensors[self.ranks[0]].items():
-            if where not in uneven:
-                make = functools.partial(self._merged, where, [tensors[rank][where] for rank in self.ranks])
-                whole = self.merger.unless_lost(self._name(where), make)
-                new[id(node)] = node if whole is DROP else whole
+        for where in dict.fromkeys(where for rank in self.ranks for where in tensors[rank]):
+            held = {rank: tensors[rank][where] for rank in self.ranks if where in tensors[rank]}
+            whole = self.merger.unless_lost(dotted((*self.inside, *where)), functools.partial(self._merged, where, held))
+            if whole is not DROP:
+                new[id(held[self.ranks[0]])] = whole
         return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
-
-    def _name(self, where: Where) -> str:
-        return dotted((*self.inside, *where))
-
-    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
-        """The tensors that not every rank has, where they may be left out."""
-        every, uneven = dict.fromkeys(where for found in tensors.values() for where in found), set[Where]()
-        for rank, found in tensors.items():
-            missing = [where for where in every if where not in found]
-            if missing and not (self.merger.partial and all(map(is_named, missing))):
-                raise PartError(
-                    f"Rank {rank} does not have {some(list(map(self._name, missing)))}.",
-                    why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
-                )  # fmt: skip
-            self.merger.lost.update((self._name(where), f"not on rank {rank}") for where in missing)
-            uneven.update(missing)
-        return uneven
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
@@ -133,10 +107,14 @@ class _Merging:
                 )
             self.differing += [dotted(where)] if ranks else []
 
-    def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
-        name = self._name(where)
-        entries = [(rank, node) for rank, node in zip(self.ranks, nodes, strict=True) if type(node) is Entry]
-        if len(entries) == len(nodes):
+    def _merged(self, where: Where, held: Mapping[int, Node]) -> Node:
+        """The tensor that ranks hold at one place."""
+        name = dotted((*self.inside, *where))
+        if missing := [rank for rank in self.ranks if rank not in held]:
+            fix = "Are these files of one job? Stages of a pipeline are not parts of one another."
+            raise PartError(f"{name!r} is not on {these_ranks(missing)}.", fix=fix, rest=is_named(where))
+        entries = [(rank, node) for rank, node in held.items() if type(node) is Entry]
+        if len(entries) == len(held):
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
@@ -144,11 +122,14 @@ class _Merging:
             if placed is not None:
                 return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
             return self.merger.replicated(name, entries)
-        self.objects += [node for node in nodes if type(node) is Object]
-        parts = {rank: self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)}
-        self._check_alike(name, parts)
-        pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
+        self.objects += [node for node in held.values() if type(node) is Object]
+        parts = {rank: self._part(name, rank, node) for rank, node in held.items()}
         one = parts[self.ranks[0]]
+        for rank, part in parts.items():
+            if (part.kind, part.shape) != (one.kind, one.shape):
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
+            self._check_world(name, rank, part)
+        pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
         return self.merger.tensor(name, one.dtype, one.shape, pieces, requires_grad=one.requires_grad)
 
     def _part(self, name: str, rank: int, node: Node) -> Part:
@@ -161,27 +142,19 @@ class _Merging:
             raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.", rest=True)
         if part.rank is not None and part.rank != rank:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
+        if part.is_partial:
+            raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
         return part
 
-    def _check_alike(self, name: str, parts: Mapping[int, Part]) -> None:
-        first = parts[self.ranks[0]]
-        for rank, part in parts.items():
-            if (part.kind, part.shape, part.dtype.name) != (first.kind, first.shape, first.dtype.name):
-                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
-            if part.is_partial:
-                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
-            last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
-            if last >= self.world:
-                other = max(part.world, last + 1)
-                rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
-                if not (rest and self.merger.partial):
-                    text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
-                    raise PartError(text, rest=rest)
-                self.world = other
-
-
-def _globals(root: Node) -> set[Global]:
-    return {node for node in reachable(root) if type(node) is Global}
+    def _check_world(self, name: str, rank: int, part: Part) -> None:
+        last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
+        if last < self.world:
+            return
+        other = max(part.world, last + 1)
+        rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
+        if not (rest and self.merger.partial):
+            raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}.", rest=rest)
+        self.world = other
 
 
 def _values(root: Node) -> Iterator[tuple[Where, Node]]:
@@ -193,3 +166,165 @@ def _values(root: Node) -> Iterator[tuple[Where, Node]]:
 
 def _same(one: Node, other: Node) -> bool:
     return type(one) is type(other) and (one == other or one != one)
+
+
+# --- torch_checkpointing: a file for each item and rank, and metadata.pkl, which says where plain tensors lie in the whole
+#
+# Source: torch_checkpointing 0.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py, checkpoint_layout.py).
+
+_VERSION = "2.0"
+_LEVELS = 12
+_KINDS: dict[str, Any] = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
+_READ = ("TorchSerialization", "SafetensorsSerialization")
+Row = Mapping[str, Any]
+
+
+def decode_items(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
+    """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
+    (described, groups), merger, keys = _items_of(files), Merger(Keys(), partial=partial), Keys()
+    if files.path != files.folder:
+        only = next(name for name, group in groups.items() if files.path.name in group.every)
+        return merge(groups[only], files, merger, _places(described.get(only)))
+    parts = [merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
+    root = Dict([(name, keys.renew(part.root)) for name, part in zip(groups, parts, strict=True)])
+    return merged(CONTAINER, root, files, parts, merger)
+
+
+def describes(path: Path, group: Group) -> bool:
+    with contextlib.closing(Files(path, path.parent)) as files:
+        about = files.open(ITEM_METADATA)
+        if not describes_items(about.read(0, min(HEAD, about.size))):
+            return False
+        _, groups = _items_of(files)
+    return group.stem == next((own.stem for own in groups.values() if path.name in own.every), None)
+
+
+def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
+    """What metadata.pkl says of each item, and the files of each: where it says, else by the item's name."""
+    content = _python(decode_file(files.open(ITEM_METADATA)).root, _LEVELS, {})  # no more levels are asked for
+    if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
+        raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
+    if content.get("version") != _VERSION:
+        what = f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read."
+        raise UnsupportedContainerError(what, fix="Load it with torch_checkpointing, and save it again.")
+    described, names = content["metadata"], files.names()
+    world: Any = content.get("world_size")
+    good, found = type(world) is int and 0 < world <= MOST_RANKS, dict[str, dict[int, str]]()
+    for name, item in described.items():
+        layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+        good = good and type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        if not good or layouts is None or not isinstance(item.get("nested_path_to_metadata"), dict):
+            raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
+        wanted = {rank: _file(name, rank, layouts[rank]) for rank in range(world)}
+        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
+        if not found[name]:
+            raise PartError(f"No file of the item {name!r} is there; {ITEM_METADATA} describes {world} of them.")
+    if not good:
+        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
+    others = {stem: group for stem, group in item_groups(names).items() if stem not in found and len(group) == world}
+    groups = {name: Group(f"{name}_", own, world, tuple(own.values())) for name, own in (found | others).items()}
+    return described, groups
+
+
+def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
+    """Dicts, lists and tuples of the tree as Python's own; what is referred to again and again is made once."""
+    if levels < 0:
+        raise DamagedFileError(f"{ITEM_METADATA} is nested deeper than what it describes.")
+    if id(node) in known:
+        return known[id(node)]
+    if type(node) is Dict:
+        known[id(node)] = {key: _python(value, levels - 1, known) for key, value in node.items if type(key) in (str, int)}
+    elif type(node) in (List, tuple):
+        known[id(node)] = tuple(_python(value, levels - 1, known) for value in row_of(node))
+    return known.get(id(node), node)
+
+
+def _file(name: str, rank: int, row: Any) -> str:
+    if row is None:
+        return f"{name}_{rank}.pt"
+    path, kind = row.get("file_path"), row.get("serialization_format")
+    written = kind.get("type") if isinstance(kind, dict) else None
+    if type(path) is not str:
+        raise DamagedFileError(f"{ITEM_METADATA} does not say where the item {name!r} of rank {rank} is.")
+    if written not in _READ:
+        raise UnsupportedContainerError(f"The item {name!r} is written as {written}; {', '.join(_READ)} are read.")
+    return path
+
+
+def _places(item: Row | None) -> Places:
+    """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
+    every: dict[Where, Sequence[Row]] = {}
+    for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
+        where = _where(text)
+        every[where] = rows
+        every.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
+
+    def shares(where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
+        rows, name = every.get(where), ".".join(map(str, where))
+        if rows is None:
+            return None
+        pieces, shapes = list[Piece](), list[Sizes]()
+        for rank, entry in entries:
+            try:
+                shape, found = _boxes(rows, rank, entry)
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
+                raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
+            shapes.append(shape)
+            pieces += found
+        if len(set(shapes)) > 1:
+            raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
+        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shapes[0] for piece in pieces)
+        return None if alike else (shapes[0], pieces)
+
+    return shares
+
+
+_PATH = re.compile(r"\[.*\]", re.DOTALL)
+
+
+def _where(text: object) -> Where:
+    try:
+        path = json.loads(text) if isinstance(text, str) and _PATH.fullmatch(text) else None
+    except (ValueError, RecursionError):
+        path = None
+    if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
+        raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
+    return tuple(path)
+
+
+def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Piece]]:
+    """The whole shape, and the boxes that one rank holds."""
+    packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
+    kind, data = packed["type"], packed["data"]
+    shape = _sizes(data["global_shape"])
+    if prod(shape) > MAX_ELEMENTS or DTYPES[data["dtype"].removeprefix("torch.")] is not entry.dtype:
+        raise ValueError("another dtype or an impossible shape")
+    if kind == "default_tensor_v1":
+        boxes = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
+        return shape, [_view(rank, entry, _sizes(at), _sizes(local), _sizes(sizes)) for at, local, sizes in boxes]
+    if kind != "DTensorShardingMetadata":
+        raise ValueError(kind)
+    mesh = data["mesh_spec"]
+    sizes, ranks = _sizes(mesh["mesh_shape"]), _sizes(mesh["mesh_data"])
+    placements = [Placement(_KINDS[row["type"]], row.get("dim", 0), row.get("split_factor", 1)) for row in data["placements"]]
+    if len(placements) != len(sizes) or prod(sizes) != len(ranks):
+        raise ValueError("placements that the mesh does not have")
+    position = ranks.index(rank)
+    coordinate = tuple(position // prod(sizes[dim + 1 :]) % size for dim, size in enumerate(sizes))
+    at, box = box_at(shape, sizes, placements, coordinate)
+    return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
+
+
+def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
+    if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
+        raise ValueError("another shape")
+    if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
+        raise ValueError("more than is there")
+    offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
+    return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
+
+
+def _sizes(row: Any) -> Sizes:
+    if not isinstance(row, tuple) or not all(type(size) is int and 0 <= size < 1 << 62 for size in row):
+        raise ValueError("no sizes")
+    return row

@@ -1,8 +1,6 @@
 """One rank's part of a tensor: what a pickled DTensor or ShardedTensor says of the whole, and the boxes of it that are here.
 
-Source: torch/distributed/tensor (_dtensor_spec.py, placement_types.py), torch/distributed/device_mesh.py (up to torch 2.8 a
-mesh pickles its `mesh`, later `_layout` and `_rank_map`), torch/distributed/_shard/sharded_tensor (api.py, metadata.py).
-"""
+Source: torch/distributed: tensor/_dtensor_spec.py, placement_types.py, device_mesh.py (up to torch 2.8 and later), _shard."""
 
 from __future__ import annotations
 
@@ -13,11 +11,13 @@ from math import prod
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import TensorError
+from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import read
 from ckpt_tools.parts.merge import Piece
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
+from ckpt_tools.tree.visit import reachable
 
 Sizes: TypeAlias = tuple[int, ...]
 _MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five
@@ -27,11 +27,17 @@ PART_KINDS = ("dtensor", "sharded")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks that share a tensor, row-major in `shape`; `names` of its dimensions, where they have some."""
+    """The ranks that share a tensor, row-major in `shape`; `names` of its dimensions, where they have some.
+
+    `rank` is this one, at `coordinate`, None where it is not in the mesh, of `world` in all.
+    """
 
     shape: Sizes
     ranks: Sizes
     names: tuple[str, ...] = ()
+    rank: int | None = None
+    coordinate: Sizes | None = None
+    world: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,8 @@ class Placement:
     factor: int = 1
 
     def __str__(self) -> str:
-        return {"shard": f"Shard({self.dim})", "strided": f"_StridedShard({self.dim}, sf={self.factor})"}.get(
-            self.kind, self.kind.capitalize()
-        )
+        cut = {"shard": f"Shard({self.dim})", "strided": f"_StridedShard({self.dim}, sf={self.factor})"}
+        return cut.get(self.kind, self.kind.capitalize())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +87,7 @@ class PartReader:
     """Reads parts; a mesh that many tensors share is read once."""
 
     def __init__(self) -> None:
-        self.meshes: dict[int, tuple[Mesh, int | None, Sizes | None, int]] = {}
+        self.meshes: dict[int, Mesh] = {}
 
     def read(self, node: Node) -> Part | None:
         """The part of a tensor that an Object rebuilds; None for anything else."""
@@ -105,22 +110,26 @@ class PartReader:
             raise TensorError("The local part of a DTensor is not a plain tensor.")
         if id(spec["mesh"]) not in self.meshes:
             self.meshes[id(spec["mesh"])] = _mesh(_record(spec["mesh"], "DeviceMesh"))
-        mesh, rank, coordinate, world = self.meshes[id(spec["mesh"])]
+        mesh = self.meshes[id(spec["mesh"])]
         placements = tuple(_placement(place, len(shape)) for place in row_of(spec["placements"]))
         if len(placements) != len(mesh.shape):
             raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
         held: tuple[Piece, ...] = ()
-        if coordinate is not None:
-            offsets, sizes = box_at(
-                shape, mesh.shape, placements, coordinate, _shard_order(spec.get("shard_order"), placements)
-            )
+        if mesh.coordinate is not None:
+            order = _shard_order(spec.get("shard_order"), placements)
+            offsets, sizes = box_at(shape, mesh.shape, placements, mesh.coordinate, order)
             if entry.shape != sizes:
-                raise TensorError(
-                    f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {rank}.",
-                    why=f"Its place in the mesh, {list(coordinate)}, stands for {list(sizes)}.",
-                )
+                what = f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {mesh.rank}"
+                raise TensorError(f"{what}; its place {list(mesh.coordinate)} in the mesh stands for {list(sizes)}.")
             held = (Piece(offsets, entry),)
-        return Part("dtensor", dtype, shape, held, rank, world, mesh, placements, rebuilt_from[6] is True)
+        return Part("dtensor", dtype, shape, held, mesh.rank, mesh.world, mesh, placements, rebuilt_from[6] is True)
+
+
+def forget_globals(checkpoint: Checkpoint, objects: Sequence[Object]) -> None:
+    """Take out of the list of globals what parts alone named, which are whole tensors now."""
+    left = {node for node in reachable(checkpoint.root) if type(node) is Global}
+    gone = {node for node in reachable(tuple(objects)) if type(node) is Global} - left
+    checkpoint.globals = [name for name in checkpoint.globals if name not in gone]
 
 
 # --- DTensor
@@ -182,8 +191,7 @@ def _placement(node: Node, dimensions: int) -> Placement:
     return Placement("strided" if name == "_StridedShard" else "shard", dim, factor)
 
 
-def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
-    """A mesh, this rank, its coordinate (None where it is not in the mesh), and how many ranks there are in all."""
+def _mesh(state: dict[str, Node]) -> Mesh:
     names = tuple(map(str, row_of(state.get("mesh_dim_names", state.get("_mesh_dim_names")) or ())))
     said = state.get("_coordinate_on_dim")
     coordinate, rank = None if said is None else _ints(said), None
@@ -201,10 +209,10 @@ def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
         if len(coordinate) != len(shape) or any(not 0 <= at < size for at, size in zip(coordinate, shape, strict=True)):
             raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(shape)}.")
         own = ranks[sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(coordinate))]
-        if rank is not None and own != rank:
+        if rank not in (None, own):
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
-    return Mesh(shape, ranks, names), rank, coordinate, world
+    return Mesh(shape, ranks, names, rank, coordinate, world)
 
 
 def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes, Sizes, int | None, int]:

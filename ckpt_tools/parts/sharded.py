@@ -1,15 +1,6 @@
-"""sharded: one flat state dict in several files, and an index that says which tensor is where. Hugging Face's layout.
+"""sharded: one flat state dict in several files, and an index, *.index.json, that says which tensor is where; or without it.
 
-    model.safetensors.index.json        MUST  {"metadata": {...}, "weight_map": {NAME: FILE}}
-    model-00001-of-00003.safetensors    MUST  the files that weight_map names, in the index's folder
-    pytorch_model.bin.index.json, pytorch_model-00001-of-00003.bin    the same with torch-zip files
-
-Without an index the names say how many there are: all of them, with names of their own, are the checkpoint.
-
-Source: huggingface_hub's `serialization/_base.py` and `_torch.py` (`split_torch_state_dict_into_shards`), transformers'
-`load_sharded_checkpoint`. A tied name of a safetensors shard stands in that shard's metadata, not in weight_map: other
-loaders look for a tensor of its own under every name of weight_map. The index repeats it, with its place among all names.
-"""
+Source: huggingface_hub's `serialization/_base.py`, `_torch.py`, transformers' `load_sharded_checkpoint`."""
 
 from __future__ import annotations
 
@@ -49,12 +40,11 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     if others := sorted({*before} - {*weight_map.values()}):
         raise NotACheckpointError(
             f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards.",
-            why="transformers and diffusers take the one file before an index.",
             fix=f"Name one of them: {index.path}",
         )
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
     lost = {name: f"in {file}, which is missing" for name, file in weight_map.items() if file in missing}
-    weight_map = {name: file for name, file in weight_map.items() if file not in missing}
+    weight_map = {name: file for name, file in weight_map.items() if name not in lost}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
     shards = {name: read_shard(name, files) for name in sorted({*weight_map.values()})}
@@ -124,9 +114,7 @@ def read_shard(name: str, files: Files) -> Checkpoint:
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
-        raise DamagedFileError(
-            f"{decoded.source.path} is not a shard: it holds something else than one mapping of names to tensors."
-        )
+        raise DamagedFileError(f"{decoded.source.path} is not a shard: it is no mapping of names to tensors.")
     return decoded
 
 
@@ -135,10 +123,7 @@ def places_of(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
     for file, decoded in shards.items():
         for name in as_dict(decoded.root).named:
             if name in places:
-                raise DamagedFileError(
-                    f"The tensor {name!r} is in two shards, {places[name]} and {file}.",
-                    why="They could differ, and another program would take the other one.",
-                )
+                raise DamagedFileError(f"The tensor {name!r} is in two shards, {places[name]} and {file}.")
             places[name] = file
     return places
 
@@ -148,16 +133,12 @@ def _check_map(
 ) -> None:
     """weight_map says of every tensor where it is, and nothing else. A tied name of a shard need not be in it."""
     for name, file in weight_map.items():
-        if name not in places:
-            raise DamagedFileError(f"The tensor {name!r} is not in {file}, where {index.path.name} says it is, nor elsewhere.")
-        if places[name] != file:
-            raise DamagedFileError(f"The tensor {name!r} is in {places[name]}; {index.path.name} says {file}.")
+        if (there := places.get(name)) != file:
+            raise DamagedFileError(f"The tensor {name!r} is in {there or 'no shard'}; {index.path.name} says {file}.")
     tied = {file: safetensors.aliases_in(decoded.metadata) for file, decoded in shards.items()}
     for name, file in places.items():
         if name not in weight_map and name not in tied[file]:
-            raise DamagedFileError(
-                f"{file} holds {name!r}, which {index.path.name} does not list.", why="The index belongs to another checkpoint."
-            )
+            raise DamagedFileError(f"{file} holds {name!r}, which {index.path.name} does not list.")
 
 
 def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> list[Pair]:
@@ -185,16 +166,19 @@ def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> d
 # --- shards whose index is gone: their names say how many there are
 
 
-def read_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> dict[str, Checkpoint]:
-    """The structure of every shard, in order; no tensor bytes."""
-    if any(name.endswith(SUFFIX) for name in files.names()):
+def read_loose(names: Sequence[str], files: Files, *, partial: bool = False, splits: bool = False) -> dict[str, Checkpoint]:
+    """The structure of every shard, in the order of their numbers; no tensor bytes."""
+    if not splits and any(name.endswith(SUFFIX) for name in files.names()):
         raise PartError(
             f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
             why="The shards may be those of two checkpoints.", fix="Write it again.",
         )  # fmt: skip
     there, missing = _numbered(names)
     if missing and not partial:
-        raise _incomplete(there, missing)
+        raise PartError(
+            f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
+            why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=not splits,
+        )  # fmt: skip
     return {name: read_shard(name, files) for name in there}
 
 
@@ -202,20 +186,14 @@ def _numbered(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The shards in the order of their numbers, and the names of those that are missing."""
     said = [(found, name) for name in names if (found := shard_name(name)) is not None]
     kind, count = said[0][0], said[0][0].count
-    numbers = {found.number: name for found, name in said}
-    if doubled := [name for found, name in said if numbers[found.number] != name]:
-        raise PartError(f"The shard {doubled[0]} is there twice, under another name.", fix="Remove one of the two.")
-    if beyond := [name for found, name in said if not 1 <= found.number <= count]:
-        raise PartError(f"{listed(beyond)}: a shard of {count} has another number.", fix="Give it its name back.")
+    numbers: dict[int, str] = {}
+    for found, name in said:
+        if numbers.setdefault(found.number, name) != name:
+            raise PartError(f"The shard {name} is there twice, under another name.", fix="Remove one of the two.")
+        if not 1 <= found.number <= count:
+            raise PartError(f"{name}: a shard of {count} has another number.", fix="Give it its name back.")
     missing = [kind.shard(number, count) for number in range(1, count + 1) if number not in numbers]
     return [numbers[number] for number in sorted(numbers)], missing
-
-
-def _incomplete(there: Sequence[str], missing: Sequence[str], *, rest: bool = True) -> PartError:
-    return PartError(
-        f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
-        why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=rest,
-    )  # fmt: skip
 
 
 def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
@@ -263,29 +241,18 @@ def is_split(source: Source) -> bool:
     from ckpt_tools.formats.frameworks import gguf
 
     with limits.of_file(source.size):
-        return _split_count(gguf.decode(source)) > 1
-
-
-def _split_count(decoded: Checkpoint) -> int:
-    """How many files the model is in, as one of them says."""
-    text = decoded.metadata.get("split.count", "1")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
+        return gguf.decode(source).metadata.get("split.count", "1") not in ("0", "1")
 
 
 def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     from ckpt_tools.formats.frameworks import gguf
 
-    there, missing = _numbered(names)
-    if missing:
-        raise _incomplete(there, missing, rest=False)
-    found = {name: read_shard(name, files) for name in there}
+    found = read_loose(names, files, splits=True)
     for number, (name, decoded) in enumerate(found.items()):
-        said = decoded.metadata.get("split.no", str(number))
-        if decoded.container != "gguf" or said != str(number) or _split_count(decoded) != len(found):
-            raise PartError(
-                f"{name} is not number {number + 1} of {len(found)}, as its name says.",
-                why=f"It calls itself number {said[:9]}, counted from 0, of {_split_count(decoded)}.",
-            )
+        said = [decoded.metadata.get(key, "?")[:9] for key in ("split.no", "split.count")]
+        if decoded.container != "gguf" or said != [str(number), str(len(found))]:
+            what = f"{name} is not number {number + 1} of {len(found)}, as its name says."
+            raise PartError(what, why=f"It calls itself number {said[0]}, counted from 0, of {said[1]}.")
     made = _one_after_another("gguf", found, files)
     types = {key: kind for key, kind in gguf.types_in(made.metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in made.metadata.items() if not key.startswith("split.") and key != safetensors.GGUF_TYPES}

@@ -1,15 +1,6 @@
 """The folders that transformers' Trainer and accelerate save: a step's, `checkpoint-500`, and a run's, which has several.
 
-A step's folder has one model, in one of these ways, and the state of the training beside it:
-
-    model.safetensors, pytorch_model.bin           plain; of several parts with an index
-    pytorch_model_fsdp.bin                         FSDP, FULL_STATE_DICT
-    pytorch_model_fsdp_0/                          FSDP, SHARDED_STATE_DICT: a distributed checkpoint of {"model": ...}
-    pytorch_model_fsdp_0_rank0.bin ...             FSDP, LOCAL_STATE_DICT: files of ranks
-    global_step500/ or pytorch_model/, and latest  DeepSpeed
-
-Source: `_save_checkpoint` of transformers/trainer.py; accelerate/checkpointing.py, utils/fsdp_utils.py and utils/constants.py.
-"""
+Source: `_save_checkpoint` of transformers/trainer.py; accelerate/checkpointing.py, utils/fsdp_utils.py, utils/constants.py."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_name_that_one_rank_lacks(tmp_path: Path) -> None:
         edit(rank_file(folder, lacking), lambda state: state.pop("a.bias"))
         change(rank_file(folder, 1), **{"bn.running_var": torch.zeros(4)})
         found, report = written(folder)
-        assert ("a.bias", f"not on rank {lacking}") in report.dropped
+        assert ("a.bias", f"is not on rank {lacking}") in report.dropped
         assert {name for name, _ in report.dropped} == {"a.bias", "bn.running_var"}
         assert not {"a.bias", "bn.running_var"} & set(found)
 
