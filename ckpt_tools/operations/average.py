@@ -21,7 +21,7 @@ from ckpt_tools.io.content import Content
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, check_names
-from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
+from ckpt_tools.operations.convert.conversion import CONTAINERS, write_one
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.object_policy import modules_first
@@ -136,9 +136,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
         if to_folder:
             run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:
-            planned = plan(checkpoints[0], edits, report.output, stack)
-            if output is not None:
-                execute(planned, output, options.progress)
+            write_one(checkpoints[0], edits, report.output, stack, output)
         for checkpoint in checkpoints:
             checkpoint.source.check_unchanged()
     for note in report.output.notes:
