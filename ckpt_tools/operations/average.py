@@ -21,7 +21,7 @@ from ckpt_tools.io.content import Content
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.compare.sides import check_effort, check_names
-from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
+from ckpt_tools.operations.convert.conversion import CONTAINERS, write_one
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.object_policy import modules_first
@@ -43,7 +43,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
-from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, Where, contiguous_stride
+from ckpt_tools.tree.nodes import Entry, Node, Object, Storage, contiguous_stride
 from ckpt_tools.tree.options import as_in, as_keywords, option, record
 from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
@@ -136,9 +136,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
         if to_folder:
             run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:
-            planned = plan(checkpoints[0], edits, report.output, stack)
-            if output is not None:
-                execute(planned, output, options.progress)
+            write_one(checkpoints[0], edits, report.output, stack, output)
         for checkpoint in checkpoints:
             checkpoint.source.check_unchanged()
     for note in report.output.notes:
@@ -168,15 +166,6 @@ def _take_state_dicts(checkpoints: Sequence[Checkpoint], report: Converted) -> N
         root = checkpoint.locate()
         check_lost(checkpoint.path, packed_tensors(root))
         checkpoint.root = modules_first(root, told)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedTensors:
-    """The tensors of one state dict of one source, by the name that is compared."""
-
-    path: str
-    where: Where
-    nodes: dict[str, Node]
 
 
 class _Mean:
@@ -220,12 +209,15 @@ class _Mean:
             for state_dicts, other in zip(used, others, strict=True):
                 state_dicts.append(other)
             sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
-            for side in sides[1:]:
-                _check_names(sides[0], side)
-            base.node.items[:] = [
-                (key, self.mean(self.name(key), sides) if type(key) is str and is_tensor(node) else node)
-                for key, node in base.node.items
-            ]
+            for path, side in zip(self.paths[1:], sides[1:], strict=True):
+                alike = set(map(unwrap_name, sides[0])) == set(map(unwrap_name, side))
+                fix = f"ckpt diff {self.paths[0]} {path} shows all of it."
+                fix = "They agree without wrappers: `unwrap=True`." if alike else fix
+                check_names((self.paths[0], sides[0]), (path, side), fix)
+            for index, (key, node) in enumerate(base.node.items):
+                if type(key) is str and is_tensor(node):
+                    name = self.name(key)
+                    base.node.items[index] = key, self.mean(name, [side[name] for side in sides])
         self.note_rest(used)
 
     def counterpart(self, base: StateDict, found: list[StateDict], path: str) -> StateDict:
@@ -242,7 +234,7 @@ class _Mean:
             )  # fmt: skip
         return same[0]
 
-    def named(self, state_dict: StateDict, path: str) -> _NamedTensors:
+    def named(self, state_dict: StateDict, path: str) -> dict[str, Node]:
         """The tensors by the names that are compared."""
         nodes: dict[str, Node] = {}
         for key, node in state_dict.node.items:
@@ -250,18 +242,26 @@ class _Mean:
                 if (name := self.name(key)) in nodes:
                     raise ConvertError(f"{path}: two tensors are named {name!r} once unwrapped.")
                 nodes[name] = node
-        return _NamedTensors(path, state_dict.where, nodes)
+        return nodes
 
-    def mean(self, name: str, sides: Sequence[_NamedTensors]) -> Node:
+    def mean(self, name: str, nodes: Sequence[Node]) -> Node:
         """What stands in the place of a tensor."""
-        nodes = [side.nodes[name] for side in sides]
         entries = [node for node in nodes if type(node) is Entry]
         if len(entries) != len(nodes):
-            return _unusual(name, nodes, sides)
-        _check_agree(name, entries, sides)
+            return self.unusual(name, nodes)
+        first = entries[0]
+        for entry, path in zip(entries, self.paths, strict=True):
+            if entry.shape != first.shape:
+                shapes = f"{list(first.shape)} in {self.paths[0]}, {list(entry.shape)} in {path}"
+                raise ConvertError(
+                    f"{name!r} has two shapes.", why=f"{shapes}.", fix="Only one model's checkpoints have a mean."
+                )
+            if entry.dtype.family != first.dtype.family or entry.dtype.packed != first.dtype.packed:
+                dtypes = f"{first.dtype.name} in {self.paths[0]}, {entry.dtype.name} in {path}"
+                raise ConvertError(f"{name!r} is not the same kind of number everywhere.", why=f"{dtypes}.")
         kinds = {entry.dtype for entry in entries}
         if not all(dtype.family in ("float", "complex") and has_numbers(dtype) and dtype.packed == 1 for dtype in kinds):
-            return self.integer(name, entries, sides)
+            return self.integer(name, entries)
         self.report.averaged += 1
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
         dtype = self.widest(name, entries)
@@ -270,7 +270,17 @@ class _Mean:
             self.counts.append((name, count))
         return self.entry(entries, weighted_mean(parts, dtype, count), dtype)
 
-    def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> Entry:
+    def unusual(self, name: str, nodes: Sequence[Node]) -> Node:
+        """A sparse, quantised or nested tensor: kept where it is equal everywhere."""
+        if all(type(node) is Object and same_unusual(nodes[0], node) for node in nodes[1:]):
+            return nodes[0]
+        raise ConvertError(
+            f"{name!r} is a sparse, quantised or nested tensor and differs between {self.paths[0]} and the others.",
+            why="Only dense tensors have a mean.",
+            fix=f"Leave it out first: {mending('convert', self.paths[0], f'--drop {shlex.quote(name)}')}",
+        )
+
+    def integer(self, name: str, entries: Sequence[Entry]) -> Entry:
         """An integer, bool or quantised tensor: kept where it is equal everywhere."""
         first = entries[0]
         if all(first.dtype is entry.dtype and same_bytes(first, entry) for entry in entries[1:]):
@@ -282,7 +292,7 @@ class _Mean:
             return first
         if choice is None or not _has_largest(first.dtype):
             raise ConvertError(
-                f"{name!r} is {first.dtype.name} and differs between {sides[0].path} and the others.",
+                f"{name!r} is {first.dtype.name} and differs between {self.paths[0]} and the others.",
                 why="Float and complex tensors have a mean; one of integers would have to be rounded.",
                 fix=f"Say what is taken: `integers='first'`{' or max' if _has_largest(first.dtype) else ''}.",
             )
@@ -340,31 +350,3 @@ def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:
 
 def _has_largest(dtype: DType) -> bool:
     return dtype.family in ("int", "bool") and has_numbers(dtype) and dtype.name != "uint64"  # compared as int64
-
-
-def _check_names(first: _NamedTensors, other: _NamedTensors) -> None:
-    alike = set(map(unwrap_name, first.nodes)) == set(map(unwrap_name, other.nodes))
-    fix = "They agree without wrappers: `unwrap=True`." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
-    check_names((first.path, first.nodes), (other.path, other.nodes), fix)
-
-
-def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> None:
-    first = entries[0]
-    for entry, side in zip(entries[1:], sides[1:], strict=True):
-        if entry.shape != first.shape:
-            shapes = f"{list(first.shape)} in {sides[0].path}, {list(entry.shape)} in {side.path}"
-            raise ConvertError(f"{name!r} has two shapes.", why=f"{shapes}.", fix="Only one model's checkpoints have a mean.")
-        if entry.dtype.family != first.dtype.family or entry.dtype.packed != first.dtype.packed:
-            dtypes = f"{first.dtype.name} in {sides[0].path}, {entry.dtype.name} in {side.path}"
-            raise ConvertError(f"{name!r} is not the same kind of number everywhere.", why=f"{dtypes}.")
-
-
-def _unusual(name: str, nodes: Sequence[Node], sides: Sequence[_NamedTensors]) -> Node:
-    """A sparse, quantised or nested tensor: kept where it is equal everywhere."""
-    if all(type(node) is Object and same_unusual(nodes[0], node) for node in nodes[1:]):
-        return nodes[0]
-    raise ConvertError(
-        f"{name!r} is a sparse, quantised or nested tensor and differs between {sides[0].path} and the others.",
-        why="Only dense tensors have a mean.",
-        fix=f"Leave it out first: {mending('convert', str(sides[0].path), f'--drop {shlex.quote(name)}')}",
-    )  # fmt: skip

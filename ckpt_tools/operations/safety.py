@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
 _PLAIN = ALLOWED | ALLOWED_NESTED
-LINE = 200  # characters of one that is printed
-_LEAST, _BESIDE = 60, 84  # what is always shown of a call; what else stands in a line about a conversion
-_LABEL = len("problem [dangerous]: ")
+_SHOWN = 120  # characters of a call, of a list of names, or of a reason, that stand in a line
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
@@ -61,22 +59,18 @@ class Safety:
 
     @property
     def text(self) -> str:
-        """The verdict in one line, safe to show, with room for a label before it."""
-        return self.line(LINE - _LABEL)
-
-    def line(self, room: int) -> str:
-        """The verdict in `room` characters, safe to show: what a pickle calls or names is cut."""
+        """The verdict in one line, safe to show: what a pickle calls or names is cut."""
         if self.verdict == "dangerous":
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
-            return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
+            return f"dangerous: it {_does(self.calls[0][1], _SHOWN)}{more}"
         if self.verdict == "needs-code":
             if not self.classes:
                 return "needs code: it is a program; load it only if you trust who made it"
-            begin, end = "needs code: loading it runs ", "; load it only if you trust these packages"
-            return begin + shortened(printable(listed(self.classes, 3)), room + 1 - len(begin) - len(end)) + end
+            names = shortened(printable(listed(self.classes, 3)), _SHOWN)
+            return f"needs code: loading it runs {names}; load it only if you trust these packages"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
+            return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), _SHOWN + 60)
         return "safe: no code in it" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
@@ -96,35 +90,34 @@ class Safety:
         """
         taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
         fix = f"Do not load it.{taken if opens else ''}"
-        advice = [(_EXPECTED, fix)] + [("", "")] * _SHOWN_CALLS
-        shown = [sentence(where, call, LINE - _LABEL) for where, call in self.calls[:_SHOWN_CALLS]]
+        shown = [sentence(where, call, _SHOWN) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
-        found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
+        found = [Finding("dangerous", "problem", [], text) for text in shown]
+        if found:
+            found[0] = replace(found[0], expected=_EXPECTED, fix=fix)
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            text = shortened(f"not all of it could be examined: {reasons}", LINE - _LABEL)
-            found.append(Finding("unexamined", "warning", [], text, "", ""))
+            text = f"not all of it could be examined: {shortened(reasons, _SHOWN)}"
+            found.append(Finding("unexamined", "warning", [], text))
         return found
 
 
 _EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 
-def sentence(where: str, call: Call, room: int | None = None) -> str:
-    """What one call does, for people; in so many characters."""
-    place = f" ({printable(where) if room is None else shortened(printable(where), room // 4)})" if where else ""
-    begin = "this " if call.does == "names" else "loading this without weights_only "
-    return begin + _does(call, room and room - len(begin) - len(place)) + place
+def sentence(where: str, call: Call, most: int | None = None) -> str:
+    """What one call does, for people; the call and its place are cut to so many characters."""
+    place = f" ({printable(where) if most is None else shortened(printable(where), most // 3)})" if where else ""
+    return f"{'this' if call.does == 'names' else 'loading this without weights_only'} {_does(call, most)}{place}"
 
 
-def _does(call: Call, room: int | None = None) -> str:
-    """What a call does, the call itself cut to what room there is."""
+def _does(call: Call, most: int | None = None) -> str:
+    """What a call does, the call itself cut."""
+    shown = call.text if most is None else shortened(call.text, most)
     if call.does == "names" and call.rating == "harmful":
-        begin, end = "names ", ", which can run code"
-    else:
-        begin, end = f"{call.does} ", "" if call.rating == "harmful" else ", which is not known: treat it as dangerous"
-    return begin + (call.text if room is None else shortened(call.text, room - len(begin) - len(end))) + end
+        return f"names {shown}, which can run code"
+    return f"{call.does} {shown}{'' if call.rating == 'harmful' else ', which is not known: treat it as dangerous'}"
 
 
 def of_pickles(found: Pickles) -> Safety:
@@ -178,8 +171,7 @@ def _is_plain(name: Global) -> bool:
 def danger_in(checkpoint: Checkpoint, path: str) -> str:
     """That the checkpoint at a path is dangerous, and what it calls, in a sentence; empty where it is not."""
     found = of_checkpoint(checkpoint)
-    shown = printable(path)
-    return f"{shown} is {found.line(max(_LEAST, LINE - _BESIDE - len(shown)))}." if found.calls else ""
+    return f"{printable(path)} is {found.text}." if found.calls else ""
 
 
 def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from ckpt_tools.formats.single import HEAD, collector_paused
 from ckpt_tools.io.member_paths import File, Handed, as_path
 from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
-from ckpt_tools.operations.safety import LINE, Safety, Verdict, examine
+from ckpt_tools.operations.safety import Safety, Verdict, examine
 from ckpt_tools.parts.open import open_source
 from ckpt_tools.text import Report, printable
 from ckpt_tools.tree.options import natural
@@ -47,8 +47,7 @@ class Scanned(Report):
     @property
     def line(self) -> str:
         """Its path and what loading it would run, in one line, safe to show."""
-        path = printable(self.path)
-        return f"{path}: {self.safety.line(max(LINE // 2, LINE - len(path) - 2))}"
+        return f"{printable(self.path)}: {self.safety.text}"
 
     @property
     def failed(self) -> bool:

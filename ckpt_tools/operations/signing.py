@@ -43,8 +43,7 @@ _MAKE_KEYS = "openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in 
 
 def seal(payload: bytes, key_path: str | os.PathLike[str]) -> tuple[str, str]:
     """An envelope around a payload, as JSON text, and the id of the key."""
-    key = _key(key_path, "private")
-    keyid = _keyid(key.public_key())
+    key, keyid = _key(key_path, "private")
     signature = key.sign(_to_sign(PAYLOAD_TYPE, payload))
     made = {
         "payload": base64.b64encode(payload).decode(),
@@ -56,7 +55,7 @@ def seal(payload: bytes, key_path: str | os.PathLike[str]) -> tuple[str, str]:
 
 def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) -> tuple[bytes, str]:
     """The payload of an envelope, once its signature is proved to be this key's, and the key's id."""
-    key = _key(key_path, "public")
+    key, keyid = _key(key_path, "public")
     from cryptography.exceptions import InvalidSignature
 
     payload, kind, signatures = _parse(path)
@@ -67,7 +66,7 @@ def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) 
             continue
         if kind != PAYLOAD_TYPE:
             raise SignatureError(f"{path} signs something else than a checkpoint: {kind!r}.")
-        return payload, _keyid(key)
+        return payload, keyid
     raise SignatureError(
         f"{path} is not signed by the key {key_path}.", why="No signature in it is valid for this key and these contents.",
         fix="It was changed, or another key has signed it.",
@@ -98,30 +97,26 @@ def _to_sign(kind: str, payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
 
 
-def _key(path: str | os.PathLike[str], kind: str) -> Any:
-    """The Ed25519 key in a file, "private" or "public"."""
-    serialization, ed25519 = _cryptography()
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    data, is_private = _envelope_read(path, "a key"), kind == "private"
+def _key(path: str | os.PathLike[str], kind: str) -> tuple[Any, str]:
+    """The Ed25519 key in a file, "private" or "public"; and SHA-256 of the public key as DER (SubjectPublicKeyInfo)."""
     try:
-        key = serialization.load_pem_private_key(data, None) if is_private else serialization.load_pem_public_key(data)
-        if isinstance(key, ed25519.Ed25519PrivateKey if is_private else ed25519.Ed25519PublicKey):
-            return key
-        why = f"It is a {type(key).__name__}."
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
-        why = str(error)
-    what = f"{path} is not an Ed25519 {kind} key in PEM, unencrypted."
-    raise SignatureError(what, why=why, fix=f"Make a pair: {_MAKE_KEYS}")
-
-
-def _cryptography() -> tuple[Any, Any]:
-    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
         raise missing("cryptography", "cryptography", "Signatures are made and checked with it (the extra 'sign').") from None
-    return serialization, ed25519
+    data, is_private = _envelope_read(path, "a key"), kind == "private"
+    try:
+        key = serialization.load_pem_private_key(data, None) if is_private else serialization.load_pem_public_key(data)
+        why = f"It is a {type(key).__name__}."
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
+        key, why = None, str(error)
+    if not isinstance(key, ed25519.Ed25519PrivateKey if is_private else ed25519.Ed25519PublicKey):
+        what = f"{path} is not an Ed25519 {kind} key in PEM, unencrypted."
+        raise SignatureError(what, why=why, fix=f"Make a pair: {_MAKE_KEYS}")
+    public: Any = key.public_key() if isinstance(key, ed25519.Ed25519PrivateKey) else key
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key, hashlib.sha256(public.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
@@ -134,13 +129,6 @@ def _envelope_read(path: str | os.PathLike[str], what: str) -> bytes:
         raise SignatureError(error.what, why=error.why) from None
     except OSError as error:
         raise SignatureError(f"{path} cannot be read.", why=f"{error.strerror or error}.") from None
-
-
-def _keyid(key: Any) -> str:
-    """SHA-256 of the public key as DER (SubjectPublicKeyInfo)."""
-    serialization, _ = _cryptography()
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 SUFFIX = ".sig"

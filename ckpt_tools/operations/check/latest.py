@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.contents import StateDict, is_tensor
@@ -30,18 +31,18 @@ _STAGING = re.compile(r"tmp-.+|.+[-_.]te?mp|.+\.orbax-checkpoint-tmp.*", re.IGNO
 _FAILING = frozenset(("partition", "no-index", "alone"))  # warnings that say: this is not the whole checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+Step: TypeAlias = tuple[float, float]  # the epoch and the step
+_UNSAID: Step = -1, -1  # so that what says it is later than what does not
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
     """A checkpoint that may be the one: how far the training was, and the newest time of its files."""
 
-    step: TrainingStep
+    step: Step
     time: int
     path: Path
     readable: bool
-
-    @property
-    def order(self) -> tuple[TrainingStep, int, str]:
-        return self.step, self.time, str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def latest_good(
 def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress | None = None) -> LatestGood:
     """The last good checkpoint of several folders and files; see `latest_good`. The newest is read first, and few are."""
     unfinished: list[Path] = []
-    candidates = sorted(_candidates(paths, unfinished), key=lambda one: one.order, reverse=True)
+    candidates = sorted(_candidates(paths, unfinished), reverse=True)
     passed_over: list[Checked] = []
     for number, candidate in enumerate(candidates):
         before = _state(candidate.path)
@@ -113,7 +114,7 @@ def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Cand
         if unready or path.name.startswith("."):
             unfinished.append(path)
             continue
-        step: TrainingStep | None
+        step: Step | None
         try:
             with collector_paused(), open_checkpoint(path) as checkpoint:
                 # What is said in the tree, in the header's text, or in what lies beside it
@@ -121,10 +122,10 @@ def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Cand
                 step = _first_known(told) if any(map(_holds_weights, checkpoint.state_dicts)) else None
             readable = True
         except CkptError:
-            step, readable = TrainingStep(), False
+            step, readable = _UNSAID, False
         if step is not None:
             written = max((time for _, _, _, time in _state(path)), default=0)
-            yield _Candidate(step if step != TrainingStep() else _step_around(path), written, path, readable)
+            yield _Candidate(step if step != _UNSAID else _step_around(path), written, path, readable)
 
 
 def _below(paths: Sequence[Path]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -149,7 +150,7 @@ def _holds_weights(state_dict: StateDict) -> bool:
     return any(type(node) is not Entry or node.dtype.name != "uint8" or len(node.shape) != 1 for node in tensors)
 
 
-def _step_around(path: Path) -> TrainingStep:
+def _step_around(path: Path) -> Step:
     """What the Trainer's state beside it says, its name, or its folder's."""
     folder = path if path.is_dir() else path.parent
     if found := trainer_state(folder):
@@ -157,8 +158,8 @@ def _step_around(path: Path) -> TrainingStep:
     return _first_known((step_in_name(path.name), step_in_name(path.absolute().parent.name)))
 
 
-def _first_known(steps: Iterable[TrainingStep]) -> TrainingStep:
-    return next((step for step in steps if step != TrainingStep()), TrainingStep())
+def _first_known(steps: Iterable[Step]) -> Step:
+    return next((step for step in steps if step != _UNSAID), _UNSAID)
 
 
 def _state(path: Path) -> list[tuple[str, int, int, int]]:
@@ -178,43 +179,33 @@ _WITHIN = "common"  # where Megatron-core keeps them
 _NAME = re.compile(r"(epoch|global_step|iteration|iter|step|checkpoint|ckpt)[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TrainingStep:
-    """The epoch and the step; -1 for what is not said, so that what says it is later than what does not."""
-
-    epoch: float = -1
-    step: float = -1
-
-
-def step_in(root: Node) -> TrainingStep:
+def step_in(root: Node) -> Step:
     """What the dict at the top of a checkpoint says, or the one below it where Megatron-core keeps it."""
     if type(root) is not Dict:
-        return TrainingStep()
+        return _UNSAID
     found, inner = _said(root.named), root.get(_WITHIN)
-    return _said(inner.named) if found == TrainingStep() and type(inner) is Dict else found
+    return _said(inner.named) if found == _UNSAID and type(inner) is Dict else found
 
 
-def step_in_texts(texts: Mapping[str, object]) -> TrainingStep:
+def step_in_texts(texts: Mapping[str, object]) -> Step:
     """What a mapping of plain values says, which may be numbers as text: a safetensors header, a JSON file."""
     return _said({name: _as_number(value) for name, value in texts.items()})
 
 
-def step_in_name(name: str) -> TrainingStep:
+def step_in_name(name: str) -> Step:
     """What the name of a file or a folder says: `epoch_012.pth`, `checkpoint-500`, `global_step100`."""
     found = {word.lower() == "epoch": int(digits) for word, digits in _NAME.findall(name)}
-    return TrainingStep(found.get(True, -1), found.get(False, -1))
+    return found.get(True, -1), found.get(False, -1)
 
 
-def _said(values: Mapping[str, object]) -> TrainingStep:
-    return TrainingStep(_first(values, _EPOCHS), _first(values, _STEPS))
+def _said(values: Mapping[str, object]) -> Step:
+    def first(names: Sequence[str]) -> float:
+        for value in map(values.get, names):
+            if (type(value) is int or type(value) is float) and 0 <= value < 1 << 63:
+                return value
+        return -1
 
-
-def _first(values: Mapping[str, object], names: tuple[str, ...]) -> float:
-    for name in names:
-        value = values.get(name)
-        if (type(value) is int or type(value) is float) and 0 <= value < 1 << 63:
-            return value
-    return -1
+    return first(_EPOCHS), first(_STEPS)
 
 
 def _as_number(value: object) -> object:

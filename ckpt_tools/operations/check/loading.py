@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import Literal
 
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -37,37 +38,35 @@ def findings(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Find
 
 def is_device(text: str) -> bool:
     """Whether this is a device that `--device` takes: a kind, or a kind and a number."""
-    kind, colon, index = text.partition(":")
-    return kind.isidentifier() and (not colon or (index.isdecimal() and len(index) < _LONGEST_INDEX))
+    return _parsed(text) is not None
+
+
+def _parsed(tag: str) -> tuple[str, int] | None:
+    """A device's kind and number; None for text that is no device."""
+    kind, colon, index = tag.partition(":")
+    if not kind.isidentifier() or (colon and not (index.isdecimal() and len(index) < _LONGEST_INDEX)):
+        return None
+    return kind, int(index or 0)
 
 
 def _devices(checkpoint: Checkpoint, device: str | None) -> Iterator[Finding]:
     """Storages of devices that are not there: a problem where it was said which is, else a note about this machine."""
     found = dict.fromkeys(tensor.node.storage.device for tensor in checkpoint.tensors if hasattr(tensor.node, "storage"))
-    tags = [tag for tag in found if tag not in (None, "cpu", "meta")]
+    tags = {tag: _parsed(tag) for tag in found if tag not in (None, "cpu", "meta")}
     if device is not None:
-        present = int(device.partition(":")[2] or 0) + 1 if device.partition(":")[0] == "cuda" else 0
-        beyond, here = [tag for tag in tags if not _is_there(tag, device)], f"a machine with {device} lacks them"
+        kind, last = _parsed(device) or (device, 0)
+        here = f"a machine with {device} lacks them"
     else:
-        tags = [tag for tag in tags if tag.partition(":")[0] == "cuda"]
+        tags = {tag: parsed for tag, parsed in tags.items() if tag.partition(":")[0] == "cuda"}
         present = _cuda_devices() if tags else 0
-        beyond = [tag for tag in tags if not present or not _is_there(tag, f"cuda:{present - 1}")]
+        kind, last = "cuda", present - 1
         here = f"this machine has {present or 'no'} cuda device{'s' if present > 1 else ''}"
-    if not beyond:
-        return
-    fix = mending("convert", str(checkpoint.path), "--map-location cpu")
-    yield Finding(
-        "no-such-device", "info" if device is None else "problem", [], f"tensors are on {listed(beyond)}: {here}",
-        "cpu, or map_location='cpu' in torch.load", fix,
-    )  # fmt: skip
-
-
-def _is_there(tag: str, device: str) -> bool:
-    """Whether a machine whose last device of its kind is this one has the device of a tag."""
-    (kind, _, index), (own, _, last) = tag.partition(":"), device.partition(":")
-    if kind != own or (index and not (index.isdecimal() and len(index) < _LONGEST_INDEX)):
-        return False
-    return int(index or 0) <= int(last or 0)
+    beyond = [tag for tag, parsed in tags.items() if parsed is None or parsed[0] != kind or parsed[1] > last]
+    if beyond:
+        fix = mending("convert", str(checkpoint.path), "--map-location cpu")
+        severity: Literal["info", "problem"] = "info" if device is None else "problem"
+        expected = "cpu, or map_location='cpu' in torch.load"
+        yield Finding("no-such-device", severity, [], f"tensors are on {listed(beyond)}: {here}", expected, fix)
 
 
 def _cuda_devices() -> int:

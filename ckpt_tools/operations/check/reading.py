@@ -34,12 +34,9 @@ Advance: TypeAlias = Callable[[int], object]
 class Crc:
     """A running CRC-32."""
 
-    __slots__ = ("value",)
+    value = 0
 
-    def __init__(self) -> None:
-        self.value = 0
-
-    def take(self, data: memoryview) -> None:
+    def take(self, data: memoryview | bytes) -> None:
         """Take in the next bytes."""
         self.value = crc32(data, self.value)
 
@@ -50,34 +47,22 @@ class Span:
 
     offset: int
     length: int
-    sinks: Sequence[Sink]
+    take: Sink
 
 
-def read_through(source: Source, spans: Iterable[Span], advance: Advance | None = None) -> None:
+def _read_through(source: Source, spans: Iterable[Span], advance: Advance | None = None) -> None:
     """Read a whole file and hand each span its bytes; bytes of no span are read all the same: the disk may fail there."""
-    waiting = sorted(spans, key=lambda span: span.offset)
-    following, open_spans = 0, list[Span]()
+    waiting = sorted(spans, key=lambda span: span.offset, reverse=True)
+    open_spans: list[Span] = []
     for start, block in _blocks(source):
         stop = start + len(block)
-        while following < len(waiting) and waiting[following].offset < stop:
-            open_spans.append(waiting[following])
-            following += 1
-        open_spans = _hand_out(open_spans, start, block)
+        while waiting and waiting[-1].offset < stop:
+            open_spans.append(waiting.pop())
+        for span in open_spans:
+            span.take(block[max(span.offset - start, 0) : span.offset + span.length - start])
+        open_spans = [span for span in open_spans if span.offset + span.length > stop]
         if advance is not None:
             advance(len(block))
-
-
-def _hand_out(spans: list[Span], start: int, block: memoryview) -> list[Span]:
-    """Give each span its part of a block; returns those that go on behind it."""
-    stop, going_on = start + len(block), []
-    for span in spans:
-        end = span.offset + span.length
-        part = block[max(span.offset - start, 0) : end - start]
-        for take in span.sinks:
-            take(part)
-        if end > stop:
-            going_on.append(span)
-    return going_on
 
 
 def _blocks(source: Source) -> Iterator[tuple[int, memoryview]]:
@@ -158,20 +143,25 @@ def read_checkpoint(
     """Read every byte of a checkpoint's files once; twice where tensors are strided and values count."""
     read = Read(list(storages_of(checkpoint)))
     contents = [storage.content for storage in read.storages if isinstance(storage.content, Range | Deflated)]
-    spans: dict[Source, list[Span]] = {source: [] for source in _sources(checkpoint.source, contents)}
-    checks = _record_spans(_records(checkpoint, contents), spans)
+    own = list(checkpoint.source.members.values()) if isinstance(checkpoint.source, Files) else [checkpoint.source]
+    files = (in_file(part, 0)[0] for part in (*own, *(content.source for content in contents)))
+    spans: dict[Source, list[Span]] = {source: [] for source in files}
+    checks = [(source, record, Crc()) for source, record in _records(checkpoint, contents)]
+    for source, record, crc in checks:
+        if not record.deflated:
+            file, offset = in_file(source, record.data)
+            spans[file].append(Span(offset, record.size, crc.take))
     views = _views(checkpoint, read, digest, count_values, heads) if digest or count_values else []
     gathered = [view for view in views if not _streams(view, checkpoint.byteorder, spans)]
     for source, wanted in spans.items():
-        read_through(source, wanted, advance)
+        _read_through(source, wanted, advance)
         source.check_unchanged()
         read.bytes += source.size
     read.records = len(checks)
-    sums = [_inflated_crc(source, record) if crc is None else crc.value for source, record, crc in checks]
-    read.mismatches = [
-        DamagedRecord(source, record, found) for (source, record, _), found in zip(checks, sums, strict=True)
-        if found != record.crc
-    ]  # fmt: skip
+    for source, record, crc in checks:
+        found = _inflated_crc(source, record) if record.deflated else crc.value
+        if found != record.crc:
+            read.mismatches.append(DamagedRecord(source, record, found))
     _gather(gathered, checkpoint.byteorder, read)
     _collect(views, checkpoint, read)
     return read
@@ -184,12 +174,6 @@ def storages_of(checkpoint: Checkpoint) -> Iterator[Storage]:
         below = (tensor.node.storage,) if type(tensor.node) is Entry else reachable(tensor.node)
         found.update((id(node), node) for node in below if type(node) is Storage)
     return iter(found.values())
-
-
-def _sources(source: Source, contents: Sequence[Range | Deflated]) -> list[Source]:
-    """The files that a checkpoint is made of, each once."""
-    own = list(source.members.values()) if isinstance(source, Files) else [source]
-    return list(dict.fromkeys(in_file(part, 0)[0] for part in (*own, *(content.source for content in contents))))
 
 
 def in_file(source: Source, offset: int) -> tuple[Source, int]:
@@ -208,33 +192,13 @@ def _records(checkpoint: Checkpoint, contents: Sequence[Range | Deflated]) -> li
     if isinstance(checkpoint.source, Files):
         for source in checkpoint.source.members.values():
             if source.path.suffix == ".distcp" or checkpoint.container in PART_CONTAINERS:
-                found |= {id(record): (part, record) for part, record in _archived(source)}
+                whole = is_zip(source.read(0, min(4, source.size)))
+                for start, size in (zip_archives.split(source) or [(0, source.size)]) if whole else ():
+                    archive = Window(source, start, size)  # one, or in a dcp one a tensor
+                    found |= {id(record): (archive, record) for record in read_directory(archive).records}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
     checked = list(places.values())
     return checked if any(record.crc for _, record in checked) else []
-
-
-def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
-    """The records of the archives in one rank's part: one archive, or in a dcp one a tensor."""
-    if not is_zip(source.read(0, min(4, source.size))):
-        return
-    for start, size in zip_archives.split(source) or [(0, source.size)]:
-        archive = Window(source, start, size)
-        yield from ((archive, record) for record in read_directory(archive).records)
-
-
-def _record_spans(
-    records: Sequence[tuple[Source, Record]], spans: dict[Source, list[Span]]
-) -> list[tuple[Source, Record, Crc | None]]:
-    """A CRC-32 for each record that is not deflated, taken in as the file is read."""
-    checks: list[tuple[Source, Record, Crc | None]] = []
-    for source, record in records:
-        crc = None if record.deflated else Crc()
-        checks.append((source, record, crc))
-        if crc is not None:
-            file, offset = in_file(source, record.data)
-            spans[file].append(Span(offset, record.size, (crc.take,)))
-    return checks
 
 
 def _inflated_crc(source: Source, record: Record) -> int | None:
@@ -279,7 +243,7 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
         return False
     file, start = in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
     if entry.nbytes:
-        spans[file].append(Span(start, entry.nbytes, (view.take,)))
+        spans[file].append(Span(start, entry.nbytes, view.take))
     return True
 
 

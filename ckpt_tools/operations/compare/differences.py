@@ -31,7 +31,7 @@ from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
+from ckpt_tools.tree.nodes import Dict, Entry, Where
 from ckpt_tools.tree.options import natural
 from ckpt_tools.values.measures import Gap
 from ckpt_tools.values.numeric import has_numbers, numbers, one_thread, row_major, view_of
@@ -72,7 +72,11 @@ def diff(
             pairs = _filtered(pairs, sides, report, filter)
         _compare_facts(pairs, report)
         if filter is None:
-            _join_modules(*sides)
+            for where in sides[0].modules.keys() & sides[1].modules.keys():  # else the module is one difference
+                for side in sides:
+                    module = side.modules[where]
+                    side.values |= {(*where, *below): value for below, value in module.values.items()}
+                    side.objects |= {(*where, *below): name for below, name in module.objects.items()}
             of_texts = sides[0].texts != sides[1].texts  # one of the containers knows nothing else
             values_of = [as_texts(side.values) if of_texts else side.values for side in sides]
             report.values = [*_compare_kinds(*sides), *_compare_values(*values_of)]
@@ -116,11 +120,11 @@ def _pair_tensors(left: Side, right: Side, report: Difference) -> list[_Paired]:
         if one and other:
             pairs += _in_state_dicts(left, right, one, other, names, report)
     done = {pair.left.where for pair in pairs}, {pair.right.where for pair in pairs}
-    both = [where for where in left.tensors if where in right.tensors and where not in done[0] and where not in done[1]]
-    for where in both:
-        pairs.append(_Paired(left.tensors[where], right.tensors[where]))
-        done[0].add(where)
-        done[1].add(where)
+    for where in left.tensors:
+        if where in right.tensors and where not in done[0] and where not in done[1]:
+            pairs.append(_Paired(left.tensors[where], right.tensors[where]))
+            done[0].add(where)
+            done[1].add(where)
     report.removed = [_only(found) for where, found in left.tensors.items() if where not in done[0]]
     report.added = [_only(found) for where, found in right.tensors.items() if where not in done[1]]
     return pairs
@@ -141,19 +145,14 @@ def _in_state_dicts(
         report.notes.append(f"{dotted(one.where) or '(root)'}: the names come in another order.")
 
 
-def _pair_state_dicts(
-    left: Sequence[StateDict], right: Sequence[StateDict]
-) -> Iterator[tuple[StateDict | None, StateDict | None]]:
-    """State dicts by path; those left over with each other, where each side has one of them."""
-    others = {found.where: found for found in right}
-    here = {found.where for found in left}
-    rest_left = [found for found in left if found.where not in others]
-    rest_right = [found for found in right if found.where not in here]
-    single = len(rest_left) == len(rest_right) == 1
-    for found in left:
-        yield found, others.get(found.where, rest_right[0] if single else None)
-    for found in () if single else rest_right:
-        yield None, found
+def _pair_state_dicts(left: Sequence[StateDict], right: Sequence[StateDict]) -> list[tuple[StateDict | None, StateDict | None]]:
+    """State dicts by path; those that have no partner with each other, where each side has one of them."""
+    others, here = {found.where: found for found in right}, {found.where for found in left}
+    pairs = [(found, others.get(found.where)) for found in left]
+    rest = [found for found in right if found.where not in here]
+    if len(rest) == 1 and sum(other is None for _, other in pairs) == 1:
+        return [(found, other or rest[0]) for found, other in pairs]
+    return [*pairs, *((None, found) for found in rest)]
 
 
 def _only(tensor: Tensor) -> Only:
@@ -211,15 +210,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{_dtype(tensor) or '?'}{f' {tensor.unusual.kind}' if tensor.unusual else ''}"
 
 
-def _join_modules(left: Side, right: Side) -> None:
-    """What is in a pickled module counts where the other side has one too; else the module is one difference."""
-    for where in left.modules.keys() & right.modules.keys():
-        for side in (left, right):
-            module = side.modules[where]
-            side.values |= {(*where, *below): value for below, value in module.values.items()}
-            side.objects |= {(*where, *below): name for below, name in module.objects.items()}
-
-
 def _compare_kinds(left: Side, right: Side) -> Iterator[ValueChange]:
     """A dict, list or tuple where the other side has another one of them."""
     for where, kind in left.containers.items() if left.texts == right.texts else ():
@@ -254,10 +244,9 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
     for side in ("left", "right"):
         check_effort(node for pair in pairs if type(node := getattr(pair, side).node) is Entry)
     counts = Counter(compared=0, equal=0, different=0, skipped=0)
-    known: dict[Any, _Compared] = {}
-    distance = _Distance()
-    total = sum(pair.left.node.nbytes for pair in pairs if type(pair.left.node) is Entry)
-    done = 0
+    known: dict[Any, tuple[TensorChange | None, Gap | None]] = {}
+    equal: list[Entry] = []
+    total, done = sum(pair.left.node.nbytes for pair in pairs if type(pair.left.node) is Entry), 0
     for pair in pairs:
         if _shape(pair.left) != _shape(pair.right) or (_kind(pair.left) != _kind(pair.right) and not measure):
             counts["skipped"] += 1
@@ -266,9 +255,9 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
         key = (view_of(left), view_of(right)) if type(left) is Entry and type(right) is Entry else id(pair)
         if key not in known:
             known[key] = _compare_tensor(pair, measure=measure)
-            if measure:
-                distance.take(known[key], left)
-        change = known[key].change
+            if known[key][0] is None and type(left) is Entry and has_numbers(left.dtype):
+                equal.append(left)
+        change = known[key][0]
         counts["compared"] += 1
         counts["different" if change else "equal"] += 1
         if change:
@@ -277,68 +266,35 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
         if progress is not None:
             progress(done, total)
     report.tensors = dict(counts)
-    report.distance = distance.to_json()
+    if gaps := [gap for _, gap in known.values() if gap is not None]:  # all tensors together, as if they were one
+        gaps += [_gap(entry, None) for entry in equal]
+        together = type(gaps[0])()
+        for gap in gaps:
+            together.merge(gap)
+        told = together.to_json()
+        report.distance = {"tensors": len(gaps)} | {
+            name: told[name] for name in ("elements", "nonfinite", "relative_l2", "cosine")
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """What differs in one tensor, None for equal bytes; how far the sides are apart, where that was measured."""
-
-    change: TensorChange | None
-    gap: Gap | None = None
-
-
-class _Distance:
-    """How far all tensors together are apart, as if they were one."""
-
-    def __init__(self) -> None:
-        self.together: Gap | None = None
-        self.tensors = 0
-        self.waiting: list[Entry] = []
-
-    def take(self, compared: _Compared, left: Node) -> None:
-        """Take in one tensor."""
-        if compared.change is None and type(left) is Entry and has_numbers(left.dtype):
-            self.waiting.append(left)
-        elif compared.gap is not None:
-            self._add(compared.gap)
-        if self.together is not None:
-            for entry in self.waiting:
-                self._add(_gap(entry, None))
-            self.waiting.clear()
-
-    def _add(self, gap: Gap) -> None:
-        if self.together is None:
-            self.together = type(gap)()
-        self.together.merge(gap)
-        self.tensors += 1
-
-    def to_json(self) -> dict[str, Any] | None:
-        """As plain data; None where nothing was measured."""
-        if self.together is None:
-            return None
-        told = self.together.to_json()
-        return {"tensors": self.tensors} | {name: told[name] for name in ("elements", "nonfinite", "relative_l2", "cosine")}
-
-
-def _compare_tensor(pair: _Paired, *, measure: bool) -> _Compared:
-    """How far the values are apart, where that is asked for."""
+def _compare_tensor(pair: _Paired, *, measure: bool) -> tuple[TensorChange | None, Gap | None]:
+    """What differs in one tensor, None for equal bytes; how far the sides are apart, where that is asked for."""
     left, right = pair.left.node, pair.right.node
     change = TensorChange(pair.where, "", _dtype(pair.left), _shape(pair.left))
     if type(left) is not Entry or type(right) is not Entry:
         kinds = {tensor.unusual.kind for tensor in (pair.left, pair.right) if tensor.unusual}
         reason = f"{', '.join(sorted(kinds))}: bytes compared only"
-        return _Compared(None if same_unusual(left, right) else replace(change, reason=reason))
+        return None if same_unusual(left, right) else replace(change, reason=reason), None
     if left.dtype is right.dtype and same_bytes(left, right):
-        return _Compared(None)
+        return None, None
     if not measure:
-        return _Compared(change)
+        return change, None
     if not (has_numbers(left.dtype) and has_numbers(right.dtype)):
-        return _Compared(replace(change, reason=f"torch has no numbers for {left.dtype.name}"))
+        return replace(change, reason=f"torch has no numbers for {left.dtype.name}"), None
     if left.nbytes // left.dtype.itemsize * left.dtype.packed != right.nbytes // right.dtype.itemsize * right.dtype.packed:
-        return _Compared(replace(change, reason="another number of values"))
+        return replace(change, reason="another number of values"), None
     gap = _gap(left, right)
-    return _Compared(replace(change, gap=gap.to_json()), gap)
+    return replace(change, gap=gap.to_json()), gap
 
 
 def _gap(left: Entry, right: Entry | None) -> Gap:

@@ -94,24 +94,41 @@ def stats(
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
         check_effort(entries)
         report = Stats(str(path), checkpoint.container, notes=notes)
-        measured = _Measured(sum(entry.nbytes for entry in entries), progress)
+        total, done = sum(entry.nbytes for entry in entries), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        known: dict[Any, tuple[Moments, list[int]]] = {}  # tied tensors are read once
+        modules: dict[str, list[Moments]] = {}
         with one_thread():
-            rows = [measured.row(tensor) for tensor in tensors]
+            for tensor in tensors:
+                node = tensor.node
+                if type(node) is Entry and has_numbers(node.dtype):
+                    key = view_of(node)
+                    if key not in known:
+                        known[key] = measure(node, advance)
+                    modules.setdefault(module_path(tensor.where, depth), []).append(known[key][0])
+                    report.tensors.append(_row(tensor, *known[key]))
+                else:
+                    report.tensors.append(_row(tensor))
         checkpoint.source.check_unchanged()
-    _sum_up(report, rows, depth)
-    return report
-
-
-def _sum_up(report: Stats, rows: Sequence[tuple[TensorStats, Moments | None]], depth: int | None) -> None:
-    """Fill in the tensors, the modules and the total."""
-    report.tensors += [row for row, _ in rows]
-    modules: dict[str, list[Moments]] = {}
-    for row, moments in rows:
-        if moments is not None:
-            modules.setdefault(module_path(row.where, depth), []).append(moments)
     report.modules = [ModuleStats(name, len(found), _merged(found).to_json()) for name, found in modules.items()]
     report.total = _merged(moments for found in modules.values() for moments in found).to_json()
     report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)
+    return report
+
+
+def _row(tensor: Tensor, moments: Moments | None = None, counts: Sequence[int] = ()) -> TensorStats:
+    dtype, reason = tensor.scheme or (tensor.dtype.name if tensor.dtype else None), ""
+    if moments is None:  # sparse, quantised, nested: what it is, without numbers
+        reason = "no numbers in torch" if type(tensor.node) is Entry else tensor.unusual.kind if tensor.unusual else ""
+    shape = None if tensor.shape is None else list(tensor.shape)
+    told = None if moments is None else moments.to_json()
+    return TensorStats([*tensor.where], dotted(tensor.where) or "(root)", dtype, shape, told, list(counts), reason)
 
 
 def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
@@ -140,35 +157,6 @@ def _merged(found: Iterable[Moments]) -> Moments:
     for moments in found:
         together.merge(moments)
     return together
-
-
-class _Measured:
-    """Tensors as they are measured, tied ones once."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.known: dict[Any, tuple[Moments, dict[str, Any], list[int]]] = {}  # tied tensors share theirs
-        self.total, self.progress, self.done = total, progress, 0
-
-    def row(self, tensor: Tensor) -> tuple[TensorStats, Moments | None]:
-        node, where = tensor.node, list(tensor.where)
-        name = dotted(tensor.where) or "(root)"
-        if type(node) is not Entry:  # sparse, quantised, nested: what it is, without numbers
-            shape, kind = tensor.shape, tensor.unusual.kind if tensor.unusual is not None else ""
-            dtype = tensor.dtype.name if tensor.dtype else None
-            return TensorStats(where, name, dtype, None if shape is None else list(shape), None, [], kind), None
-        if not has_numbers(node.dtype):
-            return TensorStats(where, name, node.dtype.name, list(node.shape), None, [], "no numbers in torch"), None
-        key = view_of(node)
-        if key not in self.known:
-            moments, counts = measure(node, self._advance)
-            self.known[key] = moments, moments.to_json(), counts
-        moments, told, counts = self.known[key]
-        return TensorStats(where, name, tensor.scheme or node.dtype.name, list(node.shape), told, counts), moments
-
-    def _advance(self, count: int) -> None:
-        self.done += count
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
 
 def measure(entry: Entry, advance: Callable[[int], None] | None = None) -> tuple[Moments, list[int]]:

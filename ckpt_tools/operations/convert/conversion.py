@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.checksums import Leaving, leaving
@@ -15,7 +14,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
-from ckpt_tools.io.writer import Clone, Progress, write
+from ckpt_tools.io.writer import Clone, write
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
@@ -26,20 +25,9 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 
 
 if TYPE_CHECKING:
-    from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
-
-
-@dataclass(slots=True, eq=False)
-class Planned:
-    """A file that is decided upon: nothing is left but to move the bytes."""
-
-    pieces: list[Piece]
-    report: Converted
-    casting: Casting | None
-    leaving: Leaving
 
 
 @collector_paused()
@@ -47,23 +35,36 @@ def run(
     source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
     opened: Checkpoint | None = None,
 ) -> Converted:  # fmt: skip
-    """Read (or take what is open), plan and, with an output, carry it out."""
+    """Read (or take what is open), and convert it into one file."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
     with ExitStack() as stack, opened or open_input(source, edits.options) as checkpoint:
-        planned = plan(checkpoint, edits, report, stack)
+        write_one(checkpoint, edits, report, stack, output, clone)
         if output is not None:
-            execute(planned, output, edits.options.progress, clone)
             checkpoint.source.check_unchanged()
     return report
 
 
-def plan(checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack) -> Planned:
-    """Edit the tree of a checkpoint, tell the report, and lay the output out as one file; no output is touched."""
+def write_one(
+    checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack, output: Output | None, clone: Clone | None = None
+) -> None:
+    """Edit the tree of a checkpoint, tell the report, lay the output out as one file; with an output, move the bytes.
+
+    Whoever opened the inputs sees to it that they are unchanged before the output takes its name.
+    """
     edited = edits.apply(checkpoint, report, stack)
     pieces = _lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
     found = records_leaving(edited.root, pieces, checkpoint, edits)
-    return Planned(found.pieces(pieces), report, edited.casting, found)
+    pieces, casting = found.pieces(pieces), edited.casting
+    del edited
+    if output is None:
+        return
+    done = clone.done if clone is not None else 0
+    check_space(output.target.parent, output.target, report.bytes, fd=output.fd, written=done)
+    write(pieces, output, edits.options.progress, clone)
+    found.check_rest()
+    if casting is not None:
+        report.overflowed, report.underflowed, report.saturated, report.nan = casting.lost()
 
 
 def records_leaving(root: Node, pieces: Iterable[Piece], checkpoint: Checkpoint, edits: Edits) -> Leaving:
@@ -71,17 +72,6 @@ def records_leaving(root: Node, pieces: Iterable[Piece], checkpoint: Checkpoint,
     if edits.options.no_verify:
         return Leaving(())
     return leaving(root, pieces, keeps=edits.kind == "pth" and checkpoint.has_checksums)
-
-
-def execute(planned: Planned, output: Output, progress: Progress | None = None, clone: Clone | None = None) -> None:
-    """Write what was planned. Whoever opened the inputs sees to it that they are unchanged before the output takes its name."""
-    done = clone.done if clone is not None else 0
-    check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd, written=done)
-    write(planned.pieces, output, progress, clone)
-    planned.leaving.check_rest()
-    if planned.casting is not None:
-        report = planned.report
-        report.overflowed, report.underflowed, report.saturated, report.nan = planned.casting.lost()
 
 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:

@@ -92,84 +92,84 @@ class Edits:
 
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
-        ties, account = _begin(checkpoint, report, self.kind == "dcp" or bool(self.options.shard_size)), self.account
-        root, used = self._opened(checkpoint, report, account)
+        options, account = self.options, self.account
+        ties = _begin(checkpoint, report, self.kind == "dcp" or bool(options.shard_size))
+        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
+        if found := [repr(key) for key, text in self.texts if text]:
+            report.note("metadata-set", f"Metadata: {listed(found)} set.")
+        root, used = self._opened(checkpoint, report)
         report.dropped += checkpoint.lost.items()
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.globals):
             from ckpt_tools.edit.objects.plain import arrays_as_tensors
 
             root, fates = arrays_as_tensors(root)  # it holds nothing else of them
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
-        if self.options.keep or self.options.drop:
+        if options.keep or options.drop:
             self._filter(root, used, report)
         if checkpoint.byteorder != "little":
             from ckpt_tools.edit.casts import to_little_endian
 
             root = to_little_endian(root, checkpoint.byteorder)
         plain = self._dequantised(root, checkpoint, report)
-        root = self._merged(root, report, stack, account)
+        root = self._merged(root, report, stack)
         self.names.apply(root, report)
         self._complete(root, checkpoint, report, stack)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack, checkpoint, account)
         root, casting = self._cast(self._retagged(root, checkpoint, report), report, plain)
         if self.kind in ("safetensors", "dcp", "gguf"):
-            _leave_attributes(root, self.kind, self.options.objects, report)
-        report.dropped += [(key, f"`set_metadata='{key}='`") for key, text in self.texts if not text]
-        if found := [repr(key) for key, text in self.texts if text]:
-            report.note("metadata-set", f"Metadata: {listed(found)} set.")
+            _leave_attributes(root, self.kind, options.objects, report)
         self._tell_danger(checkpoint, root, report)
         left_out = {path for path, _ in report.dropped}
         left_out |= {dotted(tuple(fate.where)) for fate in report.objects if fate.became == "dropped"}
         report.tensors = account.close(root, left_out)
-        # Raise NothingMatchedError where there were tensors, and none is left
         if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
             frozen = not checkpoint.tensors
             why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
             raise NothingMatchedError("No tensor would be left.", why=why)
-        if self.options.under is not None:
-            root = _under(self.options.under, root)
+        if options.under is not None:
+            root = _under(options.under, root)
         elif self.kind == "safetensors":
             root = _with_settings(root, checkpoint.root, report)
         return Edited(root, ties, casting)
 
-    def _opened(self, checkpoint: Checkpoint, report: Converted, account: Account) -> tuple[Node, frozenset[str]]:
+    def _opened(self, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:
         """What `_narrow` leaves of what is selected; the account begins with that, and with --ema behind it: all else goes."""
-        root = checkpoint.root
-        if self.options.select is not None:
+        root, options = checkpoint.root, self.options
+        if options.select is not None:
             from ckpt_tools.edit.selection import select_in
 
-            root = select_in(checkpoint, self.options.select)
-        if not (self.options.moves_tensors or self.options.objects or self.retargeting):
-            account.open_whole(root)
-        elif not self.options.ema:
-            account.open(report.source, root)
+            root = select_in(checkpoint, options.select)
+        if not (options.moves_tensors or options.objects or self.retargeting):
+            self.account.open_whole(root)
+        elif not options.ema:
+            self.account.open(report.source, root)
         root, used = self._narrow(root, checkpoint, report)
-        if self.options.ema:
-            account.open(report.source, root)
+        if options.ema:
+            self.account.open(report.source, root)
         return root, used
 
-    def _complete(self, root: Node, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> None:
-        """What IN lacks, and what was one."""
-        if self.options.fill_from is not None:
-            _fill(root, self.options.fill_from, report, stack, self.account)
-        if self.options.tie:
-            # Make one of what config.json says is tied
-            from ckpt_tools.fit.retarget import only_state_dict
-            from ckpt_tools.fit.tying import tie
-            from ckpt_tools.fit.values import Config
-
-            gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
-            self.account.leave_out(node for _, _, node in gone)
-            report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
-
-    def _merged(self, root: Node, report: Converted, stack: ExitStack, account: Account) -> Node:
+    def _merged(self, root: Node, report: Converted, stack: ExitStack) -> Node:
         """Weights in parts folded, and adapters merged."""
         if self.options.fold:
             from ckpt_tools.edit.parametrized import fold_all
 
             _note_folded(fold_all(root), root, report)
-        return merge(root, self.options.adapters, report, stack, account) if self.options.lora else root
+        return merge(root, self.options.adapters, report, stack, self.account) if self.options.lora else root
+
+    def _complete(self, root: Node, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> None:
+        """What IN lacks, and what config.json says is one."""
+        if self.options.fill_from is not None:
+            _fill(root, self.options.fill_from, report, stack, self.account)
+        if not self.options.tie:
+            return
+        from ckpt_tools.fit.retarget import only_state_dict
+        from ckpt_tools.fit.tying import tie
+        from ckpt_tools.fit.values import Config
+
+        gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
+        self.account.leave_out(node for _, _, node in gone)
+        report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
 
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
         """Keep and drop tensors by their names."""

@@ -18,7 +18,7 @@ class Names:
 
     def __init__(self, options: NameOptions, *, fitted: bool = False) -> None:
         self.fitted = fitted  # a target says later what becomes of the names
-        strip_prefix, add_prefix = options.strip_prefix, options.add_prefix
+        strip_prefix = options.strip_prefix
         self.steps: list[tuple[str, Rename]] = []
         self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
         if options.strip_module:
@@ -30,7 +30,10 @@ class Names:
         for text in options.rename:
             pattern, replacement = renaming.parse_rename(text)
             self.steps.append((f"rename={text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
-        for option, prefix in (("add_prefix", add_prefix), ("add_module", names.MODULE if options.add_module else None)):
+        for option, prefix in (
+            ("add_prefix", options.add_prefix),
+            ("add_module", names.MODULE if options.add_module else None),
+        ):
             if prefix is not None:
                 self.steps.append((option, lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
 
@@ -42,14 +45,13 @@ class Names:
             self._note_uneven(found, report)
         done: dict[int, renaming.Renamed] = {}  # one dict may be there under several paths
         for state_dict in found:
-            if not self.steps:
-                report.state_dicts.append(RenamedNames(list(state_dict.where), len(state_dict.names), 0, []))
-                continue
-            if id(state_dict.node) not in done:
-                done[id(state_dict.node)] = renaming.rename_state_dict(state_dict, self.rename)
-            renamed = done[id(state_dict.node)]
-            examples = list(renamed.changes.items())[:3]
-            report.state_dicts.append(RenamedNames(list(state_dict.where), renamed.tensors, len(renamed.changes), examples))
+            count, changes = len(state_dict.names), dict[str, str]()
+            if self.steps:
+                if id(state_dict.node) not in done:
+                    done[id(state_dict.node)] = renaming.rename_state_dict(state_dict, self.rename)
+                count, changes = done[id(state_dict.node)].tensors, done[id(state_dict.node)].changes
+            examples = list(changes.items())[:3]
+            report.state_dicts.append(RenamedNames(list(state_dict.where), count, len(changes), examples))
         if self.steps:
             report.optimizer_names = renaming.rename_optimizers(root, self.rename)
         elif wrappers := dict.fromkeys(name for one in found if not self.fitted for name in names.wrappers_in(one.names)):
@@ -76,7 +78,7 @@ class Names:
             if new == current and option.startswith("rename="):
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}")
+                report.note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are.")
             current = new
         self.known = dict(zip(old, current, strict=True))
 
@@ -89,14 +91,3 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.note("uneven-prefix", text + fix)
-
-
-def _inside(option: str, current: list[str]) -> str:
-    """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
-    wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
-    if wrapped is None:  # what all names begin with, where it is one word, may be the prefix that was meant
-        first = {name.partition(".")[0] for name in current if "." in name}
-        is_one = len(first) == 1 and all("." in name for name in current)
-        return (f"all begin with '{first.pop()}.'; " if is_one else "") + "the names stay as they are."
-    rule = names.unwrapping(wrapped.partition(".module.")[0])
-    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."

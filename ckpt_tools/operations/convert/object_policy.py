@@ -75,9 +75,11 @@ def weights_alone(
     return root, _drop_lost(checkpoint, lost, drop, report)
 
 
-def _drop_lost(checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted) -> frozenset[str]:
+def _drop_lost(
+    checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted, **why: str
+) -> frozenset[str]:
     """Tell of the lost tensors that --drop names; returns the globs that do. The others are an error."""
-    dropped = losses.check_lost(checkpoint.path, lost, drop)
+    dropped = losses.check_lost(checkpoint.path, lost, drop, **why)
     report.dropped += [(dotted(where), "`drop`") for where in dropped.wheres]
     return dropped.globs
 
@@ -87,8 +89,13 @@ def apply_objects(
     read: Collection[str] = (),
 ) -> tuple[Node, frozenset[str]]:  # fmt: skip
     """What --objects says, done, but for classes in `read`; and the globs of --drop that name tensors lost with objects."""
-    if checkpoint.container in PROGRAMS:
-        _check_program(checkpoint, policy, report)
+    if checkpoint.container in PROGRAMS:  # cannot be kept: its state dict can be taken out, when that is asked for
+        if policy != "plain":
+            raise ObjectsError(
+                f"{checkpoint.path} is {PROGRAMS[checkpoint.container][1]}, not a plain checkpoint.",
+                why="convert keeps no code.", fix="Take its state dict out: `objects='plain'`",
+            )  # fmt: skip
+        report.dropped.append(("code", "a state dict holds no program"))
     simple = all(map(is_known, checkpoint.globals)) and not checkpoint.unusual  # then nothing can be unknown
     unknown = [] if simple else [row for row in plain.find_unknown(root) if row[1] not in read]
     present = {name for _, name in unknown}
@@ -130,17 +137,13 @@ def _without_objects(
         root, fates = plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
-    if arrays := plain.lost_arrays(fates) if policy == "plain" else []:
-        used_for_arrays = losses.check_lost(checkpoint.path, arrays, drop, _NO_PLAIN_FORM).globs
-        report.dropped += [(dotted(where), "`drop`") for where in arrays]
-    else:
-        used_for_arrays = frozenset()
     if policy == "drop":
         _tell_attributes(attributes, root, report, "`objects='drop'`")
         report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
-    return root, used_for_arrays | _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
+    used = _drop_lost(checkpoint, plain.lost_arrays(fates), drop, report, why=_NO_PLAIN_FORM)
+    return root, used | _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
 
 
 def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted, why: str) -> None:
@@ -149,16 +152,6 @@ def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted
         left, kept = tensor_attributes(root), {tensor.where for tensor in find_tensors(root)}
         lost = (where for where in before if where not in left and where[:-1] in kept)
         report.dropped += [(dotted(where), f"{why}: an attribute of a tensor") for where in lost]
-
-
-def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
-    """A program cannot be kept: its state dict can be taken out, when that is asked for."""
-    if policy != "plain":
-        raise ObjectsError(
-            f"{checkpoint.path} is {PROGRAMS[checkpoint.container][1]}, not a plain checkpoint.", why="convert keeps no code.",
-            fix="Take its state dict out: `objects='plain'`",
-        )  # fmt: skip
-    report.dropped.append(("code", "a state dict holds no program"))
 
 
 def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hidden: list[str]) -> ObjectsError:

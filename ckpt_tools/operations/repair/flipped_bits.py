@@ -11,7 +11,6 @@ Source: Shanks, "Class number, a theory of factorization, and genera" (1971), fo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 
@@ -84,18 +83,6 @@ def _inverse_power(power: int) -> int:
     return result
 
 
-@dataclass(slots=True)
-class FlippedBits:
-    """The records of one file that a single flipped bit explains, and what is said of them."""
-
-    tried: int = 0
-
-    def find(self, found: int, wanted: int, size: int) -> int | None:
-        """As `flipped_bit`, for the first records of a file that do not match."""
-        self.tried += 1
-        return flipped_bit(found, wanted, size) if self.tried <= MOST else None
-
-
 def flipped_back(content: Range, bit: int) -> Content:
     """A record's bytes with one bit as it was; -1 leaves them as they are."""
     if bit < 0:
@@ -107,7 +94,7 @@ def flipped_back(content: Range, bit: int) -> Content:
     return Joined(tuple(part for part in parts if part.length))
 
 
-def told(name: str, bit: int, size: int) -> tuple[str, str]:
+def reported(name: str, bit: int, size: int) -> tuple[str, str]:
     """The report's note."""
     where = f"bit {bit % 8} of byte {bit // 8} was" if bit >= 0 else "a bit of the checksum was"
     sure = f"so it would for one in {odds(size)} other damages"

@@ -120,38 +120,28 @@ def _mend_prefixes(state_dict: StateDict) -> Iterator[Mended]:
         yield Mended("mixed-prefix", where, text)
         names = state_dict.names
     wrapped = [name for name in names if name.startswith(MODULE)]
-    bare = [name for name in names if not name.startswith(MODULE)]
-    if wrapped and all(name.startswith(MODULE * 2) for name in wrapped) and not _dotted(bare):
-        renaming.rename_state_dict(state_dict, strip_module)
-        yield Mended("double-prefix", where, f"{len(wrapped)} names began with module.module.; both are removed")
-    elif wrapped and _dotted(bare):
-        yield _mend_mixed(state_dict, wrapped, bare)
-
-
-def _mend_mixed(state_dict: StateDict, wrapped: Sequence[str], bare: Sequence[str]) -> Mended:
-    """`module.` on a part of the names: a wrapper where both parts are halves of one module, else perhaps the model's own."""
-    where, shown = list(state_dict.where), f"{len(wrapped)} of {len(wrapped) + len(bare)} names begin with 'module.'"
-    halved = split_by_module(state_dict.names)
-    if halved is None:
-        text = f"{shown}, which may be the model's own; if not: ckpt convert --strip-module"
-        return Mended("mixed-prefix", where, text, left=True)
-    if not _would_not_collide(state_dict.names, strip_module):
-        return Mended("mixed-prefix", where, f"{shown}, and some names are there with and without it", left=True)
-    renaming.rename_state_dict(state_dict, strip_module)
-    return Mended("mixed-prefix", where, f"{shown}, which splits {halved}; it is removed")
-
-
-def _dotted(names: Sequence[str]) -> bool:
-    """Whether any of these names a tensor in a module (`n_averaged`, beside an AveragedModel's wrapped names, does not)."""
-    return any("." in name for name in names)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    if not any("." in name and not name.startswith(MODULE) for name in names):  # `n_averaged` of an AveragedModel has no dot
+        if wrapped and all(name.startswith(MODULE * 2) for name in wrapped):
+            renaming.rename_state_dict(state_dict, strip_module)
+            yield Mended("double-prefix", where, f"{len(wrapped)} names began with module.module.; both are removed")
+    elif wrapped:  # a wrapper's where both parts are halves of one module, else perhaps the model's own
+        shown, halved = f"{len(wrapped)} of {len(names)} names begin with 'module.'", split_by_module(names)
+        if halved is None:
+            text = f"{shown}, which may be the model's own; if not: ckpt convert --strip-module"
+            yield Mended("mixed-prefix", where, text, left=True)
+        elif not _would_not_collide(names, strip_module):
+            yield Mended("mixed-prefix", where, f"{shown}, and some names are there with and without it", left=True)
+        else:
+            renaming.rename_state_dict(state_dict, strip_module)
+            yield Mended("mixed-prefix", where, f"{shown}, which splits {halved}; it is removed")
 
 
 def _would_not_collide(names: Sequence[str], rename: renaming.Rename) -> bool:
     return len({rename(name) for name in names}) == len(set(names))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 # --- _metadata
@@ -211,26 +201,22 @@ def _home(path: str, modules: set[str]) -> str | None:
 # --- batch norms
 
 
-def _lacking_counters(state_dict: StateDict, lost: frozenset[Where]) -> Iterator[str]:
-    """The batch norms of version 2 that have no num_batches_tracked, and have not lost it."""
+def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) -> Iterator[Mended]:
+    """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
     metadata, names = _metadata(state_dict.node), set(state_dict.names)
     rows = metadata.items if metadata is not None else ()
     versions = {path: row.get("version") for path, row in rows if type(path) is str and type(row) is Dict}
-    for parent in (_parent(name) for name in state_dict.names if name.rpartition(".")[2] == "running_mean"):
-        counter = _joined(parent, "num_batches_tracked")
-        counts = versions.get(parent) == _COUNTS_BATCHES and _joined(parent, "running_var") in names
-        if counts and counter not in names and (*state_dict.where, counter) not in lost:
-            yield parent
-
-
-def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) -> Iterator[Mended]:
-    """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
-    lacking = list(_lacking_counters(state_dict, lost))
-    if not lacking:
+    after: dict[str, str] = {}
+    for name in state_dict.names:
+        parent, _, leaf = name.rpartition(".")
+        counter = f"{parent}.num_batches_tracked".lstrip(".")
+        there = counter in names or (*state_dict.where, counter) in lost
+        if leaf == "running_var" and versions.get(parent) == _COUNTS_BATCHES and not there:
+            after[name] = counter
+    if not after:
         return
     used, int64 = {node.key for node in reachable(root) if type(node) is Storage}, DTYPES["int64"]
     keys = (key for key in map(str, itertools.count()) if key not in used)
-    after = {_joined(parent, "running_var"): _joined(parent, "num_batches_tracked") for parent in lacking}
     items: list[tuple[Node, Node]] = []
     for key, value in state_dict.node.items:
         items.append((key, value))
@@ -239,12 +225,9 @@ def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) ->
             zero = Storage(next(keys), int64, 8, device, Literal(bytes(8)))
             items.append((after[key], Entry(zero, int64, (), (), 0)))
     state_dict.node.items[:] = items
-    text = f"{len(lacking)} batch norms lacked num_batches_tracked ({lacking[0]}); it is 0 there"
+    first = _parent(next(iter(after)))
+    text = f"{len(after)} batch norms lacked num_batches_tracked ({first}); it is 0 there"
     yield Mended("num-batches-tracked", list(state_dict.where), text)
-
-
-def _joined(parent: str, leaf: str) -> str:
-    return f"{parent}.{leaf}" if parent else leaf
 
 
 # --- ties

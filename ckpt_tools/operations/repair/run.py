@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
-from ckpt_tools.edit.casts import is_device
 from ckpt_tools.errors import CkptError, RepairError, UsageError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -27,9 +26,9 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.reading import read_checkpoint
-from ckpt_tools.operations.repair.mends import Mended, Missing, Repaired, mend, tie
+from ckpt_tools.operations.repair.mends import Mended, Repaired, mend, tie
 from ckpt_tools.operations.repair.opening import open_damaged
-from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
+from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_missing, leave_out
 from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.parts import families, sharded
 from ckpt_tools.parts.families import partition
@@ -44,87 +43,7 @@ from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
 
-# --- read back what repair wrote, before it gets its name, and compare every tensor with the source, as restic does
-
-
-def verify(written: Path, expected: Iterable[tuple[Where, Entry]], target: str) -> None:
-    """Compare the tensors of a file that was just written, and will be called `target`, with those that it is made of."""
-    wanted = dict(expected)
-    try:
-        with open_checkpoint(written) as checkpoint:
-            found = dict(entries(checkpoint.root))
-            kinds = {where: (entry.dtype, entry.shape) for where, entry in found.items()}
-            differ = [where for where, entry in wanted.items() if kinds.get(where) != (entry.dtype, entry.shape)]
-            size = written.stat().st_size
-            hashes = _digests({where: found[where] for where in wanted if where in found}, size)
-    except CkptError as error:
-        raise RepairError(f"{target} could not be read back, and is not there.", why=f"{error.what} {error.why}") from None
-    differ += [where for where, digest in _digests(wanted, size).items() if hashes.get(where) != digest]
-    if differ:
-        raise RepairError(
-            f"What was written of {len(differ)} tensors is not what was read, and {target} is not there.",
-            why="The disk or the memory of this machine does not give back the bytes that it was given.",
-        )
-
-
-def entries(root: Node) -> Iterator[tuple[Where, Entry]]:
-    """The tensors of a tree that are plain views, by path."""
-    return ((tensor.where, tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Entry)
-
-
-def _digests(tensors: dict[Where, Entry], size: int) -> dict[Where, str]:
-    """The digest of each; views that come again are read once, and no more is read than a file of this size may ask for."""
-    known: dict[tuple[int, str], str] = {}
-    left, found = limits.STREAMED * limits.MEMORY.most(size), {}
-    for where, entry in tensors.items():
-        key = view_of(entry)
-        if key not in known:
-            if entry.nbytes > left or not entry.dtype.in_torch:
-                continue
-            left -= entry.nbytes
-            hashed = digests.begin(entry)
-            for chunk in chunks(row_major(entry)):
-                hashed.update(chunk)
-            known[key] = hashed.hexdigest()
-        found[where] = known[key]
-    return found
-
-
-# --- names and values that only damage makes
-
-
-_REBUILDS = {name.name: str(name) for name in ALLOWED if name.module == "torch._utils"}
-
-
-def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
-    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
-    known: dict[int, list[str]] = {}
-    for allowed in map(str, ALLOWED):
-        known.setdefault(len(allowed), []).append(allowed)
-    found = []
-    for name in (str(name) for name in names if name not in ALLOWED and name not in MAKERS):
-        near = (allowed for allowed in known.get(len(name), ()) if sum(map(operator.ne, name, allowed)) == 1)
-        meant = next(near, None) or _REBUILDS.get(name.rpartition(".")[2])
-        found += [(name, meant)] if meant is not None else []
-    return found
-
-
-def impossible_values(root: Node) -> list[str]:
-    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
-    found = []
-    kinds = {type(node) for node in reachable(root)}
-    if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:
-        found.append("it names storages, and makes no tensor of them")
-    for tensor in find_tensors(root):
-        node, name = tensor.node, dotted(tensor.where)
-        if type(node) is Entry and not is_device(node.storage.device or "cpu"):
-            found.append(f"{name} lies on {node.storage.device!r}, which is not a device")
-        elif type(node) is Entry and node.requires_grad and node.dtype.family not in ("float", "complex"):
-            found.append(f"{name} needs a gradient, and holds {node.dtype.name}")
-    return found
-
-
-Expected: TypeAlias = list[tuple[Where, Entry]]
+Tensors: TypeAlias = dict[Where, Entry]
 
 
 @natural
@@ -155,7 +74,10 @@ def repair(
         raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
-    if _is_one_file(where, source):
+    is_one_file = False
+    with contextlib.suppress(OSError, ValueError):  # one is not there, or cannot be looked at; whoever opens it says so
+        is_one_file = os.path.samefile(where, source)
+    if is_one_file:
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
     scratch = Path(tempfile.gettempdir(), where.name) if dry_run else where  # temporaries go where there is to be room anyway
     with contextlib.ExitStack() as stack, collector_paused():
@@ -168,20 +90,13 @@ def repair(
                 check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
                 if output.path is not None:
-                    verify(output.path, expected, report.target)
+                    _verify(output.path, expected, report.target)
                 salvaged.checkpoint.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
-    try:
-        return os.path.samefile(one, two)
-    except (OSError, ValueError):  # one is not there, or cannot be looked at; whoever opens it says so
-        return False
-
-
-def _plan(salvaged: Salvaged, keep_damaged: bool, tie_equal: bool, report: Repaired) -> tuple[list[Piece], Expected]:
+def _plan(salvaged: Salvaged, keep_damaged: bool, tie_equal: bool, report: Repaired) -> tuple[list[Piece], Tensors]:
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     checkpoint = salvaged.checkpoint
     report.notes += salvaged.notes
@@ -191,14 +106,12 @@ def _plan(salvaged: Salvaged, keep_damaged: bool, tie_equal: bool, report: Repai
     to_safetensors = report.container == "safetensors"
     _check(checkpoint, keep_damaged, report)
     _count(salvaged, keep_damaged, report)
-    if report.tensors and not report.saved and not (keep_damaged and report.missing):
-        why = report.missing[0].why if report.missing else ""
-        raise RepairError(
-            f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole.", why=f"{why}."
-        )
     root = checkpoint.root if keep_damaged else leave_out(checkpoint.root, salvaged.lost)
-    if root is None and checkpoint.root is not None:
-        raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
+    none_whole = report.tensors and not report.saved and not (keep_damaged and report.missing)
+    if none_whole or (root is None and checkpoint.root is not None):
+        why = f"{report.missing[0].why}." if report.missing else ""
+        what = f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole."
+        raise RepairError(what, why=why)
     report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in checkpoint.warnings]
     if checkpoint.container == "safetensors" and to_safetensors:  # what writing the header anew mends in it
         if "format" not in checkpoint.metadata:
@@ -215,15 +128,15 @@ def _plan(salvaged: Salvaged, keep_damaged: bool, tie_equal: bool, report: Repai
     if to_safetensors:
         flat = flatten.flatten(root, metadata=checkpoint.metadata)
         report.notes += flat.notes
-        return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
+        return safetensors.lay_out(flat.tensors, flat.metadata), {(name,): entry for name, (entry, _) in flat.tensors.items()}
     pieces = zip_writer.lay_out(root, folder=checkpoint.root_folder, trust_crc=checkpoint.has_checksums)
-    return pieces, list(entries(root))
+    return pieces, _entries(root)
 
 
 def _check(checkpoint: Checkpoint, keep_damaged: bool, report: Repaired) -> None:
     """A pickle with damaged names, or in legacy values, is not written as whole: torch would refuse it. A part stays one."""
-    names = [f"names {name!r}, where {near!r} is meant" for name, near in damaged_names(checkpoint.globals)]
-    values = impossible_values(checkpoint.root) if checkpoint.container == "torch-legacy" else []
+    names = [f"names {name!r}, where {near!r} is meant" for name, near in _damaged_names(checkpoint.globals)]
+    values = list(_impossible_values(checkpoint.root)) if checkpoint.container == "torch-legacy" else []
     if (names or values) and not keep_damaged:
         raise RepairError(
             f"The pickle of {report.source} is damaged: {f'it {names[0]}' if names else values[0]}.",
@@ -238,12 +151,33 @@ def _check(checkpoint: Checkpoint, keep_damaged: bool, report: Repaired) -> None
         report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
 
 
+def _damaged_names(names: Iterable[Global]) -> Iterator[tuple[str, str]]:
+    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
+    rebuilds = {name.name: str(name) for name in ALLOWED if name.module == "torch._utils"}
+    for name in (str(name) for name in names if name not in ALLOWED and name not in MAKERS):
+        alike = (allowed for allowed in map(str, ALLOWED) if len(allowed) == len(name))
+        near = next((allowed for allowed in alike if sum(map(operator.ne, name, allowed)) == 1), None)
+        if meant := near or rebuilds.get(name.rpartition(".")[2]):
+            yield name, meant
+
+
+def _impossible_values(root: Node) -> Iterator[str]:
+    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
+    kinds = {type(node) for node in reachable(root)}
+    if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:
+        yield "it names storages, and makes no tensor of them"
+    for where, entry in _entries(root).items():
+        if not casts.is_device(entry.storage.device or "cpu"):
+            yield f"{dotted(where)} lies on {entry.storage.device!r}, which is not a device"
+        elif entry.requires_grad and entry.dtype.family not in ("float", "complex"):
+            yield f"{dotted(where)} needs a gradient, and holds {entry.dtype.name}"
+
+
 def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     root = salvaged.checkpoint.root
-    lost = find_lost(root, salvaged.lost)
-    report.missing = [Missing(list(row.where), row.bytes, row.why, keep_damaged) for row in lost]
+    report.missing = find_missing(root, salvaged.lost, kept=keep_damaged)
     report.tensors = count_tensors(root)
-    report.saved = report.tensors - len(lost)
+    report.saved = report.tensors - len(report.missing)
     sizes = {id(node): node.nbytes for node in reachable(root, bare=False) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values())
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
@@ -262,6 +196,48 @@ def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
         if row.count.nonzero and type(row.entry) is Entry and len(row.entry.shape) > 1 and row.entry.numel > 1
     }
     return {row.where: row.sha256 for row in read.digests if row.where in matrices}
+
+
+# --- what was written is read back before it gets its name, and every tensor compared with the source, as restic does
+
+
+def _verify(written: Path, expected: Tensors, target: str) -> None:
+    """Compare the tensors of a file that will be called `target` with those that it is made of."""
+    try:
+        with open_checkpoint(written) as checkpoint:
+            found, size = _entries(checkpoint.root), written.stat().st_size
+            there = _digests({where: found[where] for where in expected if where in found}, size)
+    except CkptError as error:
+        raise RepairError(f"{target} could not be read back, and is not there.", why=f"{error.what} {error.why}") from None
+    wanted = _digests(expected, size)
+    if differ := [where for where in expected if there.get(where) != wanted[where]]:
+        raise RepairError(
+            f"What was written of {len(differ)} tensors is not what was read, and {target} is not there.",
+            why="The disk or the memory of this machine does not give back the bytes that it was given.",
+        )
+
+
+def _entries(root: Node) -> Tensors:
+    """The tensors of a tree that are plain views, by path."""
+    return {tensor.where: tensor.node for tensor in find_tensors(root) if type(tensor.node) is Entry}
+
+
+def _digests(tensors: Tensors, size: int) -> dict[Where, tuple[str, tuple[int, ...], str]]:
+    """Dtype, shape and digest of each; views are read once, and no more than a file of this size may ask for."""
+    known: dict[tuple[int, str], str] = {}
+    left, found = limits.STREAMED * limits.MEMORY.most(size), {}
+    for where, entry in tensors.items():
+        key = view_of(entry)
+        if key not in known:
+            known[key] = ""
+            if entry.nbytes <= left and entry.dtype.in_torch:
+                left -= entry.nbytes
+                hashed = digests.begin(entry)
+                for chunk in chunks(row_major(entry)):
+                    hashed.update(chunk)
+                known[key] = hashed.hexdigest()
+        found[where] = entry.dtype.name, entry.shape, known[key]
+    return found
 
 
 def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:

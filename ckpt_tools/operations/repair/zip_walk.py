@@ -1,9 +1,8 @@
 """Find the records of a damaged zip by their signatures, and prove each by a CRC-32.
 
-A record begins with a local header. torch's say no sizes: those follow the bytes, in a data descriptor that names the
-distance back to its record's first byte, and a CRC-32. What is left of the central directory says both once more. A record is
-proved when the bytes between give one of those CRC-32s, so no signature is believed by itself: a storage may hold any bytes,
-a whole zip too. No checksum covers a name: where the directory says other bytes of a name, and has it elsewhere, it is damaged.
+torch's local headers say no sizes: those follow the bytes, in a descriptor that names the distance back to the first of them,
+and a CRC-32; what is left of the directory says both once more. No signature is believed by itself: a storage may hold any
+bytes, a whole zip too. No checksum covers a name: where the directory has it elsewhere, with other bytes, it is damaged.
 
 Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory).
 """
@@ -12,9 +11,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 from collections import Counter, namedtuple
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools import limits
@@ -34,7 +34,7 @@ from ckpt_tools.formats.zip_directory import (
 )
 from ckpt_tools.io.content import Content, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
-from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
+from ckpt_tools.operations.repair.flipped_bits import LONGEST, MOST, flipped_back, flipped_bit
 
 CentralEntry = namedtuple(  # what a directory says of a record before its name
     "CentralEntry",
@@ -44,17 +44,18 @@ CentralEntry = namedtuple(  # what a directory says of a record before its name
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
 _LONGEST_NAME = 4096
 Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
+_RANKS: dict[Proof, int] = {"directory": 3, "descriptor": 2, "header": 2, "size": 2, "flipped bit": 1, "": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be."""
+    """What one place says of a record: its size in the file, its size, its CRC-32, its local header; and where it says so."""
 
     proof: Proof
     compressed: int
     size: int
     crc: int
-    header: int = 0
+    header: int = -1
     at: int = 0
 
 
@@ -68,54 +69,172 @@ class Found:
     compressed: int
     size: int | None
     deflated: bool
-    proof: Proof
+    proof: Proof = ""
     crc: int = 0
     bit: int = -1
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.data + self.compressed
+
+    @property
+    def rank(self) -> int:
+        """How well it is proved."""
+        return _RANKS[self.proof]
 
     def content(self, source: Source) -> Content:
         """Its bytes."""
         if self.deflated:
-            return Deflated(source, self.data, self.compressed, self.size or 0, self.crc)
+            return Deflated(source, self.data, self.compressed, self.size or 0, self.crc if self.proof else 0)
         whole = Range(source, self.data, self.compressed)
         return flipped_back(whole, self.bit) if self.proof == "flipped bit" else whole
 
+    def follows(self, before: Found) -> bool:
+        """Whether it stands right behind another whose size is known."""
+        return before.size is not None and self.header - before.end in (0, DESCRIPTOR, DESCRIPTOR_64)
 
-@dataclass(slots=True)
-class Walked:
-    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32."""
 
-    records: list[Found] = field(default_factory=list)
-    has_checksums: bool = True
-    directory: dict[str, list[Claim]] = field(default_factory=dict)
+class Walk:
+    """The records that a file still shows, in file order; a name may come twice."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        places: dict[bytes, list[int]] = {SIGNATURE_LOCAL: [], SIGNATURE_DESCRIPTOR: [], SIGNATURE_CENTRAL: []}
+        for signature, at in signatures(source, *places):
+            places[signature].append(at)
+            limits.RECORDS.check(len(places[signature]), "The file holds more zip signatures than any checkpoint.")
+        self.directory = _centrals(source, places[SIGNATURE_CENTRAL])
+        self.descriptors = _descriptors(source, places[SIGNATURE_DESCRIPTOR])
+        claims = [claim for rows in (*self.directory.values(), *self.descriptors.values()) for claim in rows if claim.size]
+        self.has_checksums = not claims or any(claim.crc for claim in claims)
+        self.records: list[Found] = []
+        self.tried = 0  # records in which a flipped bit was looked for
+        self.read = 0  # a file of nothing but headers could ask for each byte many times
+        headers, end = places[SIGNATURE_LOCAL], 0
+        for at, following in zip(headers, [*headers[1:], source.size], strict=False):
+            if at >= end and (found := self._record(at, following)) is not None:
+                self.records.append(found)
+                end = found.end if found.proof or self._is_in_its_place(found) else end
+        self._add_headerless()
+        self.records.sort(key=lambda found: found.header)
+        self.inside = sorted((found.data, found.end) for found in self.records if found.proof)
+        kept = {name: [row for row in rows if not self.is_inside(row.at)] for name, rows in self.directory.items()}
+        self.directory = {name: rows for name, rows in kept.items() if rows}
+        self.records = [self._compared(found) if self.contradicts(found) else found for found in self.records]
+
+    def is_inside(self, at: int) -> bool:
+        """Whether an offset lies in the bytes of a record that is proved."""
+        before = bisect.bisect_right(self.inside, (at, self.source.size)) - 1
+        return before >= 0 and at < self.inside[before][1]
 
     def contradicts(self, found: Found) -> bool:
         """Whether the directory has the record's name, and other bytes for it."""
         claims = self.directory.get(found.name, [])
         return bool(claims) and all((claim.crc, claim.size) != (found.crc, found.size) for claim in claims)
 
+    def _compared(self, found: Found) -> Found:
+        """A record of which the directory says other bytes: its CRC-32 is damaged there, or the name here, or two wrote."""
+        sums = [claim.crc for claim in self.directory[found.name] if claim.size == found.size and not found.deflated]
+        if found.proof and any((crc ^ found.crc).bit_count() == 1 for crc in sums):
+            return dataclasses.replace(found, proof="flipped bit")
+        return found if self._is_listed(found) else dataclasses.replace(found, proof="")
 
-def walk_zip(source: Source) -> Walked:
-    """Every record that the file still shows."""
-    places = _signatures(source)
-    centrals = _centrals(source, places[SIGNATURE_CENTRAL])
-    descriptors = _descriptors(source, places[SIGNATURE_DESCRIPTOR])
-    claims = [claim for rows in (*centrals.values(), *descriptors.values()) for claim in rows if claim.size]
-    walk = _Walk(source, centrals, descriptors, not claims or any(claim.crc for claim in claims))
-    headers = places[SIGNATURE_LOCAL]
-    for at, following in zip(headers, [*headers[1:], source.size], strict=False):
-        walk.add(at, following)
-    walk.add_headerless(centrals)
-    walk.records.sort(key=lambda found: found.header)
-    return Walked(walk.records, walk.has_checksums, _outside(walk.records, centrals))
+    def _is_listed(self, found: Found) -> bool:
+        return any(claim.header == found.header for claim in self.directory.get(found.name, ()))
 
+    def _is_in_its_place(self, found: Found) -> bool:
+        """Whether a damaged record is where the directory has it, and as long."""
+        return self._is_listed(found) and found.size is not None and self._ends(found)
 
-def _signatures(source: Source) -> dict[bytes, list[int]]:
-    """The offsets of the three signatures, wherever they are."""
-    found: dict[bytes, list[int]] = {SIGNATURE_LOCAL: [], SIGNATURE_DESCRIPTOR: [], SIGNATURE_CENTRAL: []}
-    for signature, at in signatures(source, *found):
-        found[signature].append(at)
-        limits.RECORDS.check(len(found[signature]), "The file holds more zip signatures than any checkpoint.")
-    return found
+    def _record(self, at: int, following: int) -> Found | None:
+        """The record of the local header at an offset; `following` is the next header's."""
+        if at + LOCAL.size > self.source.size:
+            return None
+        header = LocalHeader.at(self.source, at)
+        data, deflated = at + header.length, header.method == _DEFLATED
+        if header.method not in (0, _DEFLATED) or header.name_length > _LONGEST_NAME or data > self.source.size:
+            return None
+        name = _name(self.source.read(at + LOCAL.size, header.name_length))
+        if name is None:
+            return None
+        claims = [*self.directory.get(name, []), *self.descriptors.get(data, [])]
+        if not header.flags & _HAS_DESCRIPTOR:
+            claims.append(Claim("header", header.compressed, header.size, header.crc))
+        if data <= following:  # else the bytes are another record's: a damaged length of the extra field leads there
+            found = self._proved(name, at, data, deflated, claims) or self._mended(name, at, data, claims)
+            if found is not None:
+                return found
+        size_in_file = min(claims[0].compressed, self.source.size - data) if claims else max(0, following - data)
+        size, crc = (claims[0].size, claims[0].crc) if claims else (None, 0)
+        return Found(name, at, data, size_in_file, size, deflated, crc=crc)
+
+    def _add_headerless(self) -> None:
+        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
+        proved = [found for found in self.records if found.proof]
+        ends = [found.end + DESCRIPTOR for found in proved] if self.has_checksums else []
+        taken = set() if self.has_checksums else {found.data for found in proved}
+        known = {found.name for found in proved}
+        added: list[Found] = []
+        for name, claims in self.directory.items():
+            stored = [claim for claim in claims if claim.size == claim.compressed]
+            for header in (*(claim.header for claim in stored), *ends) if name not in known else ():
+                start = header + LOCAL.size + len(name.encode()) + 4
+                found = self._proved(name, header, start + -start % ALIGNMENT, False, stored)
+                if found is not None and found.data not in taken:
+                    added.append(found)
+                    break
+        again = {found.header for found in added}
+        self.records = [found for found in self.records if found.proof or found.header not in again] + added
+
+    def _proved(self, name: str, header: int, data: int, deflated: bool, claims: Sequence[Claim]) -> Found | None:
+        """The record, if one of the claims is true."""
+        sums: dict[tuple[int, int], int | None] = {}
+        for claim in claims:
+            if data + claim.compressed > self.source.size or (not deflated and claim.size != claim.compressed):
+                continue
+            found = Found(name, header, data, claim.compressed, claim.size, deflated, claim.proof, claim.crc)
+            if not self.has_checksums and claim.size:
+                if self._ends(found):
+                    return dataclasses.replace(found, proof="size")
+                continue
+            lengths = claim.compressed, claim.size
+            if lengths not in sums:
+                sums[lengths] = self.sum(found)
+            if sums[lengths] == claim.crc:
+                return found
+        return None
+
+    def _ends(self, found: Found) -> bool:
+        """Whether a record has the size that is claimed: what comes behind the bytes stands there."""
+        if any(claim.compressed == found.compressed for claim in self.descriptors.get(found.data, ())):
+            return True
+        return self.source.read(found.end, min(4, self.source.size - found.end)) in (SIGNATURE_LOCAL, SIGNATURE_CENTRAL)
+
+    def _mended(self, name: str, header: int, data: int, claims: Sequence[Claim]) -> Found | None:
+        """The record, if with one bit flipped back one of the claims is true."""
+        for claim in claims if self.has_checksums else ():
+            if claim.size != claim.compressed or not 0 < claim.size <= LONGEST or data + claim.size > self.source.size:
+                continue
+            found = Found(name, header, data, claim.size, claim.size, False, "", claim.crc)
+            crc, self.tried = self.sum(found), self.tried + 1
+            bit = flipped_bit(crc, claim.crc, claim.size) if crc is not None and self.tried <= MOST else None
+            if bit is not None:
+                return dataclasses.replace(found, proof="flipped bit", bit=bit)
+        return None
+
+    def sum(self, found: Found) -> int | None:
+        """The CRC-32 of a record's bytes; None when they cannot be inflated."""
+        self.read += found.compressed + (found.size or 0 if found.deflated else 0)
+        what = "The zip's records overlap so often that proving them would take many times the file."
+        limits.MEMORY.check(self.read // limits.STREAMED, what, self.source.size)
+        value = 0
+        try:
+            for chunk in chunks(dataclasses.replace(found, proof="").content(self.source)):
+                value = crc32(chunk, value)
+        except DamagedFileError:
+            return None
+        return value
 
 
 def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
@@ -132,9 +251,8 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
             continue
         size, compressed, header = entry.size, entry.compressed, entry.header
         with contextlib.suppress(DamagedFileError):  # a damaged extra field: sizes that nothing proves
-            size, compressed, header = zip64_fields(
-                raw[name_end : name_end + entry.extra_length], size, compressed, header, name
-            )
+            extra = raw[name_end : name_end + entry.extra_length]
+            size, compressed, header = zip64_fields(extra, size, compressed, header, name)
         found.setdefault(name, []).append(Claim("directory", compressed, size, entry.crc, header, at))
     return found
 
@@ -161,176 +279,31 @@ def _descriptors(source: Source, places: Sequence[int]) -> dict[int, list[Claim]
     return found
 
 
-class _Walk:
-    """The records found so far; `end` is where the last proved one ends: what lies inside it is its own bytes."""
-
-    def __init__(
-        self, source: Source, centrals: Mapping[str, list[Claim]], descriptors: Mapping[int, list[Claim]], has_checksums: bool
-    ) -> None:
-        self.source, self.centrals, self.descriptors = source, centrals, descriptors
-        self.has_checksums = has_checksums
-        self.records: list[Found] = []
-        self.flipped = FlippedBits()
-        self.end = 0
-        self.read = 0  # a file of nothing but headers could ask for each byte many times
-
-    def add(self, at: int, following: int) -> None:
-        """The record of the local header at an offset; `following` is the next header's."""
-        if at < self.end or at + LOCAL.size > self.source.size:
-            return
-        header = LocalHeader.at(self.source, at)
-        data, deflated = at + header.length, header.method == _DEFLATED
-        if header.method not in (0, _DEFLATED) or header.name_length > _LONGEST_NAME or data > self.source.size:
-            return
-        name = _name(self.source.read(at + LOCAL.size, header.name_length))
-        if name is None:
-            return
-        claims = [*self.centrals.get(name, []), *self.descriptors.get(data, [])]
-        if not header.flags & _HAS_DESCRIPTOR:
-            claims.append(Claim("header", header.compressed, header.size, header.crc))
-        found = None
-        if data <= following:  # else the bytes are another record's: a damaged length of the extra field leads there
-            found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
-        if found is None:
-            size_in_file = min(claims[0].compressed, self.source.size - data) if claims else max(0, following - data)
-            size, crc = (claims[0].size, claims[0].crc) if claims else (None, 0)
-            found = Found(name, at, data, size_in_file, size, deflated, "", crc)
-        else:
-            self.end = found.data + found.compressed
-        self.records.append(found)
-
-    def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
-        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
-        proved = [found for found in self.records if found.proof]
-        ends = [found.data + found.compressed + DESCRIPTOR for found in proved] if self.has_checksums else []
-        taken = set() if self.has_checksums else {found.data for found in proved}
-        known = {found.name for found in proved}
-        added: list[Found] = []
-        for name, claims in centrals.items():
-            stored = [claim for claim in claims if claim.size == claim.compressed]
-            for header in (*(claim.header for claim in stored), *ends) if name not in known else ():
-                start = header + LOCAL.size + len(name.encode()) + 4
-                found = self.proved(name, header, start + -start % ALIGNMENT, False, stored)
-                if found is not None and found.data not in taken:
-                    added.append(found)
-                    break
-        again = {found.header for found in added}
-        self.records = [found for found in self.records if found.proof or found.header not in again] + added
-
-    def proved(self, name: str, header: int, data: int, deflated: bool, claims: Sequence[Claim]) -> Found | None:
-        """The record, if one of the claims is true."""
-        sums: dict[tuple[int, int], int | None] = {}
-        for claim in claims:
-            if data + claim.compressed > self.source.size or (not deflated and claim.size != claim.compressed):
-                continue
-            found = Found(name, header, data, claim.compressed, claim.size, deflated, claim.proof, claim.crc)
-            if not self.has_checksums and claim.size:
-                if self.ends(found):
-                    return replace(found, proof="size")
-                continue
-            lengths = claim.compressed, claim.size
-            if lengths not in sums:
-                sums[lengths] = self.crc(found)
-            if sums[lengths] == claim.crc:
-                return found
-        return None
-
-    def ends(self, found: Found) -> bool:
-        """Whether a record without a checksum has the size that is claimed: what comes behind the bytes stands there."""
-        if any(claim.compressed == found.compressed for claim in self.descriptors.get(found.data, ())):
-            return True
-        end = found.data + found.compressed
-        return self.source.read(end, min(4, self.source.size - end)) in (SIGNATURE_LOCAL, SIGNATURE_CENTRAL)
-
-    def mended(self, name: str, header: int, data: int, claims: Sequence[Claim]) -> Found | None:
-        """The record, if with one bit flipped back one of the claims is true."""
-        for claim in claims if self.has_checksums else ():
-            if claim.size != claim.compressed or not 0 < claim.size <= LONGEST or data + claim.size > self.source.size:
-                continue
-            found = Found(name, header, data, claim.size, claim.size, False, "", claim.crc)
-            crc = self.crc(found)
-            bit = self.flipped.find(crc, claim.crc, claim.size) if crc is not None else None
-            if bit is not None:
-                return replace(found, proof="flipped bit", bit=bit)
-        return None
-
-    def crc(self, found: Found) -> int | None:
-        """The CRC-32 of a record's bytes; None when they cannot be inflated."""
-        self.read += found.compressed + (found.size or 0 if found.deflated else 0)
-        what = "The zip's records overlap so often that proving them would take many times the file."
-        limits.MEMORY.check(self.read // limits.STREAMED, what, self.source.size)
-        value = 0
-        try:
-            for chunk in chunks(found.content(self.source)):
-                value = crc32(chunk, value)
-        except DamagedFileError:
-            return None
-        return value
-
-
-def _outside(records: Sequence[Found], centrals: Mapping[str, list[Claim]]) -> dict[str, list[Claim]]:
-    """What the directory says, without the entries of a zip that is a record's bytes."""
-    inside = sorted((found.data, found.data + found.compressed) for found in records if found.proof)
-
-    def is_outside(claim: Claim) -> bool:
-        before = bisect.bisect_right(inside, (claim.at, len(inside) and inside[-1][1])) - 1
-        return before < 0 or inside[before][1] <= claim.at
-
-    kept = {name: [claim for claim in claims if is_outside(claim)] for name, claims in centrals.items()}
-    return {name: claims for name, claims in kept.items() if claims}
-
-
-def without_contradicted(walked: Walked) -> Walked:
-    """The records of one archive, with no proof for those that have the name of another."""
-
-    def is_right(found: Found) -> bool:
-        claims = walked.directory.get(found.name, [])
-        return not walked.contradicts(found) or any(claim.header == found.header for claim in claims)
-
-    return replace(walked, records=[found if is_right(found) else replace(found, proof="") for found in walked.records])
-
-
-def by_name(records: Sequence[Found]) -> dict[str, Found]:
-    """One record for each name: of several the last that the directory proves, else the last that is proved, else the last."""
+def by_name(records: Iterable[Found]) -> dict[str, Found]:
+    """One record for each name: the last of those that are proved best."""
     chosen: dict[str, Found] = {}
     for found in records:
-        other = chosen.get(found.name)
-        if other is None or _rank(found) >= _rank(other):
+        if found.rank >= chosen.get(found.name, found).rank:
             chosen[found.name] = found
     return chosen
 
 
-def ambiguous(records: Sequence[Found]) -> set[str]:
-    """The names of which two records are proved alike, and have different bytes."""
-    chosen = by_name(records)
-    rivals = (found for found in records if found.proof and _rank(found) == _rank(chosen[found.name]))
-    return {found.name for found in rivals if _bytes(found) != _bytes(chosen[found.name])}
-
-
-def _bytes(found: Found) -> tuple[int, int | None, int]:
-    """What tells a record's bytes from others; without a checksum where they lie."""
-    return found.crc, found.size, found.data if found.proof == "size" else 0
-
-
-def _rank(found: Found) -> int:
-    return 3 if found.proof == "directory" else 1 if found.proof == "flipped bit" else 2 if found.proof else 0
-
-
-def follows(found: Found, before: Found) -> bool:
-    """Whether a record stands right behind another whose size is known."""
-    end = before.data + before.compressed
-    return before.size is not None and found.header - end in (0, DESCRIPTOR, DESCRIPTOR_64)
+def ambiguous(records: Iterable[Found], chosen: dict[str, Found]) -> Iterator[str]:
+    """The names of which two records are proved alike, and have different bytes (without checksums: lie elsewhere)."""
+    for found in records:
+        other = chosen[found.name]
+        apart = found.proof == "size" and found.data != other.data
+        if found.proof and found.rank == other.rank and ((found.crc, found.size) != (other.crc, other.size) or apart):
+            yield found.name
 
 
 def pickles_of(records: Sequence[Found]) -> list[Found]:
     """The records that may be the pickle which lists the tensors; of two names for the same bytes that in the usual folder."""
     folders = Counter(found.name.partition("/")[0] for found in records)
     chosen: dict[int, Found] = {}
-
-    def weight(found: Found) -> tuple[bool, int]:
-        return bool(found.proof), folders[found.name.partition("/")[0]]
-
     for found in records:
         if found.name.endswith("/data.pkl"):
-            chosen[found.data] = max(chosen.get(found.data, found), found, key=weight)
+            chosen[found.data] = max(
+                chosen.get(found.data, found), found, key=lambda one: (bool(one.proof), folders[one.name.partition("/")[0]])
+            )
     return list(chosen.values())
