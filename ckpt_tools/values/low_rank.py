@@ -60,24 +60,30 @@ class Delta:
     def height(self) -> int:
         return self.down.columns if self.turned else self.up.rows
 
+    @property
+    def parts(self) -> list[Matrix]:
+        return [part for part in (self.down, self.up, self.magnitude, self.mid) if part is not None]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addend:
     """What is added to a bias, or to a weight of its shape, times a scale."""
 
-    vector: Matrix
+    whole: Matrix
     scale: float
 
+    @property
+    def parts(self) -> list[Matrix]:
+        return [self.whole]
 
-def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
-    """The bytes of a weight after the deltas, one after the other, each sum rounded to the weight's dtype."""
-    if deltas[0].experts and len(base.shape) == 3:
+
+def merged(base: Matrix, pieces: Sequence[Delta | Addend]) -> Computed:
+    """The bytes of a tensor after what is added to it, one piece after the other, each sum rounded to the tensor's dtype."""
+    if len(base.shape) == 3 and any(isinstance(piece, Delta) and piece.experts for piece in pieces):
         base = replace(base, shape=(base.shape[0] * base.shape[1], base.shape[2]))
 
     def work() -> Iterator[memoryview]:
-        layers = [_Layer(delta, base) for delta in deltas]
-        for layer in layers:
-            layer.measure(base)
+        layers = [_Layer(piece, base) if isinstance(piece, Delta) else _Whole(piece, base) for piece in pieces]
         for start, block in row_blocks(base):
             with one_thread():  # others wait for each other where the machine is busy, and sums would depend on their number
                 made, before = block, block.clone()
@@ -87,23 +93,7 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
                 data = tensor_bytes(made)
             yield data
 
-    parts = [part for delta in deltas for part in (delta.down, delta.up, delta.magnitude, delta.mid) if part is not None]
-    return Computed(base.content.length, work, (base.content, *(part.content for part in parts)))
-
-
-def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
-    """The bytes of a bias or a weight after what several adapters add to it."""
-
-    def work() -> Iterator[memoryview]:
-        vectors = [_load(addend.vector, base.dtype) * addend.scale for addend in addends]
-        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (prod(base.shape), 1))):
-            before = block.clone()
-            for vector in vectors:
-                block += vector.reshape(-1, 1)[start : start + len(block)]
-            _check_finite(block, before, base.name)
-            yield tensor_bytes(block)
-
-    return Computed(base.content.length, work, (base.content, *(addend.vector.content for addend in addends)))
+    return Computed(base.content.length, work, (base.content, *(part.content for piece in pieces for part in piece.parts)))
 
 
 def recast(matrix: Matrix, target: DType) -> Content:
@@ -117,6 +107,15 @@ def recast(matrix: Matrix, target: DType) -> Content:
             yield tensor_bytes(narrow)
 
     return Computed(matrix.content.length // matrix.dtype.itemsize * target.itemsize, work, matrix.content)
+
+
+class _Whole:
+    def __init__(self, addend: Addend, base: Matrix) -> None:
+        self.values = _load(addend.whole, base.dtype).reshape(base.rows, base.columns) * addend.scale
+
+    def onto(self, block: torch.Tensor, before: torch.Tensor, start: int) -> torch.Tensor:
+        block += self.values[start : start + len(block)]
+        return block
 
 
 class _Layer:
@@ -134,6 +133,8 @@ class _Layer:
             self.down = torch.einsum("ijk,jp->ipk", mid.reshape(rank, rank, -1), self.down).reshape(rank, -1)
         self.factor: torch.Tensor | None = None
         self.magnitude = None if delta.magnitude is None else _load(delta.magnitude, base.dtype).reshape(-1)
+        if self.magnitude is not None and delta.turned:
+            self.measure(base)
 
     def change(self, start: int, count: int) -> torch.Tensor:
         """What is added to `count` rows of the weight, in the factors' dtype."""
@@ -177,8 +178,7 @@ class _Layer:
 
     def measure(self, base: Matrix) -> None:
         """Where the outputs are columns their norms need the whole weight: it is read once more, ahead."""
-        if self.magnitude is None or not self.delta.turned:
-            return
+        assert self.magnitude is not None
         if base.rows * base.columns <= BLOCK:  # PEFT's own sum of squares, to the last bit
             norms = [torch.linalg.norm((block + self.change(0, len(block))).T, dim=1) for _, block in row_blocks(base)]
             self.factor = self.magnitude / norms[0] if norms else self.magnitude

@@ -68,7 +68,7 @@ def test_what_inspect_tells(kind: str, ranks: dict[str, int]) -> None:
             {"rank_pattern": {"experts.*": 4}},
             r"the factors of 'experts', .* fit none of .*gate_up_proj' \[3, 8, 6\]",
         ),
-        ("experts", {"target_parameters": ["experts.down_proj"]}, "factors of 2 parameters of 'experts'; .* names 1"),
+        ("experts", {"target_parameters": ["experts.down_proj"]}, "factors of 2 parameters of 'experts'; .* has 1"),
         ("experts", {"target_parameters": ["experts.down_proj", "experts.other"]}, "factors of 2 parameters"),
         ("experts-018-square", {"peft_version": None}, "'experts.square', .* is unknown"),
         ("experts-018-square", {"peft_version": "0.21.2"}, "'experts.square', .* is unknown"),

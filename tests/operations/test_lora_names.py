@@ -270,7 +270,7 @@ def test_differences(tmp_path: Path, flat: bool) -> None:
         ending = "diff_b" if name.endswith("bias") else "diff"
         assert torch.equal(made[name], base[name] + halves[f"{called(own)}.{ending}"])
     for wrong, words in (
-        ({f"{called('blocks.1.q')}.diff_b": torch.ones(4)}, "has no partner"),
+        ({f"{called('blocks.1.q')}.diff_b": torch.ones(4)}, "are not in"),
         ({f"{called('head.head')}.diff": torch.ones(4, 6)}, r"is \[4, 6\]"),
         ({f"{called('blocks.0.q')}.diff": torch.ones(4, 4)}, "both low-rank matrices and a full difference"),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -134,7 +133,6 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
         adapter.differences += differences
         if not differences or roles.keys() - {"alpha"}:
             adapter.changes.append(_change(part, roles, _config_of(part, configs, roles, path), grouped, path))
-    _check_chains(adapter.changes, path)
     if not (adapter.changes or adapter.differences):
         raise ConvertError(
             f"{path} holds no LoRA: none of its {len(tensors)} tensors is called lora_A, lora_down or the like.",
@@ -262,15 +260,6 @@ def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Ent
     view = replace(entry, shape=tuple(entry.shape[at] for at in order), stride=tuple(entry.stride[at] for at in order))
     storage = replace(entry.storage, nbytes=entry.nbytes, content=row_major(view))
     return replace(entry, storage=storage, shape=shape, stride=(shape[1], 1), offset=0)
-
-
-def _check_chains(changes: Sequence[Change], path: str) -> None:
-    """Raise ConvertError for several changes of one module that are not of as many parameters."""
-    for (_, module), count in Counter((change.component, change.module) for change in changes).items():
-        if count > 1 and count > (named := max(len(change.parameters) for change in changes if change.module == module)):
-            raise ConvertError(
-                f"{path} has factors of {count} parameters of {module!r}; target_parameters in {CONFIG} names {named}."
-            )
 
 
 def _rank(down: tuple[str, Entry], up: tuple[str, Entry], mid: tuple[str, Entry] | None, path: str) -> int:

@@ -6,35 +6,26 @@ The weights become computed contents, which are worked out while they are writte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 from ckpt_tools.edit.lora.adapter import Adapter, Change, Difference
-from ckpt_tools.edit.lora.names import in_other_layout
-from ckpt_tools.edit.lora.shapes import Experts, Parameter, Turned, assigned, fits, is_embedding, last_name, made_shape
+from ckpt_tools.edit.lora.experts import Parameter, assigned
+from ckpt_tools.edit.lora.partners import IN_PROJ, TIED, Base, Modules, Way
+from ckpt_tools.edit.lora.shapes import Turned, fits, is_embedding, last_name, made_shape
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.formats.contents import find_tensors, tensors_by_name
 from ckpt_tools.io.content import Content, read
-from ckpt_tools.text import listed, some
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
-from ckpt_tools.values.low_rank import Addend, Delta, Matrix, biased, merged, recast
+from ckpt_tools.values.low_rank import Addend, Delta, Matrix, merged, recast
 from ckpt_tools.values.numeric import row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_content
 
-_WEIGHTS = ("weight", "in_proj_weight")  # the second is torch's MultiheadAttention's
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
-# Beside a weight they say that it is quantised: bitsandbytes, fp8 with scales, compressed-tensors, GPTQ and AWQ
-_QUANTISED = (
-    "weight.absmax", "weight.quant_map", "SCB", "weight_scale", "weight_scale_inv", "scale_weight", "weight_packed", "qweight",
-    "qzeros", "weight_zero_point", "gate_up_proj_blocks", "down_proj_blocks",
-)  # fmt: skip
-_TIED = ("lm_head", "embed_out", "output", "output_layer", "embed_tokens", "shared", "wte")  # heads and embeddings
 _TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
+_OTHER_MODEL = "The adapter is for another model, or another size of it."
 
 
 @dataclass(slots=True)
@@ -63,141 +54,82 @@ class Merged:
     twice: list[str] = field(default_factory=list)
 
 
-class Base:
-    def __init__(self, tensors: Mapping[str, Node], path: str) -> None:
-        self.tensors, self.path = tensors, path
-        self.names: dict[str, str] = {}
-        for ending in reversed(_WEIGHTS):
-            self.names |= {name[: -len(ending) - 1]: name for name in tensors if name.endswith(f".{ending}")}
-        self.quantised = _quantised(tensors)
-        self.modules = Modules(self.names.keys() | self.quantised.keys())
-        self.experts = Experts(tensors)
+@dataclass(slots=True, eq=False)
+class _Weight:
+    """A weight or a bias of the base, and what becomes of it; `own` is what an adapter was trained on, if that is another."""
 
-    def weight(self, module: str) -> Node:
-        return self.tensors[self.names[module]]
-
-    def tied_to(self, change: Change) -> str | None:
-        """The embedding that a missing head is tied to: files leave out what is tied. None where none fits."""
-        last = last_name(change.module)
-        if last not in _TIED or any(last_name(module) == last for module in self.names):
-            return None
-        shape = made_shape(change)
-        size, width = (shape[-1], shape[0]) if change.embedding else (shape[0], shape[-1])
-        found = {}
-        for module, name in self.names.items():
-            node = self.tensors[name]
-            fits_in = type(node) is Entry and node.shape[1:] == (width,) and (change.base is not None or node.shape[0] == size)
-            if fits_in and type(node) is Entry and is_embedding(module, self.tensors):
-                found[view_of(node)] = module
-        return next(iter(found.values())) if len(found) == 1 else None
-
-    def entry(self, name: str) -> Entry:
-        node = self.tensors[name]
-        if type(node) is Entry and node.dtype.name in _DTYPES:
-            return node
-        kind = node.dtype.name if type(node) is Entry else "no plain dense tensor"
-        raise ConvertError(
-            f"{self.path}: {name!r} is {kind}; an adapter is merged into float32, float16, bfloat16 or float64.",
-            fix=MAKE_PLAIN if type(node) is Entry and node.dtype.bits <= 8 else "",
-        )
-
-
-MAKE_PLAIN = "`dequantize='bf16'` makes the base plain first."
+    name: str
+    entry: Entry
+    pieces: list[Delta | Addend] = field(default_factory=list)
+    own: Entry | None = None
+    own_by: str = ""
 
 
 class Planning:
     """One adapter at work: `run` notes everything down in `plans`."""
 
-    def __init__(self, base: Base, plans: Merging, adapter: Adapter, given: str, weight: float) -> None:
-        self.base, self.plans, self.adapter, self.given, self.weight = base, plans, adapter, given, weight
+    def __init__(self, plans: Merging, adapter: Adapter, given: str, weight: float) -> None:
+        self.base, self.plans, self.adapter, self.given, self.weight = plans.base, plans, adapter, given, weight
         self.report = Merged(given, weight)
-        self.turned = Turned(adapter, base.tensors)
-        self.scales: set[float] = set()
+        self.turned = Turned(adapter, self.base.tensors)
         self.taken: dict[str, str] = {}  # a tensor of the base -> the module of the adapter that changes it
         self.read = functools.lru_cache(maxsize=4)(read)  # a factor of all experts, for one after the other
 
     def run(self) -> Merged:
-        groups: dict[tuple[str, bool], list[Change]] = {}
+        groups: dict[tuple[str, bool], tuple[list[Change], list[Difference]]] = {}
         for change in self.adapter.changes:
-            groups.setdefault((change.component, change.flat), []).append(change)
-        ways = {key: self.group(changes) for key, changes in groups.items()}
+            groups.setdefault((change.component, change.flat), ([], []))[0].append(change)
         for difference in self.adapter.differences:
-            self.add_difference(difference, ways.get((difference.component, difference.flat), Way()))
+            groups.setdefault((difference.component, difference.flat), ([], []))[1].append(difference)
+        ways = [self.group(*rows) for rows in groups.values()]
         for path, entry in self.adapter.saved.items():
-            self.save(path, entry, [*ways.values()])
+            self.save(path, entry, ways)
         self.check_saved()
-        self.report.scales = sorted(self.scales)
+        self.report.scales.sort()
         return self.report
 
-    def group(self, changes: Sequence[Change]) -> Way:
+    def group(self, changes: Sequence[Change], differences: Sequence[Difference]) -> Way:
         """The changes of one component; the way that led to their partners."""
         base, chains = self.base, dict[str, list[Change]]()
         for change in changes:
             chains.setdefault(change.module, []).append(change)
+        whole = {row.module: row for row in differences}
         parameters = {name for change in changes for name in change.parameters}
         modules = Modules(base.modules.all | base.experts.modules(parameters)) if parameters else base.modules
 
         def may_be(path: str, module: str) -> bool:
-            return module in base.quantised or bool(self.targeted(path, module, chains)) or (
-                module in base.names and fits(chains[path][0], base.weight(module)) is not None
-            )  # fmt: skip
+            if module in base.quantised or (path in whole and path not in chains):
+                return True
+            is_plain = module in base.names and fits(chains[path][0], base.weight(module)) is not None
+            return is_plain or bool(self.targeted(path, module, chains))
 
-        tied = (
-            {} if changes[0].flat else {path: name for path, (change, *_) in chains.items() if (name := base.tied_to(change))}
-        )
-        partners, way = self.find(modules, [path for path in chains if path not in tied], changes[0], may_be)
+        tied = {path: name for path, (change, *_) in chains.items() if (name := base.tied_to(change))}
+        wanted = [path for path in (*chains, *(path for path in whole if path not in chains)) if path not in tied]
+        partners, way = modules.find(wanted, changes[0] if changes else differences[0], self.given, base.path, may_be)
         if way.strip and way.add:
-            text = f"{self.given}: what it names below {way.strip!r} is what {base.path} has below {way.add!r}."
-            self.plans.notes.append(("adapter-names", text))
+            self.plans.note(
+                "adapter-names", f"{self.given}: what it names below {way.strip!r} is what {base.path} has below {way.add!r}."
+            )
         for module in partners.values():
-            self.check_plain(module)
+            base.check_plain(module)
         partners |= tied
         plain = {path: chain[0] for path, chain in chains.items() if not self.targeted(path, partners[path], chains)}
         self.turned.learn((change, base.weight(partners[path])) for path, change in plain.items())
         for path, chain in chains.items():
-            if path in plain:
+            targets = self.targeted(path, partners[path], chains)
+            if targets or len(chain) > 1:
+                self.add_parameters(chain, targets)
+            else:
                 self.take(base.names[partners[path]], chain[0], is_tied=path in tied)
                 self.add(chain[0], partners[path])
-            else:
-                self.add_parameters(chain, self.targeted(path, partners[path], chains))
+        for difference in differences:
+            self.add_difference(difference, partners[difference.module])
         for path, module in tied.items():
-            text = (
-                f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it."
+            self.plans.note(
+                "tied-target",
+                f"{base.path} has no {path!r}: it is tied to {base.names[module]!r}, which gets its change, as PEFT merges it.",
             )
-            self.plans.notes.append(("tied-target", text))
         return way
-
-    def find(self, modules: Modules, wanted: Sequence[str], like: Change, may_be: _Fits) -> tuple[dict[str, str], Way]:
-        """The partners of all paths by one way; exactly the same paths before any other way."""
-        known, base = modules.flat if like.flat else modules.paths, self.base.path
-        if not wanted:
-            return {}, Way()
-        ways = [Way(), *_ways(wanted[0], known, "_" if like.flat else ".")][:_MOST_WAYS]
-        whole = [way for way in ways if all(way(path) in known for path in wanted)]
-        if not whole:
-            best = max(ways, key=lambda way: sum(way(path) in known for path in wanted))
-            missing = [path for path in wanted if best(path) not in known]
-            fix, component = "ckpt inspect shows the names of both.", like.component
-            if component and len(missing) == len(wanted):
-                prefix = f"{component}_*" if like.flat else f"{component}.*"
-                one_each = f"make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
-                fix = f"If {component} is another file, {one_each}"
-            raise ConvertError(
-                f"{self.given} changes {len(wanted)} modules, and {len(missing)} of them are not in {base}: {some(missing)}.",
-                why="Left out, they would be lost.", fix=fix,
-            )  # fmt: skip
-        good = [way for way in whole if all(any(may_be(path, one) for one in known[way(path) or ""]) for path in wanted)]
-        chosen = good or whole
-        way, several = chosen[0], [way.add for way in chosen] if len(chosen) > 1 and chosen[0] != Way() else []
-        partners = {path: known[way(path) or ""] for path in wanted}
-        several = several or next((bases for bases in partners.values() if len(bases) > 1), [])
-        if several:
-            places = listed([repr(place or "(the names as they are)") for place in several], 3)
-            raise ConvertError(
-                f"{self.given}: its modules have several partners in {base}, below {places}.",
-                fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
-            )
-        return {path: bases[0] for path, bases in partners.items()}, way
 
     def targeted(self, path: str, module: str, chains: Mapping[str, Sequence[Change]]) -> list[Parameter]:
         """The parameters of a module of the base that `target_parameters` names."""
@@ -207,9 +139,8 @@ class Planning:
         for change, parameter, turned in assigned(changes, parameters, self.adapter, self.base.path):
             down, up = _matrix(change.module, change.down), _matrix(change.module, change.up)
             for name, first in parameter.pieces:
-                self.check_plain(name.removesuffix(".weight"))
+                self.base.check_plain(name.removesuffix(".weight"))
                 self.take(name, change)
-                self.base.entry(name)
                 delta = Delta(
                     down, up, change.scale * self.weight, turned=turned, narrow=True,
                     experts=change.experts if len(parameter.shape) == 3 else 0, first=first, read=self.read,
@@ -230,15 +161,7 @@ class Planning:
     def count(self, change: Change) -> None:
         self.report.modules += 1
         self.report.ranks[change.rank] = self.report.ranks.get(change.rank, 0) + 1
-        self.scales.add(change.scale)
-
-    def check_plain(self, module: str) -> None:
-        if module in self.base.quantised:
-            raise ConvertError(
-                f"{self.base.path} is quantised: it has {self.base.quantised[module]!r}.",
-                why="A sum rounded to so few bits would lose most of what an adapter adds.",
-                fix=MAKE_PLAIN,
-            )
+        self.report.scales += [change.scale] if change.scale not in self.report.scales else []
 
     def add(self, change: Change, module: str) -> None:
         name = self.base.names[module]
@@ -257,7 +180,7 @@ class Planning:
             self.plans.base_of(name, self.given, change.base)
         is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
         mica = self.adapter.config is not None and self.adapter.config.mica
-        narrow = change.embedding or mica or name.endswith(_WEIGHTS[1])
+        narrow = change.embedding or mica or name.endswith(IN_PROJ)
         magnitude, mid = (None if one is None else _matrix(change.module, one) for one in (change.magnitude, change.mid))
         for is_narrow in (True, False) if is_twice else (narrow,):
             delta = Delta(
@@ -270,33 +193,24 @@ class Planning:
         self.count(change)
         report.dora += change.magnitude is not None
         if change.bias is not None:
-            name = f"{module}.bias"
-            if name not in self.base.tensors:
-                raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
-            self.add_whole(name, f"the bias of {change.module!r}", change.bias, change.scale * self.weight)
+            self.add_whole(f"{module}.bias", f"the bias of {change.module!r}", change.bias, change.scale)
             report.biases += 1
 
     def add_whole(self, name: str, what: str, entry: Entry, scale: float) -> None:
         """What is added as it is to a weight or a bias."""
+        if name not in self.base.tensors:
+            raise ConvertError(f"{self.given} has {what}, and {self.base.path} has no {name!r}.", why=_OTHER_MODEL)
         base = self.base.entry(name)
         if base.shape != entry.shape:
             raise ConvertError(
                 f"{self.given}: {what} is {list(entry.shape)}; {name!r} is {list(base.shape)}.", why=_OTHER_MODEL
             )
-        self.plans.change(name, self.given, Addend(_matrix(name, entry), scale))
+        self.plans.change(name, self.given, Addend(_matrix(name, entry), scale * self.weight))
 
-    def add_difference(self, difference: Difference, way: Way) -> None:
-        modules = self.base.modules
-        known = (modules.flat if difference.flat else modules.paths).get(way(difference.module) or "", [])
-        name = f"{known[0]}.{difference.ending}" if len(known) == 1 else ""
-        if name not in self.base.tensors:
-            raise ConvertError(
-                f"{self.given}: the {difference.ending} of {difference.module!r} has no partner in {self.base.path}.",
-                why=_OTHER_MODEL,
-            )
-        self.check_plain(known[0])
+    def add_difference(self, difference: Difference, module: str) -> None:
+        name = f"{module}.{difference.ending}"
         self.take(name, difference)
-        self.add_whole(name, f"the difference of {difference.module!r}", difference.entry, self.weight)
+        self.add_whole(name, f"the difference of {difference.module!r}", difference.entry, 1.0)
         self.report.differences += 1
 
     def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
@@ -310,13 +224,15 @@ class Planning:
         else:
             name = next((found for way in ways if (found := way(path)) is not None), None)
             module = path.rpartition(".")[0]
-            if name is None or config is None or not (config.saves(path) or (config.ties and last_name(module) in _TIED)):
+            if name is None or config is None or not (config.saves(path) or (config.ties and last_name(module) in TIED)):
                 raise ConvertError(
                     f"{self.given}: {path!r} has no partner in {base.path}, and is of no module that the adapter saves whole.",
                     why=_OTHER_MODEL,
                 )
             self.report.added.append(name)
-        self.plans.put(name, self.given, entry)
+        if name in self.plans.own:
+            raise ConvertError(f"Two adapters have a {name!r} of their own: {self.plans.own[name][0]} and {self.given}.")
+        self.plans.own[name] = self.given, entry
 
     def check_saved(self) -> None:
         for module in self.adapter.config.modules_to_save if self.adapter.config is not None else ():
@@ -331,14 +247,12 @@ class Planning:
     def tell_head(self, name: str) -> None:
         """A file without a head leaves it to the loader to tie it, which then gets the adapter's embedding."""
         module = name.removesuffix(".weight")
-        others = {last_name(one.removesuffix(".weight")) for one in (*self.base.names, *self.adapter.saved)} - {
-            last_name(module)
-        }
-        if is_embedding(module, self.base.tensors) and others.isdisjoint(_TIED):
-            text = (
-                f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one."
+        others = {last_name(one.removesuffix(".weight")) for one in (*self.base.names, *self.adapter.saved)}
+        if is_embedding(module, self.base.tensors) and (others - {last_name(module)}).isdisjoint(TIED):
+            self.plans.note(
+                "tied-target",
+                f"{name!r} is the adapter's own: a head that the loader ties to it gets that too; PEFT would keep the old one.",
             )
-            self.plans.notes.append(("tied-target", text))
 
     def check_replaces(self, name: str, entry: Entry) -> None:
         """A resized embedding has more rows, or fewer; all else is of one shape."""
@@ -351,66 +265,8 @@ class Planning:
             )
 
 
-_OTHER_MODEL = "The adapter is for another model, or another size of it."
-
-
 def _matrix(name: str, entry: Entry) -> Matrix:
     return Matrix(name, row_major(entry), entry.dtype, entry.shape)
-
-
-def _quantised(tensors: Mapping[str, Node]) -> dict[str, str]:
-    ends = ((name, name.removesuffix(f".{ending}")) for name in tensors for ending in _QUANTISED)
-    return {module: name for name, module in ends if module != name}
-
-
-_Fits = Callable[[str, str], bool]
-_MOST_WAYS = 1000  # prefixes that are tried; a model has one
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What leads from an adapter's paths to those of a base: a prefix less, a prefix more."""
-
-    strip: str = ""
-    add: str = ""
-
-    def __call__(self, path: str) -> str | None:
-        return self.add + path[len(self.strip) :] if path.startswith(self.strip) else None
-
-
-class Modules:
-    """The modules of a base, by their paths without wrappers; for an adapter with underscores for dots also by such."""
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self.all = set(paths)
-        self.paths: dict[str, list[str]] = {}
-        for path in self.all:
-            self.paths.setdefault(unwrap(f"{path}.")[:-1], []).append(path)
-        for path, own in list(self.paths.items()):  # transformers 5 writes Mixtral by its old names
-            self.paths.setdefault(path.replace(".block_sparse_moe.", ".mlp."), own)
-        self.flat: dict[str, list[str]] = {}
-        for path, own in self.paths.items():
-            self.flat.setdefault(path.replace(".", "_"), []).extend(own)
-        for path, name in in_other_layout(self.paths):
-            self.flat.setdefault(name.replace(".", "_"), []).extend(self.paths[path])
-
-
-def _ways(path: str, known: Iterable[str], separator: str) -> list[Way]:
-    """The ways from one path to all that end as it does: the longer the common end the earlier."""
-    parts = path.split(separator)
-    found: dict[Way, int] = {}
-    for base in known:
-        common = _common_end(parts, base.split(separator))
-        if common and (separator == "." or common == len(parts)):  # of a part with underscores only the whole is meant
-            end = len(separator.join(parts[-common:]))
-            found[Way(path[: len(path) - end], base[: len(base) - end])] = common
-    found.pop(Way(), None)
-    return sorted(found, key=lambda way: -found[way])
-
-
-def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # --- all of them
@@ -422,10 +278,8 @@ class Merging:
     def __init__(self, root: Node, node: Dict, path: str) -> None:
         self.root, self.node = root, node
         self.base = Base(dict(tensors_by_name(node)), path)
-        self.entries: dict[tuple[int, str], tuple[str, Entry]] = {}
-        self.pieces: dict[tuple[int, str], list[Delta | Addend]] = {}
+        self.weights: dict[tuple[int, str], _Weight] = {}
         self.own: dict[str, tuple[str, Entry]] = {}
-        self.based: dict[tuple[int, str], tuple[str, Entry | None]] = {}
         self.changed: dict[str, str] = {}  # name -> the adapter that changed it last
         self.equal_bases: list[Node] = []
         self.notes: list[tuple[str, str]] = []
@@ -434,40 +288,35 @@ class Merging:
     def taken_in(self) -> list[Node]:
         """What is not written: the base's tensors in whose place the adapter's come, and the adapter's that are equal."""
         replaced = [node for name in self.own if (node := self.base.tensors.get(name)) is not None]
-        replaced += [self.entries[key][1] for key, (_, own) in self.based.items() if own is not None]
-        return replaced + self.equal_bases
+        return [*replaced, *(row.entry for row in self.weights.values() if row.own is not None), *self.equal_bases]
 
     def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
-        return Planning(self.base, self, adapter, given, weight).run()
+        return Planning(self, adapter, given, weight).run()
+
+    def note(self, code: str, text: str) -> None:
+        self.notes.append((code, text))
+
+    def weight(self, name: str) -> _Weight:
+        entry = self.base.entry(name)
+        return self.weights.setdefault(view_of(entry), _Weight(name, entry))
 
     def change(self, name: str, given: str, piece: Delta | Addend) -> None:
         self.changed[name] = given
-        self.pieces.setdefault(self._key(name), []).append(piece)
+        self.weight(name).pieces.append(piece)
 
     def base_of(self, name: str, given: str, entry: Entry) -> None:
         """What the weight was before the change, by the adapter: the base's own, or it comes in its place, as PEFT loads it."""
-        old = self.base.entry(name)
+        weight = self.weight(name)
+        old = weight.entry
         is_same = old.shape == entry.shape and same_content(row_major(old), recast(_matrix(name, entry), old.dtype))
-        new = None if is_same else entry
         self.equal_bases += [entry] * is_same
-        key = self._key(name)
-        before = self.based.setdefault(key, (given, new))
-        if before[1] is not new and given != before[0]:
-            raise ConvertError(f"{before[0]} and {given} were trained on different weights {name!r}, which both hold.")
-        if new is not None and before[1] is new:
-            text = f"{given} contains the {name!r} that it was trained on, not that of {self.base.path}; that one is written."
-            self.notes.append(("adapters-base", text))
-
-    def put(self, name: str, given: str, entry: Entry) -> None:
-        if name in self.own:
-            raise ConvertError(f"Two adapters have a {name!r} of their own: {self.own[name][0]} and {given}.")
-        self.own[name] = given, entry
-
-    def _key(self, name: str) -> tuple[int, str]:
-        entry = self.base.entry(name)
-        key = view_of(entry)
-        self.entries.setdefault(key, (name, entry))
-        return key
+        if not weight.own_by:
+            weight.own, weight.own_by = None if is_same else entry, given
+            if not is_same:
+                text = f"{given} contains the {name!r} that it was trained on, not that of {self.base.path}; that is written."
+                self.note("adapters-base", text)
+        elif given != weight.own_by and not (is_same and weight.own is None):
+            raise ConvertError(f"{weight.own_by} and {given} were trained on different weights {name!r}, which both hold.")
 
     def apply(self) -> Node:
         """Put what was planned into the tree; returns its root."""
@@ -475,7 +324,7 @@ class Merging:
         if (name := next((name for name in self.own if name in self.changed), None)) is not None:
             raise ConvertError(f"{self.changed[name]} changes {name!r}, which {self.own[name][0]} holds whole.")
         self._check_alone()
-        made = {key: self._made(key, number) for number, key in enumerate(self.entries)}
+        made = {key: _made(row, f"merged{number}") for number, (key, row) in enumerate(self.weights.items())}
 
         def swap(node: Node) -> Node:
             if type(node) is not Entry or (key := view_of(node)) not in made:
@@ -485,20 +334,6 @@ class Merging:
         root = exchange.replace(self.root, swap)
         self._put_own()
         return root
-
-    def _made(self, key: tuple[int, str], number: int) -> Entry:
-        name, entry = self.entries[key]
-        if (own := self.based.get(key, ("", None))[1]) is not None:
-            content = recast(_matrix(name, own), entry.dtype)
-            entry = _alone(entry, "", content, entry.dtype, own.shape)
-        matrix, pieces = _matrix(name, entry), self.pieces[key]
-        deltas = [piece for piece in pieces if isinstance(piece, Delta)]
-        addends = [piece for piece in pieces if isinstance(piece, Addend)]
-        if deltas and addends:
-            raise ConvertError(f"{name!r} is changed by matrices and by a full difference: merge one adapter after the other.")
-        content = merged(matrix, deltas) if deltas else biased(matrix, addends)
-        extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
-        return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
 
     def _put_own(self) -> None:
         """Exchange what the adapters hold whole, in the dtype of the base; what is new comes last."""
@@ -516,21 +351,31 @@ class Merging:
 
     def _check_alone(self) -> None:
         """Views that overlap what is changed, and are not it, would no longer be views of it."""
-        changed: dict[int, list[tuple[str, Entry]]] = {}
-        for name, entry in self.entries.values():
-            changed.setdefault(id(entry.storage), []).append((name, entry))
+        changed: dict[int, list[_Weight]] = {}
+        for weight in self.weights.values():
+            changed.setdefault(id(weight.entry.storage), []).append(weight)
         for tensor in find_tensors(self.root):
             node = tensor.node
-            if type(node) is not Entry or id(node.storage) not in changed:
+            if type(node) is not Entry:
                 continue
-            for name, entry in changed[id(node.storage)]:
+            for weight in changed.get(id(node.storage), ()):
+                entry = weight.entry
                 apart = node.offset >= entry.offset + entry.span or entry.offset >= node.offset + node.span
                 if not apart and view_of(node) != view_of(entry):
                     raise ConvertError(
-                        f"{self.base.path}: {tensor.where[-1]!r} shares memory with {name!r}, and is not the same tensor.",
+                        f"{self.base.path}: {tensor.where[-1]!r} shares memory with {weight.name!r}, and is another tensor.",
                         why="One would be changed and not the other.",
                         fix="Convert the base to safetensors first, where each tensor has its own memory.",
                     )
+
+
+def _made(weight: _Weight, key: str) -> Entry:
+    entry = weight.entry
+    if weight.own is not None:
+        entry = _alone(entry, "", recast(_matrix(weight.name, weight.own), entry.dtype), entry.dtype, weight.own.shape)
+    extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
+    content = merged(_matrix(weight.name, entry), weight.pieces)
+    return _alone(replace(entry, extras=extras), key, content, entry.dtype, entry.shape)
 
 
 def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:
