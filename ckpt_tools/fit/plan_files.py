@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchError, NotACheckpointError
@@ -39,156 +38,89 @@ from ckpt_tools.tree.output_names import check_document_name
 # --- steps that differ in one number alone, as one
 
 
-PLACE, INNER = "{i}", "{j}"
+_PLACE = "{i}"
 _NUMBER = re.compile(r"[0-9]+")
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
-_FEWEST_SAVED = 2
-_LONGEST = 4096  # steps of one sequence, which are looked at again from each of them
 _MOST_NUMBERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One table of a plan: a step, whose names have `{i}` for these numbers and `{j}` for the inner ones, if there are any."""
+    """One table of a plan: a step, whose names have `{i}` for these numbers, if there are any."""
 
     step: PlanStep
     numbers: str = ""
-    inner: str = ""
 
 
-_Run: TypeAlias = tuple[list[PlanStep], list[int]]  # steps with a place for a number, and the numbers under which they come
-
-
-def fold(steps: Sequence[PlanStep], place: str = PLACE) -> list[Row]:
-    """The fewest rows that are these steps, in their order, with `place` for the number that they differ in."""
-    places: dict[tuple[str, str], list[int]] = defaultdict(list)  # what is around a number of a name -> steps, the last first
-    for number in range(len(steps) - 1, -1, -1):
-        for key in _around(steps[number]):
-            places[key].append(number)
+def fold(steps: Sequence[PlanStep]) -> list[Row]:
+    """Rows that are these steps, in their order: layers that differ in their number alone are one."""
+    layers = [list(group) for _, group in groupby(steps, key=_layer)]
     rows: list[Row] = []
     at = 0
-    while at < len(steps):
-        runs = [_run(steps, at, other, place) for other in _repeats(steps[at], at, places)]
-        found, numbers = max(runs, key=lambda run: len(run[0]) * (len(run[1]) - 1), default=([], [0]))
-        if len(found) * (len(numbers) - 1) < _FEWEST_SAVED:
-            rows.append(Row(steps[at]))
-            at += 1
-            continue
-        text = _listed(numbers)
-        if rows and rows[-1].numbers == text:  # a sequence of its own: numbers that are written alike are one sequence
-            text = ",".join(map(str, numbers))
-        inner = fold(found, INNER) if place == PLACE else map(Row, found)
-        rows += [Row(row.step, text, row.numbers) for row in inner]
-        at += len(found) * len(numbers)
+    while at < len(layers):
+        first, (_, number) = layers[at], _layer(layers[at][0])
+        templates, numbers = [_template(step, number) for step in first], [number]
+        for layer in layers[at + 1 :] if all(_PLACE in name for step in templates for name in (*step.old, *step.new)) else ():
+            _, other = _layer(layer[0])
+            if other in numbers or [filled(step, other) for step in templates] != layer:
+                break
+            numbers.append(other)
+        text = _listed([int(one) for one in numbers]) if len(numbers) > 1 else ""
+        if text and rows and rows[-1].numbers == text:  # numbers that are written alike are one sequence
+            text = ",".join(numbers)
+        rows += [Row(step, text) for step in (templates if text else first)]
+        at += len(numbers)
     return rows
 
 
-def _around(step: PlanStep) -> Iterator[tuple[str, str]]:
-    """What stands before and behind each number of a step's first new name."""
-    name = step.new[0]
-    return ((name[: found.start()], name[found.end() :]) for found in _NUMBER.finditer(name))
+def _layer(step: PlanStep) -> tuple[str, str]:
+    """What stands before the first number of a step's first new name, and the number; no number where one is not plain."""
+    found = _NUMBER.search(step.new[0])
+    is_plain = found is not None and len(found[0]) < 9 and found[0] == str(int(found[0]))
+    return (step.new[0][: found.start()], found[0]) if found is not None and is_plain else ("", "")
 
 
-def _repeats(step: PlanStep, at: int, places: Mapping[tuple[str, str], list[int]]) -> Iterator[int]:
-    """The next step that is this one but for a number, for each of its numbers."""
-    for key in _around(step):
-        row = places[key]
-        while row and row[-1] <= at:
-            row.pop()
-        if row and row[-1] - at <= _LONGEST:
-            yield row[-1]
-
-
-def _run(steps: Sequence[PlanStep], at: int, other: int, place: str) -> _Run:
-    """The sequence that begins here, with all numbers under which it comes back."""
-    length = other - at
-    none: _Run = [], [0]
-    texts = zip(_NUMBER.findall(steps[at].new[0]), _NUMBER.findall(steps[other].new[0]), strict=False)
-    differing = {pair for pair in texts if pair[0] != pair[1]}
-    if len(differing) != 1 or not all(_is_plain(text) for text in next(iter(differing))) or other + length > len(steps):
-        return none
-    pair = differing.pop()
-    found: list[PlanStep] = []
-    for one, two in zip(steps[at:other], steps[other : other + length], strict=True):
-        if (template := _template(one, two, pair, place)) is None:
-            return none
-        found.append(template)
-    before, _, _ = found[0].new[0].partition(place)
-    numbers = [int(text) for text in pair]
-    while (end := at + (len(numbers) + 1) * length) <= len(steps):
-        following = steps[end - length : end]
-        number = _NUMBER.match(following[0].new[0], len(before))
-        if number is None or not _is_plain(number[0]) or int(number[0]) in numbers:
-            break
-        if any(filled(template, number[0], place) != step for template, step in zip(found, following, strict=True)):
-            break
-        numbers.append(int(number[0]))
-    return found, numbers
-
-
-def _is_plain(digits: str) -> bool:
-    return len(digits) < 9 and digits == str(int(digits))
-
-
-def _template(one: PlanStep, other: PlanStep, pair: tuple[str, str], place: str) -> PlanStep | None:
-    """A step with `place` for the number in which it differs from another; None where they differ otherwise."""
-    if replace(one, old=other.old, new=other.new) != other:
-        return None
-    sides: list[list[str]] = [[], []]
-    for side, mine, theirs in zip(sides, (one.old, one.new), (other.old, other.new), strict=True):
-        for names in zip(mine, theirs, strict=False):
-            bare = names[0] if place == PLACE else names[0].replace(PLACE, "")
-            if "{" in bare or "}" in bare or _NUMBER.sub("#", names[0]) != _NUMBER.sub("#", names[1]):
-                return None
-            numbers = [*zip(*map(_NUMBER.findall, names), strict=True)]
-            if {(here, there) for here, there in numbers if here != there} != {pair}:
-                return None
-            texts = iter([here if here == there else place for here, there in numbers])
-            side.append(_NUMBER.sub(lambda _: next(texts), names[0]))  # noqa: B023
-        if len(mine) != len(theirs):
-            return None
-    return replace(one, old=tuple(sides[0]), new=tuple(sides[1]))
-
-
-def filled(step: PlanStep, number: str, place: str = PLACE) -> PlanStep:
-    """A step with a number in its place, that of `{i}` or `{j}`."""
-    old, new = (tuple(name.replace(place, number) for name in names) for names in (step.old, step.new))
+def _template(step: PlanStep, number: str) -> PlanStep:
+    """A step with `{i}` for a number in each of its names, where it stands first; as it is where one has braces."""
+    names = (*step.old, *step.new)
+    if not number or any("{" in name or "}" in name for name in names):
+        return step
+    place = re.compile(rf"(?<![0-9]){number}(?![0-9])")
+    old, new = (tuple(place.sub(_PLACE, name, count=1) for name in names) for names in (step.old, step.new))
     return replace(step, old=old, new=new)
 
 
-def unfold(rows: Sequence[Row], most: int) -> list[PlanStep]:
+def filled(step: PlanStep, number: str) -> PlanStep:
+    old, new = (tuple(name.replace(_PLACE, number) for name in names) for names in (step.old, step.new))
+    return replace(step, old=old, new=new)
+
+
+def unfold(rows: Sequence[Row]) -> list[PlanStep]:
     """The steps of rows; those side by side with the same numbers are done number by number."""
     found: list[PlanStep] = []
-    for numbers, group in groupby(rows, key=lambda row: row.numbers):
-        steps: list[PlanStep] = []
-        for inner, some in groupby(group, key=lambda row: row.inner):
-            steps += _counted([row.step for row in some], inner, INNER, most - len(steps))
-        found += _counted(steps, numbers, PLACE, most - len(found))
+    for text, group in groupby(rows, key=lambda row: row.numbers):
+        steps = [row.step for row in group]
+        found += _counted(steps, text, _MOST_STEPS - len(found)) if text else steps
     return found
 
 
-def _counted(steps: list[PlanStep], text: str, place: str, most: int) -> list[PlanStep]:
-    """The steps, once for each of the numbers; as they are without any."""
-    if not text:
-        return steps
-    letter = place.strip("{}")
-    if odd := next((name for step in steps for name in (*step.old, *step.new) if place not in name), None):
-        raise MatchError(f"{odd!r} has no {place}, and its table has {letter} = {text[:40]!r}.")
+def _counted(steps: list[PlanStep], text: str, most: int) -> list[PlanStep]:
+    """The steps, once for each of the numbers."""
+    if odd := next((name for step in steps for name in (*step.old, *step.new) if _PLACE not in name), None):
+        raise MatchError(f"{odd!r} has no {_PLACE}, and its table has i = {text[:40]!r}.")
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first = int(match[1]) if match else 0
         last = int(match[2]) if match and match[2] else first
         if match is None or last < first or len(numbers) + last - first >= _MOST_NUMBERS:
-            raise MatchError(
-                f"{letter} = {text[:40]!r} is not a list of whole numbers.", fix=f'For example: {letter} = "0-11" or "0,2,4"'
-            )
+            raise MatchError(f"i = {text[:40]!r} is not a list of whole numbers.", fix='For example: i = "0-11" or "0,2,4"')
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
-        raise MatchError(f"{letter} = {text[:40]!r} has a number twice.")
+        raise MatchError(f"i = {text[:40]!r} has a number twice.")
     if len(numbers) * len(steps) > most:
         raise MatchError("The plan has more steps than any model, its numbers written out.")
-    return [filled(step, str(number), place) for number in numbers for step in steps]
+    return [filled(step, str(number)) for number in numbers for step in steps]
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -206,7 +138,7 @@ _HEAD = f"""\
 # Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names);
 # permute, flatten, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
-# A table with i = "0-11" is one for each number, which stands for {{i}} in its names; j for {{j}} likewise.
+# A table with i = "0-11" is one for each number, which stands for {{i}} in its names.
 format = "{FORMAT}"
 """
 _MOST_STEPS = 500_000
@@ -234,7 +166,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from (f"{key} = [", *(f"    {_toml(name)}," for name in names), "]") if names else (f"{key} = []",)
     for row in fold(plan.steps):
         yield "\n[[tensor]]"
-        yield from (f"{letter} = {_toml(text)}" for letter, text in (("i", row.numbers), ("j", row.inner)) if text)
+        if row.numbers:
+            yield f"i = {_toml(row.numbers)}"
         step, one_old, one_new = row.step, row.step.step != "concat", row.step.step != "split"
         yield f"old = {_toml(step.old[0] if one_old else step.old)}"
         yield f"new = {_toml(step.new[0] if one_new else step.new)}"
@@ -322,12 +255,9 @@ def _plan(document: dict[str, Any]) -> Plan:
     fields = Fields(document, "the plan", ("format", "patterns", *lists, "tensor", "mismatched", "ambiguous"))
     rows = []
     for label, row in fields.tables("tensor"):
-        for letter in "ij":
-            if letter in row and not (isinstance(row[letter], str) and row[letter]):
-                raise MatchError(f'{label}: {letter} = {brief(row[letter])} is not text such as "0-11".')
-        if "j" in row and "i" not in row:
-            raise MatchError(f"{label}: it has a j and no i.", fix="One number alone is i.")
-        rows.append(Row(_step(row, label), row.get("i", ""), row.get("j", "")))
+        if "i" in row and not (isinstance(row["i"], str) and row["i"]):
+            raise MatchError(f'{label}: i = {brief(row["i"])} is not text such as "0-11".')
+        rows.append(Row(_step(row, label), row.get("i", "")))
     mismatched, ambiguous = [], []
     for label, row in fields.tables("mismatched"):
         given = Fields(row, label, ("old", "new", "shape", "to"))
@@ -338,14 +268,14 @@ def _plan(document: dict[str, Any]) -> Plan:
         said = given.read("candidates", read_names), given.read("why", read_name, "?")
         ambiguous.append((given.read("new", read_name), *said))
     drop, unexpected, missing = (read_names(document.get(key, []), key) for key in lists)
-    return Plan(tuple(unfold(rows, _MOST_STEPS)), drop, unexpected, missing, tuple(mismatched), tuple(ambiguous))
+    return Plan(tuple(unfold(rows)), drop, unexpected, missing, tuple(mismatched), tuple(ambiguous))
 
 
 def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    fields = Fields(row, label, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]))
+    fields = Fields(row, label, ("i", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]))
     old, new = fields.several("old", read_name), fields.several("new", read_name)
     old_shapes, new_shapes = fields.several("shape", read_shape), fields.several("to", read_shape, None)
     reason, confidence = fields.read("reason", read_name, "edited"), fields.read("confidence", read_number, 1.0)
