@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import ConvertError, MatchError, MissingPackageError
+from ckpt_tools.errors import ConvertError, MatchError
 from ckpt_tools.fit import plans
 from ckpt_tools.fit.initialisers import Blank, Rules, Scheme, content, draw, resolve
 from ckpt_tools.fit.options import OnMismatch
@@ -17,7 +15,6 @@ from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.contents import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Computed, Content, Literal, Range, read
 from ckpt_tools.matching.advice import Extra, extras
-from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
@@ -25,10 +22,7 @@ from ckpt_tools.tree.names import between, module_paths
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.tree.parametrized import is_part, part_of
 from ckpt_tools.values.numeric import part, row_major, tensor_bytes, torch_dtype
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 # --- tensors of another shape than the target wants
 
@@ -52,8 +46,6 @@ def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed
     rest = "" if kept == blank.shape else f", the rest {scheme} (seed {seed})"
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         source = row_major(entry)
         if not isinstance(source, Range | Literal):  # row by row: what must be worked out is worked out once
             source = Literal(read(source))
@@ -114,8 +106,6 @@ def _positions(entry: Entry, shape: Shape) -> Adapted | None:
     before, after = sides[tokens]
 
     def change(table: torch.Tensor) -> torch.Tensor:
-        import torch
-
         rows = table.reshape(-1, width)
         grid = rows[tokens:].reshape(1, before, before, width).permute(0, 3, 1, 2)
         resized = torch.nn.functional.interpolate(grid, size=(after, after), mode="bicubic", align_corners=False)
@@ -132,8 +122,6 @@ def _changed(entry: Entry, shape: Shape, change: Callable[[torch.Tensor], torch.
     dtype = torch_dtype(entry.dtype)
 
     def work() -> Iterator[memoryview]:
-        import torch
-
         values = torch.frombuffer(bytearray(read(row_major(entry))), dtype=dtype).reshape(entry.shape)
         yield tensor_bytes(change(values if dtype is torch.float64 else values.float()).to(dtype))
 
@@ -230,18 +218,15 @@ class _Fitting:
         may_miss, may_be_unexpected = Globs(choices.allow_missing), Globs(choices.allow_unexpected)
         result.missing = [name for name in missing if may_miss.matching(name)]
         result.unexpected = [name for name in plan.unexpected if may_be_unexpected.matching(name)]
-        problems = _Problems(
-            _without(missing, result.missing), _without(plan.unexpected, result.unexpected),
-            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
-            [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
-            self.extras, in_code=choices.in_code,
-        )  # fmt: skip
-        if problems:
-            problems.extras = self.extras(problems.unexpected, [*plan.missing, *(new for new, _, _ in plan.ambiguous)])
-            with suppress(MissingPackageError):
-                rows = () if choices.adapt else problems.mismatched
-                problems.adaptable = [new for old, new, _, after in rows if self.adapted(old, new, after, asked=False)]
-            raise problems.error(self.wanted.label)
+        missing, unexpected = _without(missing, result.missing), _without(plan.unexpected, result.unexpected)
+        refused = [
+            row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None
+        ]
+        if missing or unexpected or refused or plan.ambiguous:
+            label, wanted = self.wanted.label, [*plan.missing, *(new for new, _, _ in plan.ambiguous)]
+            raise _of_prefix(label, missing, unexpected, in_code=choices.in_code) or _left_over(
+                label, missing, unexpected, refused, plan.ambiguous, self.extras(unexpected, wanted), in_code=choices.in_code
+            )
 
     def extras(self, unexpected: Sequence[str], missing: Sequence[str]) -> list[Extra]:
         """What the target has nothing like, where it is known what that wants."""
@@ -264,10 +249,10 @@ class _Fitting:
         else:
             self.once(new, entry, lambda: self.overlap(new, entry, blank))
 
-    def adapted(self, old: str, new: str, shape: Shape, *, asked: bool = True) -> Adapted | None:
-        """What a rule makes of a mismatch, where `adapt` is chosen, or not `asked` for."""
+    def adapted(self, old: str, new: str, shape: Shape) -> Adapted | None:
+        """What a rule makes of a mismatch, where `adapt` is chosen."""
         entry = self.source.get(old)
-        if type(entry) is not Entry or (asked and not self.choices.adapt):
+        if type(entry) is not Entry or not self.choices.adapt:
             return None
         return adapt(new, entry, shape, first=new == self.first)
 
@@ -362,86 +347,51 @@ class NewStorages:
 _MOST_GLOBS = 6  # in one message
 
 
-@dataclass(slots=True)
-class _Problems:
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[tuple[str, str, Shape, Shape]]
-    ambiguous: list[str]
-    find_extras: Callable[[Sequence[str], Sequence[str]], list[Extra]]
-    in_code: bool
-    extras: list[Extra] = field(default_factory=list)
-    adaptable: list[str] = field(default_factory=list)
+def _left_over(
+    label: str, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[tuple[str, str, Shape, Shape]],
+    ambiguous: Sequence[tuple[str, tuple[str, ...], str]], spare: Sequence[Extra], *, in_code: bool,
+) -> MatchError:  # fmt: skip
+    """The error that lists all of it, with the choices that there are."""
+    shapes = [f"{new} ({shape_text(before)}, wanted {shape_text(after)})" for _, new, before, after in mismatched]
+    candidates = [f"{new} ({why}: {', '.join(names[:3])})" for new, names, why in ambiguous]
+    groups = {"missing": missing, "unexpected": unexpected, "mismatched": shapes, "ambiguous": candidates}
+    said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
+    advice = []
+    names = (*missing, *unexpected, *(new for _, new, _, _ in mismatched))
+    if any(map(part_of, names)):  # without one of the parts the others are other weights
+        advice.append("weight norm, spectral norm and pruning keep a weight in parts, which are folded where all are there")
+    elif any(map(is_part, unexpected)):
+        advice.append("`dequantize='bf16'` makes plain weights of quantised ones")
+    else:
+        advice += ["initialise missing ones with `reinit=SCHEME`"] * bool(missing)
+        advice += ["`on_mismatch=reinit, overlap or skip`, `adapt`, or a step of a `plan` for other shapes"] * bool(mismatched)
+    if globs := [extra.glob for extra in spare[:_MOST_GLOBS]]:
+        advice.append(f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}")
+    if in_code and (missing or unexpected):
+        advice.append("allow_missing and allow_unexpected take the names that may be left over")
+    left = len(unexpected) - sum(len(extra.names) for extra in spare)
+    if ambiguous or (left and not any(map(is_part, unexpected))):
+        advice.append("name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further")
+    text = "; ".join(advice)
+    why = " ".join([*said, *(f"{extra.text}." for extra in spare[:_MOST_GLOBS])])
+    return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper()}{text[1:]}.")
 
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
 
-    def say(self, typed: str, in_code: str) -> str:
-        return in_code if self.in_code else typed
-
-    def error(self, label: str) -> MatchError:
-        """The error that lists all of it, with the choices that there are."""
-        if found := self._prefixed(label):
-            return found
-        shapes = [f"{new} ({shape_text(before)}, wanted {shape_text(after)})" for _, new, before, after in self.mismatched]
-        groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
-        said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
-        why = " ".join([*said, *(f"{extra.text}." for extra in self.extras[:_MOST_GLOBS])])
-        text = "; ".join(self._advice())
-        return MatchError(f"{label}.", why=why, fix=f"{text[:1] if self.in_code else text[:1].upper()}{text[1:]}.")
-
-    def _advice(self) -> Iterator[str]:
-        parts = self._of_parts()
-        yield from parts
-        if self.missing and not parts:
-            yield self.say("initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]")
-        if self.mismatched and not parts:
-            yield self.say("`on_mismatch=reinit, overlap or skip`", "on_mismatch=reinit, overlap or skip")
-            if self.adaptable:
-                yield f"{self.say('`adapt`', 'adapt=True')} fits {listed(self.adaptable, 4)}"
-            if not self.in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
-                yield "a plan's step for the same number of elements in another shape, whose order is otherwise unknown"
-        if globs := [extra.glob for extra in self.extras[:_MOST_GLOBS]]:
-            text = f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
-            yield self.say(text, f"allow_unexpected={globs!r}")
-        spare = {name for extra in self.extras for name in extra.names}
-        unknown = any(name not in spare and not is_part(name) for name in self.unexpected)
-        if unknown or (self.ambiguous and not parts):
-            before = "or " if parts or self.missing or self.mismatched or globs else ""
-            text = f"{before}name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
-            yield self.say(text, 'pair={"OLD": "NEW"}; match="structure" looks further')
-
-    def _of_parts(self) -> list[str]:
-        """What makes weights of the parts that are left over: without one of them the others are other weights."""
-        advice = []
-        if any(map(part_of, (*self.unexpected, *self.missing, *(new for _, new, _, _ in self.mismatched)))):
-            advice.append("weight norm, spectral norm and pruning keep a weight in parts, which are folded where all are there")
-        if any(is_part(name) and not part_of(name) for name in self.unexpected):
-            advice.append(self.say("`dequantize='bf16'` makes plain weights of quantised ones", "dequantise it first"))
-        return advice
-
-    def _prefixed(self, label: str) -> MatchError | None:
-        """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""
-        taken, given = between(self.unexpected, self.missing), between(self.missing, self.unexpected)
-        prefix = taken or given
-        if prefix is None:
-            return None
-        longer, shorter = (self.unexpected, self.missing) if taken is not None else (self.missing, self.unexpected)
-        others, without = _without(longer, prefix.longer), _without(shorter, prefix.shorter)
-        sides = ("in the checkpoint", "yours") if taken is not None else ("of yours", "the checkpoint's")
-        why = f"Every name {sides[0]} is {prefix.text!r} plus {sides[1]}."
-        if others or without:
-            why = f"{len(prefix.longer)} names {sides[0]} are {prefix.text!r} plus {sides[1]}."
-            why += "".join(f" Without a partner: {listed(names, 6)}." for names in (others, without) if names)
-        option = "strip_prefix" if taken is not None else "add_prefix"
-        fix = self.say(f"Give `{option}={prefix.text!r}` too", 'match="names" takes a common prefix')
-        missing, unexpected = (without, others) if taken is not None else (others, without)
-        if globs := [extra.glob for extra in self.find_extras(unexpected, missing)][:_MOST_GLOBS]:
-            text = f"; leave the others out with {' '.join(f'`drop={glob!r}`' for glob in globs)}"
-            fix += self.say(text, f"; allow_unexpected={globs!r}")
-        if missing:
-            fix += self.say("; initialise missing ones with `reinit=SCHEME`", "; reinit=... or allow_missing=[...]")
-        return MatchError(f"{label}.", why=why, fix=f"{fix}.")
+def _of_prefix(label: str, missing: Sequence[str], unexpected: Sequence[str], *, in_code: bool) -> MatchError | None:
+    """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""
+    taken, given = between(unexpected, missing), between(missing, unexpected)
+    prefix = taken or given
+    if prefix is None:
+        return None
+    longer = unexpected if taken is not None else missing
+    sides = ("in the checkpoint", "yours") if taken is not None else ("of yours", "the checkpoint's")
+    every = "Every name" if len(prefix.longer) == len(longer) else f"Of {len(longer)} names {len(prefix.longer)}"
+    option = f"strip_prefix={prefix.text!r}" if taken is not None else f"add_prefix={prefix.text!r}"
+    return MatchError(
+        f"{label}.",
+        why=f"{every} {sides[0]} is {prefix.text!r} plus {sides[1]}.",
+        fix='match="names" takes a common prefix.' if in_code else f"Give `{option}` too.",
+    )
 
 
 def _without(names: Sequence[str], taken: Iterable[str]) -> list[str]:

@@ -24,7 +24,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Entry, Storage, contiguous_stride
 from ckpt_tools.values.boxes import assemble
 from ckpt_tools.values.numeric import View, by_position, gathered, is_by_position, part, row_major, torch_dtype
-from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 # --- sizes and dimensions by name
 
@@ -492,8 +492,6 @@ def _element(value: float, dtype: DType) -> bytes:
     if not value:
         return bytes(dtype.itemsize)
     need_torch("Padding with a number is made with it.")
-    import torch
-
     made = torch.tensor([value], dtype=torch.float64).to(torch_dtype(dtype))
     if made.to(torch.float64).item() != value:
         raise MatchError(f"{dtype.name} cannot hold the fill {value}.", fix="Give one that it can: `fill = 0`.")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.fit.targets import Target
@@ -18,10 +18,8 @@ from ckpt_tools.io.content import Computed
 from ckpt_tools.matching.records import Param
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.values.numeric import one_thread, tensor_bytes, torch_dtype
+from ckpt_tools.values.pytorch import need_torch, torch
 
 _PLAIN = (
     "zeros", "ones", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "target", "default",
@@ -143,10 +141,6 @@ def resolve(scheme: Scheme, blank: Blank) -> Scheme:
     if blank.dtype.family == "quantized" or not blank.dtype.in_torch or blank.dtype.packed > 1:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")
     need_torch("Initial values are drawn with it.")
-    import torch
-
-    from ckpt_tools.values.numeric import torch_dtype
-
     largest = resolved.number * {"normal": 9, "uniform": 1, "constant": 1}.get(resolved.kind, 0)
     if blank.dtype.family == "float" and largest > torch.finfo(torch_dtype(blank.dtype)).max:
         raise ConvertError(f"{blank.name!r}: {resolved} gives values that {blank.dtype.name} cannot hold.")
@@ -242,10 +236,6 @@ def _by_name(blank: Blank) -> Scheme | None:
 
 def draw(scheme: Scheme, blank: Blank, seed: int) -> torch.Tensor:
     """A tensor with its initial values; `scheme` is resolved."""
-    import torch
-
-    from ckpt_tools.values.numeric import one_thread, torch_dtype
-
     dtype = torch_dtype(blank.dtype)
     # In float32 every 2**24th value of trunc_normal_ is one of the ends.
     wide = torch.float64 if dtype is torch.float64 or scheme.kind == "trunc_normal" else torch.float32
@@ -262,8 +252,6 @@ def draw(scheme: Scheme, blank: Blank, seed: int) -> torch.Tensor:
 
 
 def _fill(values: torch.Tensor, scheme: Scheme, generator: torch.Generator) -> None:
-    from torch.nn import init
-
     constants = {"zeros": 0.0, "ones": 1.0, "constant": scheme.number}
     if scheme.kind in constants:
         values.fill_(constants[scheme.kind])
@@ -272,9 +260,9 @@ def _fill(values: torch.Tensor, scheme: Scheme, generator: torch.Generator) -> N
     elif scheme.kind == "uniform":
         values.uniform_(-1.0, 1.0, generator=generator).mul_(scheme.number)
     elif scheme.kind != "trunc_normal":
-        getattr(init, f"{scheme.kind}_")(values, generator=generator)
+        getattr(torch.nn.init, f"{scheme.kind}_")(values, generator=generator)
     elif scheme.number:
-        init.trunc_normal_(values, std=scheme.number, generator=generator)
+        torch.nn.init.trunc_normal_(values, std=scheme.number, generator=generator)
 
 
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
@@ -282,8 +270,6 @@ def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     need_torch("Initial values are drawn with it.")
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.values.numeric import tensor_bytes
-
         yield tensor_bytes(draw(scheme, blank, seed))
 
     return Computed(math.prod(blank.shape) * blank.dtype.itemsize, work)

@@ -27,7 +27,7 @@ from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.graphs import Graph, Input, parse
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
-from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
 
@@ -91,8 +91,6 @@ _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
 
 def _sampled(params: Sequence[Param], tensors: Tensors) -> tuple[Param, ...]:
     need_torch("Numbers are compared with it (`match='values'`).")
-    import torch
-
     values = ((param, tensors[param.name]) for param in params)
     return tuple(
         replace(param, sample=tuple(_of_live(value) if isinstance(value, torch.Tensor) else _of_entry(value)) or None)
@@ -137,8 +135,6 @@ def _elements(content: Content, places: Sequence[int], size: int) -> Iterator[by
 
 
 def _of_live(value: Any) -> list[float]:
-    import torch
-
     if value.is_meta or value.is_complex() or value.is_sparse or value.is_quantized:
         return []
     flat = value.detach().resolve_neg().reshape(-1)

@@ -29,7 +29,7 @@ from ckpt_tools.parts.open import open_whole
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted, printable
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
-from ckpt_tools.values.pytorch import need_torch
+from ckpt_tools.values.pytorch import need_torch, torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +147,6 @@ def tensors_of(target: Target, stack: ExitStack, *, seed: int | None = None) -> 
         return tensors_by_name(stack.enter_context(open_state_dict(target.label))[1])
     if target.build is None or (seed is None and not target.on_meta):
         return target.tensors
-    import torch
-
     with torch.random.fork_rng(devices=[], enabled=seed is not None):  # the seed's numbers are as stable as torch's are
         if seed is not None:
             torch.manual_seed(seed)
@@ -174,8 +172,6 @@ def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
     need_torch("A model that is named as code is built with it.")
-    import torch
-
     factory = _imported(spec)
 
     def build() -> Any:
@@ -255,8 +251,6 @@ def _run_file(path: str) -> Any:
 
 
 def _from_live(made: Any, label: str) -> Target:
-    import torch
-
     if isinstance(made, torch.nn.Module):
         tensors = _tensors(made.state_dict(keep_vars=True))
         types = {name: type(module).__name__ for name, module in made.named_modules()}
@@ -272,14 +266,10 @@ def _from_live(made: Any, label: str) -> Target:
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    import torch
-
     return {name: value for name, value in state_dict.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
 
 
 def _live_param(name: str, value: Any, module: str | None = None) -> Param:
-    import torch
-
     if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         raise ConvertError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")

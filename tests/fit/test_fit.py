@@ -186,10 +186,9 @@ def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
     assert torch.equal(more["patch.weight"], state["patch.weight"][:, [0, 1, 2, 0, 1]] * (3 / 5))
     assert torch.equal(more["pos_embed"], resized(2))
     assert torch.equal(more["late.weight"], state["late.weight"])
-    for target, said in ((like(1, 18), "fits patch.weight."), (like(3, 50), "fits pos_embed."), (like(3, 18), "skip`.")):
-        with pytest.raises(MatchError) as caught:
-            convert(target, tmp_path / "c.pth", tmp_path / "in.pth")
-        assert caught.value.fix.endswith(said)
+    with pytest.raises(MatchError) as caught:
+        convert(like(3, 50), tmp_path / "c.pth", tmp_path / "in.pth")
+    assert "`adapt`" in caught.value.fix
     for target in (like(1, 50) | {"late.weight": torch.empty(4, 1, 2, 2)}, like(3, 18)):
         with pytest.raises(MatchError, match="mismatched"):
             convert(target, tmp_path / "c.pth", tmp_path / "in.pth", adapt=True)
