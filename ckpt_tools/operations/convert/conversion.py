@@ -52,7 +52,7 @@ def write_one(
     Whoever opened the inputs sees to it that they are unchanged before the output takes its name.
     """
     edited = edits.apply(checkpoint, report, stack)
-    pieces = _lay_out(edited, checkpoint, edits, report)
+    pieces = lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
     found = records_leaving(edited.root, pieces, checkpoint, edits)
     pieces, casting = found.pieces(pieces), edited.casting
@@ -96,7 +96,8 @@ def report_flat(flat: Flat, report: Converted) -> None:
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 
-def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
+def lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
+    """The pieces of the one file, and what the report has of it."""
     if edits.kind == "safetensors":
         from ckpt_tools.edit.flatten import flatten
         from ckpt_tools.formats import safetensors
