@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +92,11 @@ class RaisedError(Exception):
         self.model, self.inside = model, inside
 
 
-def run(model: torch.nn.Module, given: Given, precision: Precision, seed: int) -> Done:
+def run(model: torch.nn.Module, given: Given, dtype: torch.dtype, seed: int) -> Done:
     """Run a model, and write down what its modules are given and give."""
     recorder = Recorder(model)
     try:
-        made = run_alone(model, given, precision, seed)
+        made = run_alone(model, given, dtype, seed)
     except CkptError:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -108,10 +107,10 @@ def run(model: torch.nn.Module, given: Given, precision: Precision, seed: int) -
     return Done(recorder.root, made)
 
 
-def run_alone(model: torch.nn.Module, given: Given, precision: Precision, seed: int) -> Named:
+def run_alone(model: torch.nn.Module, given: Given, dtype: torch.dtype, seed: int) -> Named:
     """What a model gives. The inputs are its own: it may write into them."""
-    own = given.to(precision.dtype)
-    with torch.no_grad(), seeded(seed), computing_in(precision), _as_written(), redirect_stdout(sys.stderr):
+    own = given.to(dtype)
+    with torch.no_grad(), seeded(seed), computing_in(dtype), _as_written(), redirect_stdout(sys.stderr):
         return named(model(*own.by_position, **own.by_name))
 
 
@@ -137,20 +136,6 @@ def _as_written() -> Iterator[None]:
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _CASTS: dict[Any, Callable[..., Any]] = {torch.Tensor.float: torch.Tensor.double}
 _OF_BITS = frozenset({"view", "frombuffer", "from_file"})  # they say what the bytes are, not what is wanted
-
-
-class Precision(Enum):
-    FLOAT64 = "float64"
-    MIXED = "float64, with float32 where the code says so"
-    FLOAT32 = "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self is Precision.FLOAT32 else torch.float64
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
 
 class _Widened(TorchFunctionMode):
@@ -182,8 +167,8 @@ def _deeply(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def computing_in(precision: Precision) -> Iterator[None]:
-    if precision is not Precision.FLOAT64:
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    if dtype is not torch.float64:
         yield
         return
     before = torch.get_default_dtype()
@@ -195,9 +180,8 @@ def computing_in(precision: Precision) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def cast(model: torch.nn.Module, precision: Precision) -> None:
-    """The floats of a model in the dtype of a precision, its complex numbers in the one that goes with it."""
-    dtype = precision.dtype
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """The floats of a model in a dtype, its complex numbers in the one that goes with it."""
     of_complex = torch.complex64 if dtype is torch.float32 else torch.complex128
 
     def to(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,6 @@ from ckpt_tools.torch import load_into
 from ckpt_tools.torch.proving.inputs import (
     Done,
     Given,
-    Precision,
     RaisedError,
     cast,
     computing_in,
@@ -54,7 +53,7 @@ class Reach:
     """Looks for tensors of the new model that the outputs do not depend on."""
 
     def __init__(self, trial: Trial) -> None:
-        self.model, self.sets, self.precision, self.seed = trial.models[1], trial.sets, trial.precision, trial.seed
+        self.model, self.sets, self.dtype, self.seed = trial.models[1], trial.sets, trial.dtype, trial.seed
         self.paths = {new for _, new in trial.paired.pairs}
 
     def unproved(self, old: Tensors, partners: Mapping[str, str]) -> list[Unproved]:
@@ -65,8 +64,8 @@ class Reach:
             return []
         reached = self._by_gradients(others)
         silent = [name for name in others if not reached[name].any()]
-        for name in self._by_changes(silent, others):
-            reached[name].fill_(True)
+        for name in silent if silent and self._changes([others[name] for name in silent]) else ():
+            reached[name].fill_(self._changes([others[name]]))
         found = (self._row(name, tensor, reached[name], old.get(partners.get(name, name))) for name, tensor in others.items())
         return [row for row in found if row is not None]
 
@@ -97,8 +96,8 @@ class Reach:
         return found
 
     def _gradients(self, leaves: Tensors, given: Given) -> Sequence[torch.Tensor | None]:
-        own = given.to(self.precision.dtype)
-        with torch.enable_grad(), seeded(self.seed), computing_in(self.precision):
+        own = given.to(self.dtype)
+        with torch.enable_grad(), seeded(self.seed), computing_in(self.dtype):
             made = torch.func.functional_call(self.model, dict(leaves), own.by_position, own.by_name)
             found = [tensor for path, tensor in walk(made) if path in self.paths and tensor.requires_grad]
             weights = [torch.randn_like(tensor) for tensor in found]
@@ -106,18 +105,8 @@ class Reach:
                 return [None] * len(leaves)
             return torch.autograd.grad(found, list(leaves.values()), weights, allow_unused=True)
 
-    def _by_changes(self, names: Sequence[str], others: Tensors) -> Iterator[str]:
-        """Those whose tensors change an output when they are changed; all are tried at once, then halves of them."""
-        if not names or not self._changes([others[name] for name in names]):
-            return
-        if len(names) == 1:
-            yield names[0]
-            return
-        middle = len(names) // 2
-        for half in (names[:middle], names[middle:]):
-            yield from self._by_changes(half, others)
-
     def _changes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an output changes with these tensors."""
         before = self._outputs()
         kept = [tensor.detach().clone() for tensor in tensors]
         try:
@@ -133,7 +122,7 @@ class Reach:
         return any(not torch.equal(left[path], right[path]) for left, right in runs for path in self.paths)
 
     def _outputs(self) -> list[Named]:
-        return [run_alone(self.model, given, self.precision, self.seed) for given in self.sets]
+        return [run_alone(self.model, given, self.dtype, self.seed) for given in self.sets]
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -225,7 +214,7 @@ _SIDES = ("OLD", "NEW")
 class Trial:
     models: tuple[torch.nn.Module, torch.nn.Module]
     sets: Sequence[Given]
-    precision: Precision
+    dtype: torch.dtype
     seed: int
     done: list[tuple[Done, Done]]
     paired: Paired
@@ -234,20 +223,20 @@ class Trial:
 
     @classmethod
     def run(
-        cls, old: torch.nn.Module, new: torch.nn.Module, sets: Sequence[Given], precision: Precision, seed: int,
+        cls, old: torch.nn.Module, new: torch.nn.Module, sets: Sequence[Given], dtype: torch.dtype, seed: int,
         tolerance: float | None,
     ) -> Trial:  # fmt: skip
         for model in (old, new):
             try:
-                cast(model, precision)
+                cast(model, dtype)
             except Exception as error:  # a class of weights that has no such dtype
                 raise RaisedError(model, None) from error
-        done = [(run(old, given, precision, seed), run(new, given, precision, seed)) for given in sets]
+        done = [(run(old, given, dtype, seed), run(new, given, dtype, seed)) for given in sets]
         paired = pair(done[0][0].outputs, done[0][1].outputs)
         gaps = [gap(left.outputs, right.outputs, paired) for left, right in done]
         if tolerance is None:
-            tolerance = _TOLERANCE if precision is not Precision.FLOAT32 else _rounding(old, sets[0], done[0][0], seed)
-        return cls((old, new), sets, precision, seed, done, paired, gaps, tolerance)
+            tolerance = _TOLERANCE if dtype is torch.float64 else _rounding(old, sets[0], done[0][0], seed)
+        return cls((old, new), sets, dtype, seed, done, paired, gaps, tolerance)
 
     @property
     def largest(self) -> float:
@@ -289,13 +278,13 @@ class Trial:
         for side, model, before, where in zip(
             _SIDES, self.models, self.done[self.worst], (fault.where, fault.new_where), strict=True
         ):
-            again = run(model, given, self.precision, self.seed)
+            again = run(model, given, self.dtype, self.seed)
             if not _is_same(before, again):
                 raise ConvertError(
                     f"{side} gives other numbers when it runs again on the same inputs, from {_where(before, again)} on.",
                     why="What it draws or remembers follows no seed of torch, Python or numpy; it cannot be compared.",
                 )
-            other = run(model, given, self.precision, self.seed + 1)
+            other = run(model, given, self.dtype, self.seed + 1)
             if not _is_same(before, other) and first_apart(before.root, other.root)[0] == where:
                 raise ConvertError(
                     f"{side} is random in {_where(before, other)}: with another seed it gives other numbers.",
@@ -327,7 +316,7 @@ def _rounding(model: torch.nn.Module, given: Given, before: Done, seed: int) -> 
         for index, tensor in enumerate(floats):
             noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index)) * 2 - 1
             tensor.data.mul_(1 + noise * torch.finfo(torch.float32).eps)
-        after = run_alone(model, given, Precision.FLOAT32, seed)
+        after = run_alone(model, given, torch.float32, seed)
     finally:
         for tensor, values in zip(floats, kept, strict=True):
             tensor.data.copy_(values)
@@ -414,7 +403,7 @@ def _two(value: Any) -> tuple[Any, Any]:
 
 def _compare(trial: Trial, report: Proved) -> None:
     old, new = trial.models
-    report.dtype, report.tolerance, report.equal = trial.precision.dtype_name, trial.tolerance, trial.is_equal
+    report.dtype, report.tolerance, report.equal = str(trial.dtype).removeprefix("torch."), trial.tolerance, trial.is_equal
     report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
     if math.isfinite(trial.relative):
         report.largest, report.relative = trial.largest, trial.relative
@@ -435,23 +424,27 @@ def _compare(trial: Trial, report: Proved) -> None:
 
 def _trial(models: tuple[torch.nn.Module, torch.nn.Module], sets: Sequence[Given], seed: int, tolerance: float | None) -> Trial:
     """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
-    best: Trial | None = None
-    problem: RaisedError | None = None
-    for precision in Precision:
-        if precision is Precision.FLOAT32 and best is not None:
-            break
-        try:
-            trial = Trial.run(*models, sets, precision, seed, tolerance)
-        except RaisedError as error:
-            problem = error
-            continue
-        best = trial if best is None or trial.relative < best.relative else best
-        if best.is_equal or best.relative > _ROUNDING:
-            return best
-    if best is not None:
+    try:
+        best = Trial.run(*models, sets, torch.float64, seed, tolerance)
+    except RaisedError:
+        best = None
+    if best is not None and (best.is_equal or best.relative > _ROUNDING):
         return best
-    assert problem is not None, "it has run in no precision"
-    raise _raised(problem, "OLD" if problem.model is models[0] else "NEW") from problem.__cause__
+    try:
+        # copies, since the numbers of the models are rounded
+        other = Trial.run(*(models if best is None else _copied(models)), sets, torch.float32, seed, tolerance)
+    except RaisedError as problem:
+        if best is not None:
+            return best
+        raise _raised(problem, "OLD" if problem.model is models[0] else "NEW") from problem.__cause__
+    return other if best is None or other.relative < best.relative else best
+
+
+def _copied(models: tuple[torch.nn.Module, torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    try:
+        return copy.deepcopy(models)
+    except Exception as error:  # whatever a model holds
+        raise RaisedError(models[0], None) from error
 
 
 def _raised(problem: RaisedError, side: str) -> ConvertError:
