@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors, zip_archives
-from ckpt_tools.formats.base import Keys, Warned, is_zip
+from ckpt_tools.formats.base import Keys, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.single import decode_file
@@ -221,7 +221,6 @@ class _Reader:
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, Callable[[], Content]]] = {}  # by id: what finds the chunks of a content
-        self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
@@ -278,8 +277,6 @@ class _Reader:
             if place.file in self.missing:
                 continue
             source, end = self.files.open(place.file), place.offset + place.length
-            if 0 <= place.offset <= source.size - 4 and not is_zip(source.read(place.offset, 4)):  # one safetensors a rank
-                continue
             inside = 0 <= place.offset <= end - _END <= source.size - _END
             if not inside or source.read(end - _END, 4) != b"PK\5\6":
                 yield f"{name} ({place.file}, at byte {place.offset})"
@@ -289,8 +286,6 @@ class _Reader:
         source = self.files.open(place.file)
         if not prod(sizes):
             return Range(source, 0, 0)
-        if not is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
-            return self._safetensors(name, dtype, sizes, place)
         decoded = self._archive(name, place)
         entry = decoded.root
         if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
@@ -305,19 +300,6 @@ class _Reader:
         record = replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
         whole = RecordRange(source, window.start + of.offset, of.length, record)
         return whole if of is content else Part(source, window.start + content.offset, content.length, whole)
-
-    def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
-        """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""
-        source = self.files.open(place.file)
-        if (key := (place.file, place.offset)) not in self.safetensors:
-            window = Window(source, place.offset, source.size - place.offset)
-            self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
-        entry = self.safetensors[key].get(name)
-        if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
-            raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
-        content = entry.storage.content
-        assert isinstance(content, Range)
-        return Range(source, place.offset + content.offset, content.length)
 
     def locate(self, root: Node) -> Node:
         """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""

@@ -8,9 +8,8 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,26 +19,21 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import MOST_MISSING, Merger, Piece, check_world, is_named, merged
+from ckpt_tools.parts.merge import MOST_MISSING, Merger, check_world, is_named, merged
 from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, group_of, item_group_of, item_groups
-from ckpt_tools.parts.rank_parts import MOST_RANKS, Part, PartReader, Placement, box_at, forget_globals, row_of
+from ckpt_tools.parts.rank_parts import MOST_RANKS, Part, PartReader, forget_globals, row_of
 from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.exchange import DROP
-from ckpt_tools.tree.nodes import MAX_ELEMENTS, PLAIN, Dict, Entry, List, Node, Object, Where
+from ckpt_tools.tree.nodes import PLAIN, Dict, Entry, List, Node, Object, Where
 from ckpt_tools.tree.visit import walk
-from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
-
-
-# What something beside the files says of plain tensors at a place: the whole shape and the boxes; None for what all have whole
-Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
+Shapes: TypeAlias = Mapping[Where, object]  # of whole plain tensors, as something beside the files says them
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
@@ -48,7 +42,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     return merge(group, files, Merger(Keys(), partial=partial))
 
 
-def merge(group: Group, files: Files, merger: Merger, places: Places | None = None, inside: Where = ()) -> Checkpoint:
+def merge(group: Group, files: Files, merger: Merger, shapes: Shapes | None = None, inside: Where = ()) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes. `inside`: where they will be."""
     if doubled := sorted({*group.every} - {*group.names.values()}):
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
@@ -56,7 +50,7 @@ def merge(group: Group, files: Files, merger: Merger, places: Places | None = No
     check_world(f"{group.names[ranks[0]]} is one of {world} parts", group.names, world, partial=merger.partial)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     parts[ranks[0]].root = merger.keys.renew(parts[ranks[0]].root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, merger, places, world, inside)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, merger, shapes or {}, world, inside)
     root = merger.leave_out(merging.run(), inside)
     made = merged(CONTAINER, root, files, list(parts.values()), merger)
     forget_globals(made, merging.objects)
@@ -72,10 +66,10 @@ class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
     def __init__(
-        self, group: Group, roots: Mapping[int, Node], merger: Merger, places: Places | None, world: int, inside: Where
+        self, group: Group, roots: Mapping[int, Node], merger: Merger, shapes: Shapes, world: int, inside: Where
     ) -> None:
         self.group, self.roots, self.ranks, self.world, self.inside = group, roots, sorted(roots), world, inside
-        self.merger, self.places, self.reader = merger, places, PartReader()
+        self.merger, self.shapes, self.reader = merger, shapes, PartReader()
         self.objects: list[Object] = []
         self.differing: list[str] = []
 
@@ -118,9 +112,9 @@ class _Merging:
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
-            placed = self.places(where, entries) if self.places else None
-            if placed is not None:
-                return self.merger.tensor(name, first.dtype, *placed, requires_grad=first.requires_grad)
+            if any(entry.shape != self.shapes.get(where, entry.shape) for _, entry in entries):
+                what = f"{name!r} is a plain tensor that was cut, and only {ITEM_METADATA} says where, which is not read."
+                raise PartError(what, fix="Save it as a DTensor, with TorchSerialization.", rest=True)
             return self.merger.replicated(name, entries)
         self.objects += [node for node in held.values() if type(node) is Object]
         parts = {rank: self._part(name, rank, node) for rank, node in held.items()}
@@ -174,7 +168,6 @@ def _same(one: Node, other: Node) -> bool:
 
 _VERSION = "2.0"
 _LEVELS = 12
-_KINDS: dict[str, Any] = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
 _READ = ("TorchSerialization", "SafetensorsSerialization")
 Row = Mapping[str, Any]
 
@@ -184,8 +177,8 @@ def decode_items(names: Sequence[str], files: Files, *, partial: bool = False) -
     (described, groups), merger, keys = _items_of(files), Merger(Keys(), partial=partial), Keys()
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.every)
-        return merge(groups[only], files, merger, _places(described.get(only)))
-    parts = [merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
+        return merge(groups[only], files, merger, _shapes(described.get(only)))
+    parts = [merge(group, files, merger, _shapes(described.get(name)), (name,)) for name, group in groups.items()]
     root = Dict([(name, keys.renew(part.root)) for name, part in zip(groups, parts, strict=True)])
     return merged(CONTAINER, root, files, parts, merger)
 
@@ -251,32 +244,18 @@ def _file(name: str, rank: int, row: Any) -> str:
     return path
 
 
-def _places(item: Row | None) -> Places:
+def _shapes(item: Row | None) -> Shapes:
     """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
-    every: dict[Where, Sequence[Row]] = {}
+    found: dict[Where, object] = {}
     for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
         where = _where(text)
-        every[where] = rows
-        every.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
-
-    def shares(where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
-        rows, name = every.get(where), ".".join(map(str, where))
-        if rows is None:
-            return None
-        pieces, shapes = list[Piece](), list[Sizes]()
-        for rank, entry in entries:
-            try:
-                shape, found = _boxes(rows, rank, entry)
-            except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
-                raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
-            shapes.append(shape)
-            pieces += found
-        if len(set(shapes)) > 1:
-            raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
-        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shapes[0] for piece in pieces)
-        return None if alike else (shapes[0], pieces)
-
-    return shares
+        try:
+            said = [row["sharding_metadata"]["data"]["global_shape"] for row in rows]
+        except (AttributeError, KeyError, IndexError, TypeError):
+            raise DamagedFileError(f"{ITEM_METADATA} does not say what shape {'.'.join(map(str, where))!r} has.") from None
+        found[where] = said[0] if said and all(shape == said[0] for shape in said) else None
+        found.setdefault((".".join(map(str, where)),), found[where])  # as safetensors has it
+    return found
 
 
 _PATH = re.compile(r"\[.*\]", re.DOTALL)
@@ -290,41 +269,3 @@ def _where(text: object) -> Where:
     if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
         raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
     return tuple(path)
-
-
-def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Piece]]:
-    """The whole shape, and the boxes that one rank holds."""
-    packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
-    kind, data = packed["type"], packed["data"]
-    shape = _sizes(data["global_shape"])
-    if prod(shape) > MAX_ELEMENTS or DTYPES[data["dtype"].removeprefix("torch.")] is not entry.dtype:
-        raise ValueError("another dtype or an impossible shape")
-    if kind == "default_tensor_v1":
-        boxes = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
-        return shape, [_view(rank, entry, _sizes(at), _sizes(local), _sizes(sizes)) for at, local, sizes in boxes]
-    if kind != "DTensorShardingMetadata":
-        raise ValueError(kind)
-    mesh = data["mesh_spec"]
-    sizes, ranks = _sizes(mesh["mesh_shape"]), _sizes(mesh["mesh_data"])
-    placements = [Placement(_KINDS[row["type"]], row.get("dim", 0), row.get("split_factor", 1)) for row in data["placements"]]
-    if len(placements) != len(sizes) or prod(sizes) != len(ranks):
-        raise ValueError("placements that the mesh does not have")
-    position = ranks.index(rank)
-    coordinate = tuple(position // prod(sizes[dim + 1 :]) % size for dim, size in enumerate(sizes))
-    at, box = box_at(shape, sizes, placements, coordinate)
-    return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
-
-
-def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
-    if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
-        raise ValueError("another shape")
-    if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
-        raise ValueError("more than is there")
-    offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
-    return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
-
-
-def _sizes(row: Any) -> Sizes:
-    if not isinstance(row, tuple) or not all(type(size) is int and 0 <= size < 1 << 62 for size in row):
-        raise ValueError("no sizes")
-    return row

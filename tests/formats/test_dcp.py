@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_tools import CkptError, convert, inspect, scan
+from ckpt_tools import CkptError, check, convert, inspect, scan
 from ckpt_tools.errors import ChecksumError, ConvertError, DamagedFileError, LimitError, OutputError
 from tests.support.damage import flip_bit
 from tests.support.job import job
@@ -94,7 +94,7 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
 
 
 def test_safetensors_variants(tmp_path: Path) -> None:
-    """HuggingFaceStorageWriter, distributed or not, and FileSystemWriter with safetensors inside."""
+    """HuggingFaceStorageWriter, distributed or not; FileSystemWriter's with safetensors inside are refused and told."""
     state = {"a.w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.int16)}
     for name, writer in {
         "plain": dcp.HuggingFaceStorageWriter(str(tmp_path / "plain")),
@@ -102,6 +102,11 @@ def test_safetensors_variants(tmp_path: Path) -> None:
         "inside": dcp.FileSystemWriter(tmp_path / "inside", serialization_format=SerializationFormat.SAFETENSORS),
     }.items():
         dcp.save(dict(state), storage_writer=writer, no_dist=True)
+        if name == "inside":
+            with pytest.raises(CkptError):
+                convert(tmp_path / name, tmp_path / f"{name}.pth")
+            assert check(tmp_path / name).verdict != "healthy"
+            continue
         convert(tmp_path / name, tmp_path / f"{name}.pth")
         back = torch.load(tmp_path / f"{name}.pth", weights_only=True)
         assert {key: tensor.tolist() for key, tensor in back.items()} == {key: tensor.tolist() for key, tensor in state.items()}

@@ -93,24 +93,6 @@ def rows(tensor: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, Row
     return local.clone(), {"sharding_metadata": row, "ranks": tuple(range(world))}
 
 
-def boxes(tensor: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, Row]:
-    """A share of the columns with a margin around it, as default_tensor_v1 says it."""
-    if tensor.dim() < 2:
-        at, local = ([], []) if rank else ([[0] * tensor.dim()], [list(tensor.shape)])
-        data = {"global_shape": list(tensor.shape), "global_offsets": at, "local_offsets": at, "local_sizes": local}
-        return tensor.clone(), {"sharding_metadata": _v1(data, tensor), "ranks": (rank,)}
-    part = list(tensor.chunk(world, 1))[rank]
-    start = sum(piece.shape[1] for piece in list(tensor.chunk(world, 1))[:rank])
-    padded = torch.nn.functional.pad(part, (1, 2), value=9)
-    data = {"global_shape": list(tensor.shape), "global_offsets": [[0, start]], "local_offsets": [[0, 1]],
-            "local_sizes": [list(part.shape)]}  # fmt: skip
-    return padded, {"sharding_metadata": _v1(data, tensor), "ranks": (rank,)}
-
-
-def _v1(data: Row, tensor: torch.Tensor) -> Row:
-    return {"type": "default_tensor_v1", "data": data | {"dtype": str(tensor.dtype)}}
-
-
 def save(folder: Path, cut: Cut, world: int, dtype: torch.dtype = torch.float32, *, safetensors: bool = False) -> Row:
     """A folder of one item of plain tensors, under torch_checkpointing's rules; returns the whole."""
     torch.manual_seed(0)
@@ -140,24 +122,21 @@ def write(folder: Path, content: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("cut", [rows, boxes])
-def test_plain_tensors_lie_where_metadata_says(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Rows by a mesh, columns with margins by offsets: the whole equals what was cut, bit for bit."""
-    whole = save(tmp_path / "in", cut, world, dtype)
-    loaded = load_state_dict(tmp_path / "in", select="model")
-    assert all(torch.equal(loaded[name], value) for name, value in whole.items())
-    assert ckpt_tools.inspect(tmp_path / "in" / "model_0.pt").part
-    assert torch.equal(load_state_dict(tmp_path / "in" / "model_0.pt")["a.weight"], whole["a.weight"])
-
-
-def test_items_in_safetensors(tmp_path: Path) -> None:
-    """Files of other names and in safetensors are read where metadata.pkl says so."""
-    whole = save(tmp_path / "in", rows, 3, safetensors=True)
-    for rank in range(3):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_plain_tensors_that_were_cut(world: int, dtype: torch.dtype, safetensors: bool, tmp_path: Path) -> None:
+    """Whole ones are read; one that was cut is refused, or left out, and never taken for the whole."""
+    whole = save(tmp_path / "in", rows, world, dtype, safetensors=safetensors)
+    for rank in range(world):
         torch.save(7, tmp_path / "in" / f"step_{rank}.pt")
-    loaded = load_state_dict(tmp_path / "in", select="model")
-    assert torch.equal(loaded["a.weight"], whole["a.weight"])
+    if world == 1:
+        loaded = load_state_dict(tmp_path / "in", select="model")
+        assert all(torch.equal(loaded[name], value) for name, value in whole.items())
+        return
+    with pytest.raises(PartError, match="' is a plain tensor that was cut"):
+        load_state_dict(tmp_path / "in", select="model")
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "rest.pth", partial=True)
+    assert torch.load(tmp_path / "rest.pth") == {"model": {"steps": torch.tensor(7)}, "step": 7}
 
 
 def item(content: Row) -> Row:
@@ -179,7 +158,7 @@ EDITS: dict[str, tuple[Callable[[Row], object], type[CkptError], str]] = {
     "another shape": (
         lambda row: item(row)["nested_path_to_metadata"]['["a.weight"]'][0]["sharding_metadata"]["data"].update(
             global_shape=[99, 8]),
-        PartError, "'a.weight' of rank 0 is not what metadata.pkl says"),
+        PartError, "' is a plain tensor that was cut"),
     "a path out of the folder": (
         layout("../../etc/passwd", "TorchSerialization"), DamagedFileError, "not a name inside its folder"),
     "shared lists without end": (
