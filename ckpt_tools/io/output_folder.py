@@ -10,20 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tools.errors import OutputError, UsageError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Output, check_space, check_writable, not_empty, output_errors, replacing
 
-if TYPE_CHECKING:
-    from ckpt_tools.io.remote import RemoteStaging
-
 
 @dataclass(frozen=True, slots=True)
-class LocalStaging:
-    """The temporary folder of `replacing_folder`: write files into `path`."""
+class Staging:
+    """A temporary folder until all files are there: write them into `path`. Each process of a job has one for it."""
 
     path: Path
     target: Path
@@ -62,10 +58,6 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
         return target
 
 
-# Where the files of a folder go until all are there. Each process of a job has one for the same folder.
-Staging: TypeAlias = "LocalStaging | RemoteStaging"
-
-
 @contextlib.contextmanager
 def replacing_folder(
     path: str | os.PathLike[str],
@@ -75,7 +67,7 @@ def replacing_folder(
     overwrite: bool = False,
     durable: bool = False,
     inputs: tuple[str | os.PathLike[str], ...] = (),
-) -> Iterator[LocalStaging]:
+) -> Iterator[Staging]:
     """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not."""
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
@@ -85,7 +77,7 @@ def replacing_folder(
     try:
         with output_errors(target):
             lock = temporaries.create(temporary, folder=True)
-        yield LocalStaging(temporary, target, inputs)
+        yield Staging(temporary, target, inputs)
         with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
             if durable or existing:

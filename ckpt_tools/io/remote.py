@@ -6,9 +6,9 @@ import contextlib
 import ipaddress
 import os
 import queue
-import re
 import socket
 import string
+import tempfile
 import threading
 import time
 import urllib.error
@@ -17,7 +17,6 @@ import urllib.request
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,10 +26,11 @@ from ckpt_tools.errors import CkptError, MissingFileError, OutputError, OutputEx
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import crc32
 from ckpt_tools.io.member_paths import Address
-from ckpt_tools.io.output import Output, Source, exists_error
+from ckpt_tools.io.output import Output, Source, exists_error, replacing
+from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.sources import Files
 
-_SECONDS, _HOUR = 60, 3600  # the hour: how long a rename may take where it is a second copy
+_SECONDS = 60
 _NEAR, _FAR, _MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere; at most, when read in order
 _AT_ONCE, _TRIES, _REDIRECTS = 16, 3, 10
 _SLOWEST = 16 << 10  # bytes a second
@@ -235,11 +235,8 @@ class _HttpSource(RemoteSource):
             if response.status != 206:  # a server without ranges, which sends all of it
                 length = int(response.headers.get("Content-Length") or -1)
                 if not 0 <= length <= _TAKEN_WHOLE:
-                    raise RemoteError(
-                        f"{self.url} cannot be read in parts: the server ignores range requests.",
-                        why=f"Every read would download all of it; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
-                        fix="Download it, and name the local file.",
-                    )
+                    what = f"{self.url} cannot be read in parts: the server ignores range requests."
+                    raise RemoteError(what, fix="Download it, and name the local file.")
                 self.whole = self._taken(response, length, length)
                 return self.whole[start:end]
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
@@ -362,14 +359,6 @@ def files_beside(source: Source) -> Files:
 # --- writing
 
 
-def _writable(url: str) -> tuple[Any, str]:
-    if url.startswith(_HTTP):
-        raise OutputError(
-            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
-        )
-    return _file_system(url)
-
-
 def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
     """The file system and the path of an output, after what can be checked before work starts."""
     fs, name = _writable(url)
@@ -380,96 +369,42 @@ def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
     return fs, name
 
 
+def _writable(url: str) -> tuple[Any, str]:
+    if url.startswith(_HTTP):
+        raise OutputError(f"{url} cannot be written: HTTP has no upload that all servers share.", fix="Write a local file.")
+    return _file_system(url)
+
+
 @contextlib.contextmanager
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
-    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well."""
+    """An output in a temporary file of this machine, which is uploaded when the block ends well."""
     fs, name = check_upload(url, overwrite=overwrite)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "whole")
+        with replacing(path) as output:
+            yield Output(output.fd, cast("Path", Address(url)), output.path)
+        _upload(url, fs, path, name)
+
+
+def _upload(url: str, fs: Any, path: Path, name: str) -> None:
+    """Put a local file there, whole or not at all: under another name first, where it is seen before it is complete."""
     folder, slash, last = name.rpartition("/")
     hidden = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
-    with _streaming(url, fs, name if url.startswith(_WHOLE_ON_COMMIT) else hidden, name) as output:
-        yield output
-
-
-@contextlib.contextmanager
-def _streaming(url: str, fs: Any, place: str, name: str) -> Iterator[Output]:
-    """An output whose bytes go through a pipe to a thread that hands them to the driver; nothing is left when it fails.
-
-    They go to `place`, which is renamed when all is there, where `name` is another.
-    """
-    direct = url.startswith(_WHOLE_ON_COMMIT)
-    file = _bounded(url, lambda: fs.open(place, "wb", **({"autocommit": False} if direct else {})))
-    reader, writer = os.pipe()
-    failures: list[Exception] = []
-
-    def hand_on() -> None:
-        """A failure closes the pipe, so that the writer stops."""
-        try:
-            with os.fdopen(reader, "rb", buffering=0) as stream:
-                while data := stream.read(_MOST):
-                    file.write(data)
-            if not direct:
-                file.close()
-        except Exception as error:  # drivers raise what their libraries do
-            failures.append(error)
-
-    thread = threading.Thread(target=hand_on, daemon=True)
-    thread.start()
+    is_seen, seconds = not url.startswith(_WHOLE_ON_COMMIT), 2 * _SECONDS + path.stat().st_size / _SLOWEST
     try:
-        try:
-            yield Output(writer, cast("Path", Address(url)))
-        finally:
-            os.close(writer)
-        thread.join()
-        if failures:
-            raise failures[0]
-        if direct:
-            file.close()
-            file.commit()
-        elif place != name:
-            _bounded(url, lambda: fs.mv(place, name), _HOUR)
+        _bounded(url, lambda: fs.put_file(str(path), hidden if is_seen else name), seconds)
+        if is_seen:
+            _bounded(url, lambda: fs.mv(hidden, name), seconds)
     except BaseException:
-        thread.join(_SECONDS)
-        _give_up(fs, place, file, direct)
-        if failures:
-            raise _ours(url, failures[0]) from None
+        if is_seen:
+            _remove(fs, [hidden])
         raise
 
 
-def _give_up(fs: Any, place: str, file: Any, direct: bool) -> None:
-    with contextlib.suppress(Exception):
-        if direct:
-            file.discard()
-            file.closed = True  # or else, with some drivers, what is there is uploaded when the file is let go
-        else:
-            file.close()
-    if not direct:
+def _remove(fs: Any, names: Sequence[str]) -> None:
+    for name in names:
         with contextlib.suppress(Exception):
-            fs.rm_file(place)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteStaging:
-    """A new remote folder until the block of `uploading_folder` ends. Known to all processes of a job."""
-
-    target: Path
-    last: str
-    hidden: str  # what the last file is called until then
-
-    @contextlib.contextmanager
-    def output(self, name: str) -> Iterator[Output]:
-        url = f"{self.target}/{self.hidden if name == self.last else name}"
-        fs, place = _file_system(url)
-        with _streaming(url, fs, place, place) as output:
-            yield output
-
-    def check_space(self, size: int) -> None:
-        """Nothing: such file systems do not tell."""
-
-    def check_seen(self, rank: int) -> None:
-        """Nothing: `sizes` will tell the first process what it sees."""
-
-    def sizes(self) -> dict[str, int]:
-        return {self.last if name == self.hidden else name: size for name, size in _listed(str(self.target)).items()}
+            fs.rm_file(name)
 
 
 def check_new_folder(url: str) -> None:
@@ -478,28 +413,27 @@ def check_new_folder(url: str) -> None:
     if _bounded(url, lambda: fs.isfile(name)):
         raise OutputError(f"{url} is a file.", why="Several files are written here: OUT must be a folder.")
     if _listed(url.rstrip("/")):
-        why = "At an address several files cannot take the place of others at once."
-        raise OutputExistsError(f"{url} is not empty.", why=why, fix="Name a new folder.")
+        raise OutputExistsError(f"{url} is not empty, and several files cannot change at once there.", fix="Name a new folder.")
 
 
 @contextlib.contextmanager
-def uploading_folder(url: str, *, last: str, own: re.Pattern[str]) -> Iterator[RemoteStaging]:
-    """A new remote folder whose index appears when the block ends well; when it does not, `own` names what is removed."""
+def uploading_folder(url: str, *, last: str) -> Iterator[Staging]:
+    """A folder of this machine that is uploaded when the block ends well, the index last; nothing stays when that fails."""
     url = url.rstrip("/")
     check_new_folder(url)
     fs, folder = _file_system(url)
-    staging = RemoteStaging(cast("Path", Address(url)), last, temporaries.new_name(temporaries.prefix_of(last)))
-    is_new = not url.startswith(_WHOLE_ON_COMMIT) and not _bounded(url, lambda: fs.isdir(folder))  # a store has no folders
-    if is_new:
-        _bounded(url, lambda: fs.makedirs(folder, exist_ok=True))
-    try:
-        yield staging
-        _bounded(url, lambda: fs.mv(f"{folder}/{staging.hidden}", f"{folder}/{last}"), _HOUR)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            for name in _listed(url):
-                if name == staging.hidden or own.fullmatch(name):
-                    fs.rm_file(f"{folder}/{name}")
+    with tempfile.TemporaryDirectory() as place:
+        yield Staging(Path(place), cast("Path", Address(url)))
+        names = sorted(os.listdir(place), key=lambda name: (name == last, name))
+        is_new = not url.startswith(_WHOLE_ON_COMMIT) and not _bounded(url, lambda: fs.isdir(folder))  # a store has no folders
+        try:
             if is_new:
-                fs.rmdir(folder)
-        raise
+                _bounded(url, lambda: fs.makedirs(folder, exist_ok=True))
+            for name in names:
+                _upload(f"{url}/{name}", fs, Path(place, name), f"{folder}/{name}")
+        except BaseException:
+            _remove(fs, [f"{folder}/{name}" for name in names])
+            if is_new:
+                with contextlib.suppress(Exception):
+                    fs.rmdir(folder)
+            raise

@@ -176,12 +176,12 @@ ROWS = {
         stands_for=_of_split, decode="decode_splits",
     ),
     "consolidated": Family(
-        "ckpt_tools.parts.consolidated", _consolidated,
-        beside=_beside_consolidated, part=parts.of_consolidated, partial=True,
+        "ckpt_tools.parts.model_parallel", _consolidated, beside=_beside_consolidated, part=parts.of_consolidated,
+        partial=True, decode="decode_consolidated",
     ),
     "megatron": Family(
-        "ckpt_tools.parts.megatron", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
-        part=parts.of_megatron,
+        "ckpt_tools.parts.model_parallel", lambda _, names: by_name.megatron_files(names), beside=_beside_megatron,
+        part=parts.of_megatron, decode="decode_megatron",
     ),
     "training": Family("ckpt_tools.parts.training", training.find, partial=True),
     "rank-files": Family(

@@ -133,8 +133,7 @@ def copy(companions: Companions, staging: Staging) -> None:
     """Write the files that come along into the output's folder."""
     for name, source in companions.taken.items():
         with staging.output(name) as output:
-            if output.path is not None:
-                temporaries.narrow(output.fd, (source.path,))
+            temporaries.narrow(output.fd, (source.path,))
             write([Piece(companions.content(name))], output)
 
 
@@ -245,8 +244,8 @@ class FolderTarget:
             report.note("config-dtype", text)
         return found
 
-    def staged(self, stack: ExitStack, last: str, beside: Companions | None = None) -> Staging:
-        """Where the files go until all are there, made by the first process and known to all; `beside` come along."""
+    def staged(self, stack: ExitStack, last: str) -> Staging:
+        """Where the files go until all are there, made by the first process and known to all."""
 
         def enter() -> Staging | None:
             if self.ranks.rank:
@@ -255,9 +254,7 @@ class FolderTarget:
             if is_address(self.path):
                 from ckpt_tools.io import remote
 
-                taken = beside.taken if beside is not None else ()
-                rule = re.compile("|".join((rule.pattern, *map(re.escape, taken))))  # what goes when the writing fails
-                return stack.enter_context(remote.uploading_folder(os.fspath(self.path), last=last, own=rule))
+                return stack.enter_context(remote.uploading_folder(os.fspath(self.path), last=last))
             return stack.enter_context(replacing_folder(
                 self.path, last=last, stale=rule, overwrite=overwrite, durable=self.durable, inputs=self.inputs,
             ))  # fmt: skip
@@ -310,7 +307,7 @@ def _run_shards(
     if target.options.dry_run:
         return
     with ExitStack() as stack:
-        staging = target.staged(stack, shards.index_name, beside)
+        staging = target.staged(stack, shards.index_name)
         ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
         ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
         ranks.agree(lambda: copy(beside, staging) if ranks.rank == 0 else None)
@@ -388,7 +385,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
     if target.options.dry_run:
         return
     with ExitStack() as stack:
-        staging = target.staged(stack, ".metadata", beside)
+        staging = target.staged(stack, ".metadata")
         ranks.agree(lambda: staging.check_space((report.bytes + beside.bytes) // ranks.world))
         _save(found, staging, ranks, edits.options.progress)
         ranks.agree(lambda: leaving.check_rest(ranks.rank, ranks.world))
