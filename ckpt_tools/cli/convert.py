@@ -160,7 +160,7 @@ def convert_many(
     *, skip_done: bool, quiet: bool, json: bool,
 ) -> int:  # fmt: skip
     """Convert each that is for this job into the folder, and report; the exit code."""
-    from ckpt_tools.operations.convert.several import convert_several, each_of, share_of, targets
+    from ckpt_tools.operations.convert.run import convert_several, each_of, share_of, targets
 
     found = each_of(sources)
     sources, every = [source for source, _ in found], targets(found, folder, asked)

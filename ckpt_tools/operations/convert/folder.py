@@ -33,7 +33,6 @@ from ckpt_tools.io.sources import Files, is_plain_name
 from ckpt_tools.io.temporaries import Inputs
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert.conversion import open_input, records_leaving, report_flat
-from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
@@ -46,6 +45,8 @@ from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
+
+    from ckpt_tools.operations.convert.dcp import Items
 
 
 # --- the files beside the weights of a folder that go with them into another
@@ -87,9 +88,7 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
     """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder. A training's
     state is among them unless the tensors `changed`."""
     found, files = Companions(), _folder_of(checkpoint, named)
-    places = [] if files is None else [str(files.folder), os.fspath(target)]
-    same = [place.rstrip("/") if any(map(is_address, places)) else os.path.realpath(place) for place in places]
-    if files is None or same[0] == same[1]:
+    if files is None or _is_one_place(str(files.folder), os.fspath(target)):
         return found
     told = {f"{name}.pt" for name in checkpoint.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
@@ -112,6 +111,12 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
         found.taken[plain] = files.open(name)
         found.names.append(name)
     return found
+
+
+def _is_one_place(one: str, two: str) -> bool:
+    if is_address(one) or is_address(two):
+        return one.rstrip("/") == two.rstrip("/")
+    return os.path.realpath(one) == os.path.realpath(two)
 
 
 def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files | None:
@@ -176,8 +181,6 @@ def _kind(row: os.DirEntry[str], folder: Path) -> str:
 
 def _why_it_stays(name: str) -> str:
     """By the name of a regular file; "" for one that may come along."""
-    if name.startswith("."):
-        return "a hidden file"
     if _CODE.fullmatch(name):
         return "code"
     if name.endswith(INDEX_SUFFIX) or _WEIGHTS.fullmatch(name):
@@ -365,6 +368,8 @@ def _merge_counts(casting: Casting | None, report: Converted, ranks: Ranks) -> N
 
 def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, inputs: ExitStack) -> None:
     """Plan and write a distributed checkpoint; `target.check` has been asked. `inputs` stays open until that is done."""
+    from ckpt_tools.operations.convert.dcp import collect
+
     ranks = target.ranks
 
     def plan() -> tuple[Edited, Items, Companions]:
@@ -402,6 +407,8 @@ def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
     """Write a tree as a distributed checkpoint, in the place of one that is there; durable."""
     target = FolderTarget(path, "dcp", ConvertOptions(overwrite=True), durable=True)
     target.check()
+    from ckpt_tools.operations.convert.dcp import collect
+
     found = collect(root)
     with ExitStack() as stack:
         staging = target.staged(stack, ".metadata")
@@ -424,7 +431,7 @@ def _note_dcp(found: Items, report: Converted) -> None:
 def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from ckpt_tools.operations.convert.dcp_saving import save
+    from ckpt_tools.operations.convert.dcp import save
 
     try:
         with ranks.connected():

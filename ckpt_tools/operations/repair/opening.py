@@ -106,7 +106,7 @@ def _salvage_zip(source: Source, keep_damaged: bool) -> Salvaged:
     """What is whole in a file of one archive; of several nothing tells which record is of which."""
     walk = Walk(source)
     if any(re.search(PROGRAM, found.name) for found in walk.records):
-        raise _no_program(str(source.path))
+        raise _not_taken(str(source.path))
     later = sorted(found.header for found in pickles_of(walk.records))[1:2]
     records = [found for found in walk.records if not later or found.header < later[0]]  # the first archive's
     last = max((found.header for found in records), default=0)
@@ -114,7 +114,7 @@ def _salvage_zip(source: Source, keep_damaged: bool) -> Salvaged:
         raise _several_archives(source.path)
     salvaged = salvage_zip(walk, records, keep_damaged=keep_damaged)
     if any(name.module.split(".")[0] == "__torch__" for name in salvaged.checkpoint.globals):  # cut before its code
-        raise _no_program(str(source.path))
+        raise _not_taken(str(source.path))
     if later:
         text = f"Another archive begins at byte {later[0]}: what is behind that is left out."
         salvaged.notes.append(("several-archives", text))
@@ -218,10 +218,8 @@ def _refuse_packed(source: Source) -> None:
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
     if container in ("sharded", "dcp", *PART_CONTAINERS):
         return _of_several_files(path, "Its structure is whole.")
-    if container in PROGRAMS:
-        return _no_program(str(path))
-    fix = f"What it holds can be written anew: {mending('convert', str(path), '--objects plain')}"
-    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not take {container}.", fix=fix)
+    what = PROGRAMS[container][1] if container in PROGRAMS else container
+    return _not_taken(str(path), what)
 
 
 def _of_several_files(path: str | os.PathLike[str], why: str) -> UnsupportedContainerError:
@@ -238,7 +236,7 @@ def _several_archives(path: Path) -> UnsupportedContainerError:
     return UnsupportedContainerError(f"{path} {what}, and ckpt repair takes files of one archive.", fix=fix)
 
 
-def _no_program(path: str) -> UnsupportedContainerError:
-    """The error for a program, damaged or not: its code is a part of it, and nothing here would prove or write that."""
-    fix = f"If it opens, its state dict can be taken out: {mending('convert', path, '--objects plain')}"
-    return UnsupportedContainerError(f"{path} is a program, which ckpt repair does not take.", fix=fix)
+def _not_taken(path: str, what: str = "a program") -> UnsupportedContainerError:
+    """The error for a container that repair does not write; a program's code is a part of it that nothing here would prove."""
+    fix = f"If it opens, what it holds can be written anew: {mending('convert', path, '--objects plain')}"
+    return UnsupportedContainerError(f"{path} is {what}, which ckpt repair does not take.", fix=fix)
