@@ -27,7 +27,7 @@ from ckpt_tools.text import printable, shape_text
 @click.argument("tuned", type=OUTPUT, metavar="TUNED")
 @click.argument("target", type=OUT, metavar="[OUT]", required=False)
 @out_option
-@options_of(ExtractOptions)
+@options_of(ExtractOptions, rank={"required": True})
 @report_options
 def extract_lora(
     base: str, tuned: str, target: str | None, output: str | None, quiet: bool, json: bool, **options: Any

@@ -69,7 +69,7 @@ def _is_tensor(path: Path, name: Path) -> bool:
     if isinstance(path, Handed) or isinstance(name, Handed) or is_address(name) or is_there(name) or not is_there(path):
         return False
     result = _described(path)
-    return isinstance(result, Description) and str(name) in {dotted(row["where"]) for row in result.tensors}
+    return isinstance(result, Description) and any(str(name) in (dotted(row["where"]), row["name"]) for row in result.tensors)
 
 
 def _of_training(path: Path) -> str:
