@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import click
 
 from ckpt_tools.cli.options import LOCATION, given, options_of, print_report, report_options, show_progress
-from ckpt_tools.matching.advice import Question
 from ckpt_tools.operations.match import MatchOptions
 from ckpt_tools.render.matched import print_matched
-from ckpt_tools.text import printable
 
 
 @click.command(short_help="Pair the tensors of two models.")
@@ -27,12 +24,9 @@ from ckpt_tools.text import printable
     },
     output={"type": LOCATION},
 )
-@click.option(
-    "--ask", is_flag=True, help="Ask about ambiguous tensors on the terminal, and print the answers as --pair options."
-)
 @click.option("--all", is_flag=True, help="Show every tensor in full.")
 @report_options
-def match(source: Path, ask: bool, all: bool, quiet: bool, json: bool, **options: Any) -> None:
+def match(source: Path, all: bool, quiet: bool, json: bool, **options: Any) -> None:
     """Show which tensor of IN is which tensor of TARGET, and why; and those that are unmatched or ambiguous.
 
     \b
@@ -49,38 +43,7 @@ def match(source: Path, ask: bool, all: bool, quiet: bool, json: bool, **options
     """
     from ckpt_tools.operations.match import match as match_checkpoint
 
-    asked = _asked(source, options) if ask else given(options)
     with show_progress(quiet=quiet):
-        report = match_checkpoint(source, **asked)
+        report = match_checkpoint(source, **given(options))
     print_report(report, print_matched, json=json, quiet=quiet, show_all=all, plan=options["output"])
     sys.exit(0 if report else 1)
-
-
-def _asked(source: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the user's answers to one question after another: each may settle others."""
-    from ckpt_tools.operations.match import match as match_checkpoint
-
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError("--ask is for a terminal; elsewhere answer with --pair OLD=NEW.")
-    pairs, passed = [*options["pair"]], set[str]()
-    while True:
-        options = {**options, "pair": tuple(pairs)}
-        report = match_checkpoint(source, **{**given(options), "output": None, "overwrite": False})
-        question = next((each for each in report.advice.questions if each.new not in passed), None)
-        if question is None:
-            for pair in pairs:
-                click.echo(f"--pair {shlex.quote(pair)}", err=True)
-            return given(options)
-        answer = _answer(question)
-        passed.add(question.new)
-        pairs += [question.answer(answer)] if answer else []
-
-
-def _answer(question: Question) -> str:
-    """One of the candidates, or the empty text."""
-    click.echo(f"Which is {printable(question.new)} ({question.tensors} tensors)?", err=True)
-    for number, candidate in enumerate(question.candidates, 1):
-        click.echo(f"  {number}  {printable(candidate)}", err=True)
-    most = len(question.candidates)
-    number = click.prompt(f"1 to {most}, or 0 for none", type=click.IntRange(0, most), default=0, show_default=False, err=True)
-    return question.candidates[number - 1] if number else ""

@@ -3,12 +3,8 @@
 What is matched must be right: both models give equal outputs. What cannot be known must be left over, never guessed.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import combinations, product
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -299,23 +295,3 @@ def test_every_name_has_one_fate(old: list[str], new: list[str], stages: str) ->
     assert sorted(fates) == sorted(new)
     used = [row.old for row in (*found.matched, *found.mismatched)]
     assert sorted([*used, *found.unexpected]) == sorted(old)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
-def test_asking_goes_on_until_nothing_is_open(tmp_path: Path) -> None:
-    """On a terminal each answer is a pair, and what it settles is not asked; the pairs are printed to be used again."""
-    old, new = (
-        {f"{block}.{n}.{name}.weight": (4, 4) for n in range(3) for name in names}
-        for block, names in (("layers", ("one", "two")), ("blocks", ("red", "sea")))
-    )
-    for path, side in ((tmp_path / "old.pth", old), (tmp_path / "new.pth", new)):
-        torch.save({name: torch.randn(shape) for name, shape in side.items()}, path)
-    command = [sys.executable, "-m", "ckpt_tools", "match", "old.pth", "--like", "new.pth", "--match", "structure", "--ask"]
-    ours, theirs = os.openpty()
-    os.write(ours, b"2\n")
-    done = subprocess.run(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=tmp_path, check=False, timeout=60)
-    told = os.read(ours, 1 << 16).decode()
-    for end in (ours, theirs):
-        os.close(end)
-    assert (done.returncode, "--pair 'layers.{i}.two=blocks.{i}.red'" in told) == (0, True), told
-    assert b"every tensor is matched" in done.stdout
