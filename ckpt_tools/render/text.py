@@ -59,24 +59,23 @@ class Page:
 
         Where the width is less than all need, wide columns of texts share what the others leave.
         """
-        rows = [list(columns), *zip_longest(*columns.values(), fillvalue="")]
-        needed = [max(_width(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
-        rooms, left = list(needed), self.width - 2 * (len(columns) - 1)
-        at_right = [name in right for name in columns]
+        count = max(map(len, columns.values()))
+        cells = [[name, *texts, *[""] * (count - len(texts))] for name, texts in columns.items()]
+        needed = [max(_width(line) for cell in column for line in cell.split("\n")) for column in cells]
+        at_right, left = [name in right for name in columns], self.width - 2 * (len(columns) - 1)
+        pads = [str.rjust if is_right else str.ljust for is_right in at_right]
         order = sorted(range(len(columns)), key=lambda place: (not at_right[place], needed[place]))
         for number, place in enumerate(order):
-            if not at_right[place]:
-                rooms[place] = min(needed[place], max(left // (len(order) - number), _NAME_WIDTH // 2))
-            left -= rooms[place]
-        cells = [[[line for part in cell.split("\n") for line in wrapped(part, room).split("\n")]
-                  for cell, room in zip(row, rooms, strict=True)] for row in rows]  # fmt: skip
-        widths = [max(_width(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
-        for texts, style in zip(cells, ["dim", *styles, *[""] * (len(rows) - 1 - len(styles))], strict=True):
-            for lines in zip_longest(*texts, fillvalue=""):
-                filled = [(line, " " * (width - _width(line))) for line, width in zip(lines, widths, strict=True)]
-                line = "  ".join(f"{blank}{text}" if is_right else f"{text}{blank}"
-                                 for (text, blank), is_right in zip(filled, at_right, strict=True))  # fmt: skip
-                self.print((line.rstrip(), style))
+            room = max(left // (len(order) - number), _NAME_WIDTH // 2)
+            if not at_right[place] and needed[place] > room:
+                cells[place] = ["\n".join(wrapped(line, room) for line in cell.split("\n")) for cell in cells[place]]
+                needed[place] = max(_width(line) for cell in cells[place] for line in cell.split("\n"))
+            left -= needed[place]
+        for row, style in zip_longest(zip(*cells, strict=True), ["dim", *styles], fillvalue=""):
+            for lines in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+                texts = [pad(line, width + len(line) - _width(line))
+                         for pad, line, width in zip(pads, lines, needed, strict=True)]  # fmt: skip
+                self.print(("  ".join(texts).rstrip(), style))
 
 
 def _width(text: str) -> int:
