@@ -25,7 +25,6 @@ PROGRAMS = {
 
 
 def program(container: str, holds: str, constants: Sequence[Record]) -> Warned:
-    """What a state dict of a program leaves behind."""
     code, called = PROGRAMS[container]
     found = f"{called}: {holds}"
     if constants:

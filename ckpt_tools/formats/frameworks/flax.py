@@ -14,7 +14,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, repeated, row_major, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
@@ -196,6 +195,3 @@ def _in_order(node: Node) -> list[Node]:
 
 def _malformed() -> DamagedFileError:
     return DamagedFileError("An array of the msgpack file is not as Flax writes it.")
-
-
-CONTAINER = Container(sniff, decode)

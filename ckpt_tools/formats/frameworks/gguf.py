@@ -18,7 +18,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
 from ckpt_tools.io.content import Computed, Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
@@ -204,7 +203,6 @@ def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Ent
 
 
 def types_in(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The types of the keys that are not text; a file may have put anything there."""
     try:
         found = load_json(metadata.get(GGUF_TYPES, "{}"))
     except ValueError:
@@ -325,6 +323,3 @@ def _text(key: str, text: str) -> bytes:
     except UnicodeEncodeError:
         raise ConvertError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
     return struct.pack("<Q", len(raw)) + raw
-
-
-CONTAINER = Container(sniff, decode)

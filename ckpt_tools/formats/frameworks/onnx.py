@@ -16,7 +16,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -61,7 +60,11 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-def decode(source: Source, files: Files | None = None) -> Checkpoint:
+def decode(source: Source) -> Checkpoint:
+    return decode_with_others(source, None)
+
+
+def decode_with_others(source: Source, files: Files | None) -> Checkpoint:
     reader = _Reader(source, files)
     model = reader.fields(Range(source, 0, source.size), _MODEL)
     if 7 not in model:
@@ -123,7 +126,6 @@ class _Reader:
         self.elsewhere = False
 
     def fields(self, place: Range, wires: _Wires) -> _Message:
-        """The fields of a message that have wire types here, by number: the bytes of each value."""
         cursor, found = _cursor(place), _Message()
         while cursor.at < cursor.end:
             self.budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
@@ -260,6 +262,3 @@ def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Compute
             left -= min(left, len(made))
 
     return Computed(count, work, content)
-
-
-CONTAINER = Container(sniff, decode, decode)
