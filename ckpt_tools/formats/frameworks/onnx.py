@@ -120,7 +120,6 @@ def _signed(value: int) -> int:
 class _Reader:
     def __init__(self, source: Source, files: Files | None) -> None:
         self.source, self.files = source, files
-        self.budget = limits.budget(source.size)
         self.items: list[tuple[str, Entry]] = []
         self.warnings: list[Warned] = []
         self.elsewhere = False
@@ -128,7 +127,7 @@ class _Reader:
     def fields(self, place: Range, wires: _Wires) -> _Message:
         cursor, found = _cursor(place), _Message()
         while cursor.at < cursor.end:
-            self.budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
+            cursor.count(1)
             tag = _varint(cursor)
             number, wire = tag >> 3, tag & 7
             if not 0 < number <= _MAX_FIELD or wire not in wires.get(number, (_NUMBER, _WIDE, _BYTES, _NARROW)):
@@ -146,8 +145,9 @@ class _Reader:
         return found
 
     def text(self, place: Range) -> str:
-        self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
-        return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
+        cursor = _cursor(place)
+        cursor.hold(place.length)
+        return cursor.take(place.length).decode(errors="backslashreplace")
 
     def pair(self, place: Range, wires: _Wires) -> tuple[str, Range | None]:
         """Field 1 of a message, a text, and where field 2 is."""
