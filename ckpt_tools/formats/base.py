@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError
 from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import Content
@@ -25,7 +26,6 @@ PROGRAMS = {
 
 
 def program(container: str, holds: str, constants: Sequence[Record]) -> Warned:
-    """What a state dict of a program leaves behind."""
     code, called = PROGRAMS[container]
     found = f"{called}: {holds}"
     if constants:
@@ -141,7 +141,15 @@ class Cursor:
 
     def __init__(self, source: Source, at: int, end: int, what: str, order: str = "<") -> None:
         self.source, self.at, self.end, self.what, self.order = source, at, end, what, order
-        self._window, self._start = b"", at
+        self._window, self._start, self._budget = b"", at, limits.budget(source.size)
+
+    def count(self, nodes: int) -> None:
+        """Count values before they are made."""
+        self._budget.take(limits.NODES, nodes, f"The {self.what} has more values than a file of its size can hold.")
+
+    def hold(self, length: int) -> None:
+        """Count bytes before they are read whole."""
+        self._budget.take(limits.MEMORY, length, f"The {self.what} has more text, or bytes outside its tensors, than any has.")
 
     def take(self, length: int) -> bytes:
         self.check(length)
@@ -162,11 +170,9 @@ class Cursor:
 
     def check(self, length: int) -> None:
         if length > self.end - self.at:
-            raise DamagedFileError(
-                f"The {self.what} is cut off.",
-                why=f"At byte {self.at} it claims {length} more bytes; {self.end - self.at} are left.",
-                fix="An interrupted download or a full disk does that: get it again.",
-            )  # fmt: skip
+            why = f"At byte {self.at} it claims {length} more bytes; {self.end - self.at} are left."
+            fix = "An interrupted download or a full disk does that: get it again."
+            raise DamagedFileError(f"The {self.what} is cut off.", why=why, fix=fix)
 
     def number(self, code: str) -> int:
         return int(self.numbers(code, 1)[0])

@@ -16,8 +16,7 @@ from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerE
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
-_BLOCK = 4 << 20
-_PIECE = 8192  # bytes, packed and inflated, that are lost where something is damaged, as with loaders
+_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16
 _MAGIC = 6  # bytes of the longest one
 _COST_OF_RUN = 1 << 14  # in bytes that are inflated
 _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
@@ -102,9 +101,9 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spen
     """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first."""
     opened, at = make(), start
     while at < source.size:
-        data = source.read(at, min(_PIECE, source.size - at))
+        data = source.read(at, min(_PACKED_BLOCK, source.size - at))
         at += len(data)
-        while piece := bytes(opened.decompress(data, _PIECE)):
+        while piece := (yield from _next_block(opened, data)):
             spend(len(piece))
             yield piece
             if opened.eof:
@@ -119,9 +118,20 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spen
     return None
 
 
+def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
+    """The next block; where zlib finds an error, what comes before it is given first."""
+    before: Any = opened.copy() if hasattr(opened, "copy") else None
+    try:
+        return bytes(opened.decompress(data, _BLOCK))
+    except zlib.error:
+        with contextlib.suppress(zlib.error):
+            for at in range(len(data)):
+                yield before.decompress(data[at : at + 1])
+        raise
+
+
 def _next_run(source: Source, at: int) -> int:
-    """The first byte from `at` on that is not zero."""
-    while padding := source.read(at, min(_PIECE, source.size - at)):
+    while padding := source.read(at, min(_PACKED_BLOCK, source.size - at)):
         following = padding.lstrip(b"\0")
         at += len(padding) - len(following)
         if following:
@@ -133,7 +143,6 @@ def _next_run(source: Source, at: int) -> int:
 
 
 def zstd_blocks(source: Source, spend: Spend) -> Iterator[bytes]:
-    """What a file inflates to, in blocks; `spend` counts them first."""
     module: Any = None
     for name in _ZSTD:
         with contextlib.suppress(ImportError):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, TypeGuard, cast
 
 from ckpt_tools.errors import LimitError
@@ -13,7 +13,7 @@ from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import CONTAINERS, Dict, Entry, List, Node, Object, Where
-from ckpt_tools.tree.visit import children, is_hollow, walk
+from ckpt_tools.tree.visit import children, is_hollow, reachable, walk
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -85,7 +85,6 @@ def find_tensors(root: Node) -> Iterator[Tensor]:
 
 
 def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
-    """The tensors below `root` that are not a direct part of one of these state dicts, in order."""
     inside = {state_dict.where for state_dict in state_dicts}
     return [tensor for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
 
@@ -148,7 +147,7 @@ def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
 
 def find_state_dicts(root: Node) -> list[StateDict]:
     found = []
-    holders = _Holders(root)
+    holders = functools.cache(lambda: _holders(root))  # only few dicts ask
     for where, node in walk(root, stop=lambda node: type(node) is Object or is_optimizer(node), plain=False, entries=False):
         if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders) and not any(map(is_extra, where)):
             found.append(StateDict(where, node))
@@ -202,14 +201,14 @@ def as_optimizer(node: Node) -> Optimizer | None:
     return Optimizer(state, groups) if type(state) is Dict else None
 
 
-def _is_state_dict(node: Dict, holders: _Holders) -> bool:
+def _is_state_dict(node: Dict, holders: Callable[[], set[int]]) -> bool:
     tensors = list(tensors_by_name(node))
     if not tensors or _are_scores(node, tensors):
         return False
     if any("." in name for name in tensors):
         return True
     others = [value for key, value in node.items if not is_tensor(value) and not is_extra(key)]
-    return len(others) <= len(tensors) and not any(id(value) in holders.ids for value in others)
+    return len(others) <= len(tensors) and not any(id(value) in holders() for value in others)
 
 
 _NAME = re.compile(r"[\w.-]+")
@@ -225,31 +224,18 @@ def _are_scores(node: Dict, names: list[str]) -> bool:
     return beside_others or not all(map(_NAME.fullmatch, names))
 
 
-class _Holders:
-    """Which containers hold a tensor, however deep. Worked out once, when first asked: dicts in dicts would ask for each."""
-
-    def __init__(self, root: Node) -> None:
-        self.root = root
-
-    @cached_property
-    def ids(self) -> set[int]:
-        found: set[int] = set()
-        seen = {id(self.root)}
-        path = [id(self.root)]
-        stack = [children(self.root)]
-        while stack:
-            for _, node in stack[-1]:
-                if is_tensor(node) or id(node) in found:
-                    for holder in reversed(path):
-                        if holder in found:  # above one that is known all are
-                            break
-                        found.add(holder)
-                elif type(node) in CONTAINERS and id(node) not in seen and not is_hollow(node):
-                    seen.add(id(node))
-                    path.append(id(node))
-                    stack.append(children(node))
-                    break
-            else:
-                stack.pop()
-                path.pop()
-        return found
+def _holders(root: Node) -> set[int]:
+    above: dict[int, list[int]] = {}
+    found: set[int] = set()
+    todo: list[int] = []
+    for node in reachable(root):
+        for _, part in children(node) if type(node) in CONTAINERS and not is_hollow(node) else ():
+            if is_tensor(part):
+                todo.append(id(node))
+            elif type(part) in CONTAINERS:
+                above.setdefault(id(part), []).append(id(node))
+    while todo:
+        if (holder := todo.pop()) not in found:
+            found.add(holder)
+            todo += above.get(holder, ())
+    return found

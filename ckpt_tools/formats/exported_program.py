@@ -172,7 +172,6 @@ def _call(function: Global, given: str) -> Call:
 
 
 def _is_size(text: str) -> bool:
-    """Whether a text is an expression of sizes: numbers, symbols and functions of sympy's, and nothing that leads elsewhere."""
     tokens = list(_TOKEN.finditer(text))
     if sum(len(token[0]) for token in tokens) < len(text) or _CALLED_AGAIN.search(text):
         return False

@@ -20,7 +20,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
 from ckpt_tools.formats.zip_directory import Directory, Record, check_pickle, record_content, record_head
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
@@ -54,8 +53,7 @@ def sniff(head: bytes) -> bool:
     return head.startswith(_MAGIC)
 
 
-def decode_npy(source: Source) -> Checkpoint:
-    """Read the header of a .npy, and its pickle where it has one; no elements."""
+def decode(source: Source) -> Checkpoint:
     arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
     root = arrays.node(header, Range(source, 0, source.size), Part(source, header.length, source.size), "the array")
@@ -65,7 +63,6 @@ def decode_npy(source: Source) -> Checkpoint:
 
 
 def decode_npz(source: Source, directory: Directory) -> Checkpoint:
-    """Read the headers of all arrays in a .npz, and the pickles of those that have one; no elements."""
     arrays = Arrays(source)
     items: list[tuple[Node, Node]] = []
     names = {record.name for record in directory.records}
@@ -80,7 +77,6 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
         if arrays.left:
             raise TensorError(f"The array {name!r} has {arrays.left} bytes more than its shape.")
         items.append((name, node))
-    items += [(name, b"") for name in dict.fromkeys(directory.folders)]  # as numpy.load gives them
     decoded = arrays.decoded("npz", Dict(items), source)
     decoded.warnings += trailing(directory.trailing, "the archive")
     decoded.records = directory.records
@@ -246,9 +242,8 @@ def _numbers(kind: Node) -> tuple[DType | None, bool]:
 
 def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
     """Shape, dtype, whether in Fortran order, and bytes of a pickled array: from its state; in protocol 5 from arguments."""
-    if node.function in _RECONSTRUCT and len(node.steps) == 1:
-        state = node.state
-        return state[1:] if type(state) is tuple and len(state) == 5 else None
+    if node.function in _RECONSTRUCT and len(node.steps) == 1 and type(node.state) is tuple and len(node.state) == 5:
+        return node.state[1:]
     if node.function in _FROMBUFFER and type(node.args) is tuple and len(node.args) == 4 and not node.steps:
         buffer, kind, shape, order = node.args
         if type(buffer) is Object and buffer.name == "builtins.bytearray" and type(buffer.args) is tuple and buffer.args:
@@ -258,7 +253,6 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    """How many elements a shape has; TensorError for impossibly many."""
     count = prod(shape)
     if count.bit_length() > 63:
         raise TensorError("An array claims more than 2**63 elements.")
@@ -287,12 +281,8 @@ def _nested(cells: list[Node], shape: tuple[int, ...]) -> Node:
 
 
 def lay_out(content: Content, dtype: DType, shape: tuple[int, ...]) -> list[Piece]:
-    """The pieces of a .npy of version 1.0, from the row-major bytes of an array of a dtype that NumPy has."""
     code = next(code for code, known in BY_NUMPY.items() if known is dtype)
     descr = f"{'|' if dtype.itemsize == 1 else '<'}{code}"
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     header = text.encode().ljust(-(-(len(text) + 11) // 64) * 64 - 11) + b"\n"
     return [Piece(Literal(_MAGIC + b"\1\0" + len(header).to_bytes(2, "little") + header)), Piece(content)]
-
-
-CONTAINER = Container(sniff, decode_npy, in_zips=True)

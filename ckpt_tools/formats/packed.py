@@ -80,7 +80,6 @@ def _is_tar(source: Source, head: bytes) -> bool:
 
 
 def decode(source: Source, head: bytes, wanted: str, folders: Folders) -> Checkpoint:
-    """Read the checkpoint in a packed file; `wanted` is the member that was asked for, or empty."""
     kind = kind_of(head)
     with limits.of_file(source.size):
         if kind is None:

@@ -1,7 +1,6 @@
 """Every pickle in a file, wherever it stands: one behind another, in archives, behind the header of a .npy, compressed.
 
-It goes by content, and by nothing that a reader of checkpoints believes: a file that is two formats at once is examined
-as both. What cannot be examined is told.
+By content alone: a file that is two formats at once is examined as both, and what cannot be examined is told.
 """
 
 from __future__ import annotations
@@ -19,23 +18,13 @@ from itertools import islice, pairwise
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
 from ckpt_tools.formats import exported_program, texts, zip_archives
+from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import single_folder
-from ckpt_tools.formats.zip_directory import (
-    LOCAL,
-    NUMPY,
-    SIGNATURE_LOCAL,
-    LocalHeader,
-    Record,
-    has_end,
-    read_directory,
-    record_content,
-    record_head,
-    signatures,
-)
+from ckpt_tools.formats.zip_directory import Record, has_end, read_directory, record_content, record_head, signatures
 from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
@@ -127,7 +116,7 @@ class _Walk:
         with self.guarded(where):
             if is_zip(head) or has_end(behind):
                 self.archive(source, where, depth)
-        if head.startswith(NUMPY):
+        if head.startswith(zips.NUMPY):
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, member=member)
@@ -169,7 +158,7 @@ class _Walk:
         while at < source.size:
             self.count()
             head = source.read(at, min(_NPY_HEAD, source.size - at))
-            if not head.startswith(NUMPY):
+            if not head.startswith(zips.NUMPY):
                 self.stream(source, where, depth, at)
                 return
             start, end = _npy(head)
@@ -241,13 +230,13 @@ class _Walk:
 
     def damaged_archive(self, source: Source, where: str, depth: int) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
-        places = [at for _, at in signatures(source, SIGNATURE_LOCAL) if at + LOCAL.size <= source.size]
+        places = [at for _, at in signatures(source, zips.SIGNATURE_LOCAL) if at + zips.LOCAL.size <= source.size]
         for place, following in pairwise([*places, source.size]):
-            header = LocalHeader.at(source, place)
+            header = zips.LocalHeader.at(source, place)
             start = place + header.length
             if start >= source.size:
                 continue
-            name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
+            name = source.read(place + zips.LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
             member: Source = Window(source, start, max(following, start) - start)
             with self.guarded(name):
                 if header.method == 8:
@@ -255,7 +244,6 @@ class _Walk:
                 self.examine(member, _inside(where, name), depth + 1)
 
     def opened(self, source: Source, record: Record) -> Source:
-        """A record as a source of its own; a deflated one is inflated."""
         if not record.deflated:
             return Window(source, record.data, record.size)
         self.spend(record.size)
@@ -294,7 +282,6 @@ class _Walk:
 
 
 def _up_to_damage(blocks: Iterator[bytes], damage: list[Exception]) -> Iterator[bytes]:
-    """What is inflated before an error, which is kept."""
     try:
         yield from blocks
     except CkptError:  # some of ours are an OSError too
@@ -330,7 +317,7 @@ def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Recor
         if is_raw and record.is_array:
             is_raw = False
             with contextlib.suppress(DamagedFileError):  # whoever looks at it will say so
-                is_raw = record.deflated and not record_head(source, record, _HEAD).startswith(NUMPY)
+                is_raw = record.deflated and not record_head(source, record, _HEAD).startswith(zips.NUMPY)
         if not is_raw:
             yield record
 
@@ -352,7 +339,7 @@ def _can_be_imported(name: Global) -> bool:
 
 def _is_meant(data: bytes) -> bool:
     """Whether bytes that a pickle or a text holds are a pickle, or may hold some: two bytes begin so by chance."""
-    if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((NUMPY, *(magic for magic, _ in _LOCKED))):
+    if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((zips.NUMPY, *(magic for magic, _ in _LOCKED))):
         return True
     for kind in _KINDS:
         with contextlib.suppress(*_BROKEN):

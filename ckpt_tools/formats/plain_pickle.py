@@ -13,7 +13,6 @@ from ckpt_tools.formats import torch_legacy
 from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
 from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.io.output import Source
@@ -89,6 +88,3 @@ def _goes_on(pickles: Pickles) -> bool:
     except CkptError as error:
         return isinstance(error, LimitError)
     return True
-
-
-CONTAINER = Container(sniff, decode)

@@ -1,14 +1,13 @@
 """The containers of one file, a row each: its name, and the module that reads it. A new one is a module and a row.
 
-A module says in its `CONTAINER` how a file is told by its first bytes and read; it is imported once the rows before it have not
-been what a file is.
+Each has `sniff(head)` and `decode(source)`; it is imported once the rows before it have not been what a file is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.output import Source
@@ -17,21 +16,12 @@ from ckpt_tools.io.sources import Files
 Decode = Callable[[Source], Checkpoint]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Container:
-    """A kind of file.
-
-    Attributes:
-        sniff: whether a file that starts with these bytes is one.
-        decode: reads one.
-        with_others: reads one with the files beside it that belong to it.
-        in_zips: whether it is read as a member of a zip, too.
-    """
+class Container(NamedTuple):
+    """A kind of file: whether one that starts with these bytes is one, what reads one, alone and with the files beside it."""
 
     sniff: Callable[[bytes], bool]
     decode: Decode
     with_others: Callable[[Source, Files], Checkpoint] | None = None
-    in_zips: bool = False
 
 
 ROWS = {
@@ -48,11 +38,14 @@ ROWS = {
 }
 
 
-def containers() -> Iterator[Container]:
-    for module in ROWS.values():
-        container = import_module(module).CONTAINER
-        assert isinstance(container, Container)
-        yield container
+IN_ZIPS = frozenset(("safetensors", "torch-legacy", "torch-tar", "npy", "keras"))  # read as members of a zip, too
+
+
+def containers(*, in_zips: bool = False) -> Iterator[Container]:
+    for name, row in ROWS.items():
+        if not in_zips or name in IN_ZIPS:
+            module = import_module(row)
+            yield Container(module.sniff, module.decode, getattr(module, "decode_with_others", None))
 
 
 def begins_as_checkpoint(head: bytes) -> bool:

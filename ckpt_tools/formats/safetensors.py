@@ -15,7 +15,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
 from ckpt_tools.formats.base import Warned, repeated
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
@@ -263,6 +262,3 @@ def _field(name: str, entry: Entry, begin: int, end: int) -> str:
 
 
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-
-CONTAINER = Container(sniff, decode, in_zips=True)

@@ -98,7 +98,6 @@ _MAPS = frozenset(bytes([byte]) for byte in (*range(0x81, 0x90), 0xDE, 0xDF))  #
 
 
 def refuse_polyglot(source: Source, head: bytes) -> None:
-    """Raise DamagedFileError for a file whose bytes, which start with `head`, are more than one container."""
     kinds = list(_kinds(head))
     if not head or head[0] not in _FIRST:
         pass

@@ -1,7 +1,6 @@
 """Pickles in texts: in JSON and other texts as base64, as hexadecimal digits, or a character for each byte.
 
-Loaders of bundles take such texts for pickles: stable-baselines3 those under `:serialized:` in the member `data` of its zips.
-Keras keeps the code of a Lambda layer so, by marshal.
+stable-baselines3 keeps them under `:serialized:` in the member `data`; Keras the code of a Lambda layer, by marshal.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Behind, Machine, Maker
@@ -35,7 +34,7 @@ from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Stora
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 _MAX_BLOBS_IN_BLOBS = 8
-_BYTES_PER_NODE = 4  # of bytes that a pickle gives again and again
+_BYTES_PER_NODE = 4  # as many as the file has for each of its bytes
 _KEY = re.compile(r"[0-9]{1,40}")
 _NOWHERE = Literal(b"")
 NESTED = Global("torch._utils", "_rebuild_nested_tensor")
@@ -56,7 +55,7 @@ class Blobs:
     def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
         self.part, self.depth, self.prefix = part, depth, prefix
         self.machine: Machine | None = None
-        self.count = self.anchor = self.given = 0
+        self.count = self.anchor = 0
         self.storage_bytes = 0
 
     @property
@@ -64,7 +63,6 @@ class Blobs:
         return {**MAKERS, LOAD_FROM_BYTES: self.load}
 
     def watch(self, machine: Machine, anchor: int = 0) -> Machine:
-        """Note which machine reads the pickle, and where in the part its bytes begin."""
         self.machine, self.anchor = machine, anchor
         return machine
 
@@ -75,10 +73,7 @@ class Blobs:
             return None
         if self.depth == _MAX_BLOBS_IN_BLOBS:
             raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
-        self.given += len(data)  # one string of bytes can be given again and again
-        again = max(0, self.given - (self.part.end - self.part.start)) if self.part is not None else len(data)
-        self.given -= again
-        self.machine.left -= again // _BYTES_PER_NODE
+        self.machine.left -= len(data) // _BYTES_PER_NODE  # one string of bytes can be given again and again
         stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
         self.count += 1
         self.storage_bytes += stream.storage_bytes
@@ -95,7 +90,6 @@ class Blobs:
 
 
 def load_with_blobs(pickles: Pickles, *, prefix: str = "", arrays: Behind | None = None) -> tuple[Machine, Node, Blobs]:
-    """A pickle by itself, whose storages are in it."""
     blobs = Blobs()
 
     def make(data: bytes, offset: int) -> Machine:
@@ -122,8 +116,10 @@ _MAGIC = re.compile(
 )
 
 
+sniff = is_stream
+
+
 def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: dict[int, int] | None = None) -> Stream:
-    """Decode a stream: its pickles, and where each storage lies."""
     pickles = Pickles(part)
     begin, version, info = pickles.description(), pickles.description(), pickles.description()
     if begin != MAGIC_NUMBER or version != PROTOCOL_VERSION or type(info) is not Dict:
@@ -169,18 +165,14 @@ class _LegacyStorages(Storages):
                 self.classes.append(str(pid[1]))
             return pid[1]
         if type(pid) is not tuple or len(pid) != 6 or pid[0] != "storage":
-            raise PickleError(
-                "The pickle refers to something outside it that is not a storage.",
-                why="Expected ('storage', class, key, location, size, view).",
-            )
+            why = "Expected ('storage', class, key, location, size, view)."
+            raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
         _, kind, key, device, numel, view = pid
         if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
         if view is not None:
-            raise UnsupportedContainerError(
-                f"Storage {key!r} is saved as a view of another, which only PyTorch up to 0.3 wrote.",
-                fix="Load it with torch.load, and save what that gives.",
-            )
+            what = f"Storage {key!r} is saved as a view of another, which only PyTorch up to 0.3 wrote."
+            raise UnsupportedContainerError(what, fix="Load it with torch.load, and save what that gives.")
         return self._empty(kind, key, device, numel) or self.storage(pid[:5])
 
     def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
@@ -201,7 +193,6 @@ def _set_content(storage: Storage, content: Content) -> None:
 
 
 def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
-    """The keys of the storages, in the order of their bytes."""
     try:
         node = pickles.description()
     except PickleError as error:
@@ -222,7 +213,6 @@ def _place(
     pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *,
     little: bool, available_bytes: dict[int, int] | None,
 ) -> None:  # fmt: skip
-    """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     if pickles.part.source is not None and pickles.part.data is None:
         starts = itertools.accumulate((8 + storages.by_key[key][1].nbytes for key in keys), initial=pickles.position)
         pickles.part.source.prefetch([(start, 8) for start in starts][:-1])
@@ -280,10 +270,8 @@ _SYS_INFO = Dict([("protocol_version", PROTOCOL_VERSION), ("little_endian", True
 def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
     if any(type(node) is Object and node.function == NESTED for node in visit.reachable(root)):
-        raise ConvertError(
-            "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
-            fix="Write another container.",
-        )
+        what = "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load."
+        raise ConvertError(what, fix="Write another container.")
     survey = Survey(root)
     storages = sorted(survey.storages, key=lambda one: one.content.offset if isinstance(one.content, Range) else 0)
     keys = {id(storage): str(index) for index, storage in enumerate(storages)}
@@ -295,6 +283,3 @@ def lay_out(root: Node) -> list[Piece]:
         pieces.append(Piece(Literal(struct.pack("<q", storage.nbytes // typed.itemsize))))
         pieces.append(Piece(storage.content))
     return pieces
-
-
-CONTAINER = Container(is_stream, decode, in_zips=True)

@@ -22,7 +22,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import TAR_BLOCK, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
@@ -117,7 +116,6 @@ class _Objects:
         self.tensors: dict[int, Entry] = {}
 
     def load(self, pid: Node) -> Node:
-        """The tensor or storage with this key, or the class of a (class, file, source)."""
         if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
             return pid[0]
         return self.tensors.get(_key(pid)) or self.storage(pid)[0]
@@ -195,7 +193,6 @@ class _Objects:
 
 
 def _key(node: Node) -> int:
-    """The key of a tensor or storage: a number, or the text of one."""
     if type(node) is int and node.bit_length() <= 64:
         return node
     if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
@@ -214,9 +211,6 @@ def _records(pickles: Pickles) -> Iterator[tuple[Node, ...]]:
         if type(parts) is not tuple or len(parts) != 3:
             raise PickleError(_MALFORMED)
         yield parts
-
-
-CONTAINER = Container(sniff, decode, in_zips=True)
 
 
 # --- the members of a tar, as Python's tarfile, and so `torch.load`, reads its headers; none is extracted

@@ -16,10 +16,10 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import (
-    SIGNATURE_LOCAL,
     Directory,
     Record,
     RecordRange,
@@ -106,7 +106,7 @@ def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: S
 def refuse_more_archives(source: Source, directory: Directory) -> None:
     """Refuse a file in which another archive begins behind the one that has its end, and goes on to the file's end."""
     left = directory.trailing
-    if left and SIGNATURE_LOCAL.startswith(source.read(source.size - left, min(left, len(SIGNATURE_LOCAL)))):
+    if left and zips.SIGNATURE_LOCAL.startswith(source.read(source.size - left, min(left, len(zips.SIGNATURE_LOCAL)))):
         raise DamagedFileError(
             "Another archive begins behind the first, and is cut off.",
             why=f"It is {left} bytes: the file is a part of a distributed checkpoint, whose folder has a .metadata.",

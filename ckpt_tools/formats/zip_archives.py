@@ -8,20 +8,10 @@ from __future__ import annotations
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import Keys, Warned, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
-from ckpt_tools.formats.zip_directory import (
-    END,
-    END64,
-    LOCAL,
-    LOCATOR64,
-    SIGNATURE_CENTRAL,
-    SIGNATURE_LOCAL,
-    LocalHeader,
-    MissingDirectoryError,
-    read_directory,
-)
+from ckpt_tools.formats.zip_directory import LocalHeader, MissingDirectoryError, read_directory
 from ckpt_tools.io.content import Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
@@ -32,11 +22,11 @@ from ckpt_tools.text import some
 from ckpt_tools.tree.nodes import Entry, Global, List
 from ckpt_tools.tree.visit import walk
 
+sniff = is_zip
 _COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
 
 
-def decode(source: Source) -> Checkpoint:
-    """Read the directory of a zip, and what the zip is in turn."""
+def decode_one(source: Source) -> Checkpoint:
     try:
         directory = read_directory(source)
     except MissingDirectoryError:
@@ -63,18 +53,16 @@ def decode(source: Source) -> Checkpoint:
     )
 
 
-def _one_or_several(source: Source) -> Checkpoint:
+def decode(source: Source) -> Checkpoint:
     try:
-        return decode(source)
+        return decode_one(source)
     except DamagedFileError:
         if not (spans := split(source)):
             raise
         return _decode_several(source, spans)
 
 
-CONTAINER = Container(is_zip, _one_or_several)
-
-_ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
+_ENDS = zips.END64.size + zips.LOCATOR64.size + zips.END.size  # as torch ends every archive, without a comment
 
 
 def split(source: Source) -> list[tuple[int, int]]:
@@ -83,9 +71,9 @@ def split(source: Source) -> list[tuple[int, int]]:
     end = source.size
     while end >= _ENDS:
         ends = source.read(end - _ENDS, _ENDS)
-        signature, *_, size, start = END64.unpack_from(ends)
+        signature, *_, size, start = zips.END64.unpack_from(ends)
         begin = end - _ENDS - start - size
-        if signature != b"PK\x06\x06" or ends[-END.size :][:4] != b"PK\x05\x06" or begin < 0:
+        if signature != b"PK\x06\x06" or ends[-zips.END.size :][:4] != b"PK\x05\x06" or begin < 0:
             break
         found.append((begin, end - begin))
         limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
@@ -100,7 +88,7 @@ def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Checkpoint:
     names, uses = dict[Global, None](), dict[str, None]()
     for start, size in spans:
         limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
-        part = decode(Window(source, start, size))
+        part = decode_one(Window(source, start, size))
         if roots.items and part.byteorder != decoded.byteorder:
             raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
         names |= dict.fromkeys(part.globals)
@@ -116,11 +104,11 @@ def _decode_several(source: Source, spans: list[tuple[int, int]]) -> Checkpoint:
 
 def _torch_reads_the_first(source: Source, first: int) -> bool:
     """Whether torch opens the file, as the first archive, which is so long; mostly it opens none."""
-    _, _, at, _ = LOCATOR64.unpack(source.read(source.size - LOCATOR64.size - END.size, LOCATOR64.size))
-    *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
-    wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)
+    _, _, at, _ = zips.LOCATOR64.unpack(source.read(source.size - zips.LOCATOR64.size - zips.END.size, zips.LOCATOR64.size))
+    *_, plain, _ = zips.END.unpack(source.read(source.size - zips.END.size, zips.END.size))
+    wide = zips.END64.unpack(source.read(at, zips.END64.size)) if at + zips.END64.size <= source.size else (b"", plain)
     start = wide[-1] if wide[0] == b"PK\x06\x06" else plain
-    if start + 4 > source.size or source.read(start, 4) != SIGNATURE_CENTRAL:
+    if start + 4 > source.size or source.read(start, 4) != zips.SIGNATURE_CENTRAL:
         return False
     if at != first - _ENDS:
         what = f"{source.path} is several archives one after another, and torch.load would find another one in it."
@@ -134,7 +122,6 @@ _SMALL = 4096  # bytes between what is known of a record and the header of the n
 
 
 def describe_cut(source: Source) -> DamagedFileError:
-    """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what, ends = "The zip directory at the end of the file is missing", f"The file ends after {source.size} bytes"
     try:
         whole, count, last = _count(source)
@@ -154,10 +141,10 @@ def _count(source: Source) -> tuple[int, int, str]:
     storages = Storages(lambda _key, _nbytes: Literal(b""))
     whole: set[str] = set()
     at, name, end = 0, "", 0
-    while 0 <= at <= source.size - LOCAL.size:
+    while 0 <= at <= source.size - zips.LOCAL.size:
         header = LocalHeader.at(source, at)
-        name = source.read(at + LOCAL.size, min(header.name_length, source.size - at - LOCAL.size)).decode("utf-8", "replace")
-        data = at + header.length
+        start, data = at + zips.LOCAL.size, at + header.length
+        name = source.read(start, min(header.name_length, source.size - start)).decode("utf-8", "replace")
         if entries is None:
             if data > source.size or not name.endswith("/data.pkl"):
                 break
@@ -175,7 +162,7 @@ def _count(source: Source) -> tuple[int, int, str]:
         if end > source.size:
             break
         whole.add(name)
-        found = source.read(end, min(_SMALL, source.size - end)).find(SIGNATURE_LOCAL)
+        found = source.read(end, min(_SMALL, source.size - end)).find(zips.SIGNATURE_LOCAL)
         at = end + found if found >= 0 else -1
     if entries is None:
         raise DamagedFileError("The pickle that lists them is cut off or missing.")

@@ -40,11 +40,10 @@ def sniff(source: Source, directory: Directory) -> bool:
 
 
 def _kind(head: bytes) -> Decode | None:
-    return next((row.decode for row in containers() if row.in_zips and row.sniff(head)), None)
+    return next((row.decode for row in containers(in_zips=True) if row.sniff(head)), None)
 
 
 def decode(source: Source, directory: Directory) -> Checkpoint:
-    """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole."""
     if all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in directory.records):  # whatever they are called
         return numpy_files.decode_npz(source, directory)
     refuse_more_archives(source, directory)
@@ -75,7 +74,6 @@ def decode(source: Source, directory: Directory) -> Checkpoint:
 
 
 def _member(source: Source, record: Record, inflated: _Inflated, warnings: list[Warned]) -> Checkpoint | None:
-    """The checkpoint that a member is; None where it is none, or looks like a pickle and is not one that can be read."""
     head = record_head(source, record, _HEAD)
     kind = _kind(head)
     if not (head.startswith(SIGNATURE_LOCAL) or kind is not None or plain_pickle.sniff(head)):

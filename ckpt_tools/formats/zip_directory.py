@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
@@ -40,12 +40,10 @@ class LocalHeader(
 
     @property
     def length(self) -> int:
-        """How far behind its own start the record's bytes begin."""
         return LOCAL.size + int(self.name_length) + int(self.extra_length)
 
 
 def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
-    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
     bodies = [body for tag, body in _extra_fields(extra, name) if tag == _ZIP64]
     narrow = (size, compressed, header)
     if len(bodies) > 1 or any(8 * narrow.count(FULL_32) > len(body) for body in bodies):
@@ -147,7 +145,6 @@ class Directory:
     records: list[Record]
     start: int
     trailing: int
-    folders: Sequence[str] = ()
 
 
 class MissingDirectoryError(DamagedFileError):
@@ -170,12 +167,12 @@ def read_directory(source: Source) -> Directory:
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     if start + size != directory_end:
         raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
-    records, folders = _read_central(source, source.read(start, size), count, start)
+    records = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
     inflated = sum(record.size for record in records if record.deflated)
     what = f"The file's deflated records come to {inflated} bytes, and the file has {source.size}."
     limits.budget(source.size).take(limits.MEMORY, inflated // limits.STREAMED, what)
-    return Directory(_in_file_order(records, start), start, trailing, folders)
+    return Directory(_in_file_order(records, start), start, trailing)
 
 
 def has_end(source: Source) -> bool:
@@ -188,7 +185,6 @@ def _comment_length(tail: bytes, at: int) -> int:
 
 
 def _find_end(tail: bytes, tail_start: int) -> int:
-    """The offset of the end record: the last signature, unless it lies inside the comment of an earlier one."""
     last = len(tail)
     while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
         pass
@@ -204,7 +200,6 @@ def _find_end(tail: bytes, tail_start: int) -> int:
 
 
 def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
-    """Where the zip64 end record starts, and its fields; None when there is none."""
     if end < LOCATOR64.size:
         return None
     signature, disk, at, disks = LOCATOR64.unpack(source.read(end - LOCATOR64.size, LOCATOR64.size))
@@ -230,16 +225,12 @@ def _misplaced(why: str) -> DamagedFileError:
     return DamagedFileError(f"The zip directory is not where the file says: {why}.", why=reason)
 
 
-def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[list[Record], list[str]]:
+def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
     records: list[Record] = []
-    folders: list[str] = []
     at = 0
     for _ in range(count):
         record, at = _read_entry(data, at, start)
-        if isinstance(record, str):
-            folders.append(record)
-        else:
-            records.append(record)
+        records += [record] if record is not None else []
     if at != len(data):
         raise DamagedFileError(f"The zip directory lists more than the {count} records that the end record counts.")
     if source.fd < 0:
@@ -248,7 +239,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[
     for record in records:
         _check_local(headers, record)
         record.is_array = record.deflated or headers.read(record.data, len(NUMPY)) == NUMPY
-    return records, folders
+    return records
 
 
 class _Headers:
@@ -273,13 +264,12 @@ _WITH_START = 256  # a header, the padding in front of a tensor, and the first b
 NUMPY = b"\x93NUMPY"
 
 
-def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
-    """One entry of the central directory, and where the next begins; the name alone of an empty folder."""
+def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | None, int]:
+    """One entry of the central directory, if it is no empty folder, and where the next begins."""
     line = data[at : at + CENTRAL.size]
     if len(line) < CENTRAL.size or line[:4] != SIGNATURE_CENTRAL:
-        raise DamagedFileError(
-            f"The zip directory is damaged at offset {start + at}.", why="It has fewer entries than it counts."
-        )
+        what = f"The zip directory is damaged at offset {start + at}."
+        raise DamagedFileError(what, why="It has fewer entries than it counts.")
     (_, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment_length, disk, _, attributes,
      header) = CENTRAL.unpack(line)  # fmt: skip
     name_end = at + CENTRAL.size + name_length
@@ -298,7 +288,7 @@ def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | str, int]:
     if name.endswith("/") or attributes & 0x10:
         if size or compressed or not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
             raise _two_ways(name, "it is marked as a folder, and has data or no name of one")
-        return name, following
+        return None, following
     if flags & _ODD_FLAGS or method not in (0, 8):
         what = f"The zip record {name!r} is encrypted, or compressed otherwise than by deflate."
         raise DamagedFileError(what, why=f"torch cannot read it (flags {flags:#06x}, method {method}).")
@@ -387,7 +377,6 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
 
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:
-    """A record that is read whole: a pickle, code, JSON."""
     check_pickle(source, record.size, deflated=record.deflated)
     data = read(record_content(source, record))
     if check and crc32(data) != record.crc:

@@ -9,24 +9,9 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_tools.errors import TensorError
+from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import repeated
-from ckpt_tools.formats.zip_directory import (
-    ALIGNMENT,
-    CENTRAL,
-    DESCRIPTOR_64,
-    END,
-    END64,
-    FULL_16,
-    FULL_32,
-    LOCAL,
-    LOCATOR64,
-    SIGNATURE_CENTRAL,
-    SIGNATURE_DESCRIPTOR,
-    SIGNATURE_LOCAL,
-    Record,
-    RecordRange,
-    is_record_name,
-)
+from ckpt_tools.formats.zip_directory import Record, RecordRange, is_record_name
 from ckpt_tools.io.content import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.writer import Survey, write_pickle
@@ -37,11 +22,11 @@ _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
 
 def _line(name: bytes, flags: int, crc: int, size: int, header: int) -> bytes:
     wide = b""
-    if size >= FULL_32 or header >= FULL_32:
+    if size >= zips.FULL_32 or header >= zips.FULL_32:
         wide = struct.pack("<2H3Q", 1, 24, size, size, header)
-        size = header = FULL_32
+        size = header = zips.FULL_32
     fields = (0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(wide), 0, 0, 0, 0, header)
-    return CENTRAL.pack(SIGNATURE_CENTRAL, *fields) + name + wide
+    return zips.CENTRAL.pack(zips.SIGNATURE_CENTRAL, *fields) + name + wide
 
 
 class ZipLayout:
@@ -50,66 +35,66 @@ class ZipLayout:
     def __init__(self, folder: str) -> None:
         self.folder, self.position = folder, 0
         self.pieces: list[Piece] = []
-        self.lines: list[bytes | Callable[[], bytes]] = []  # of the directory; some hold a checksum that is not known yet
+        self.lines: list[Callable[[], bytes]] = []  # of the directory; some hold a checksum that is not known yet
         self.count = self.length = 0
 
-    def enter(self, line: bytes, count: int = 1, late: Callable[[], bytes] | None = None) -> None:
-        self.lines.append(late or line)
+    def enter(self, line: Callable[[], bytes], count: int = 1) -> None:
+        self.lines.append(line)
         self.count += count
-        self.length += len(line)
+        self.length += len(line())
 
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
         self.position += content.length
         self.pieces.append(Piece(content, checksum))
 
     def pad(self, count: int) -> None:
-        """Leave a gap of zero bytes, which no record claims."""
         if count:
             self.put(Computed(count, lambda: (bytes(min(CHUNK, count - at)) for at in range(0, count, CHUNK))))
 
     def copy(self, source: Source, records: Sequence[Record]) -> None:
         first, last = records[0], records[-1]
-        self.pad((first.header - self.position) % ALIGNMENT)
+        self.pad((first.header - self.position) % zips.ALIGNMENT)
         shift = self.position - first.header
         if shift:
             lines = [_line(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]
         else:
             lines = [row.line for row in records]
-        self.enter(b"".join(lines), len(records))
+        made = b"".join(lines)
+        self.enter(lambda: made, len(records))
         self.put(Range(source, first.header, last.following - last.dead - first.header))
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
-        fixed = LOCAL.size + len(self.folder) + 1 + 20 + 4 + ALIGNMENT + DESCRIPTOR_64
+        fixed = zips.LOCAL.size + len(self.folder) + 1 + 20 + 4 + zips.ALIGNMENT + zips.DESCRIPTOR_64
         return sum(fixed + len(name.encode()) + content.length for name, content in records)
 
     def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None) -> None:
         size, path, header = content.length, f"{self.folder}/{name}".encode(), self.position
         checksum = Checksum(size, label=path.decode()) if crc is None and size else None
-        crc = crc or 0 if size else 0  # whatever the source says of nothing
-        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= FULL_32 else b""
-        start = header + LOCAL.size + len(path) + len(wide) + 4
-        padding = -start % ALIGNMENT if align else 0
+        known = crc or 0 if size else 0  # whatever the source says of nothing
+        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= zips.FULL_32 else b""
+        padding = -(header + zips.LOCAL.size + len(path) + len(wide) + 4) % zips.ALIGNMENT if align else 0
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = _FLAGS if size else _FLAGS & ~8  # nothing follows an empty record
-        self.put(Literal(LOCAL.pack(SIGNATURE_LOCAL, 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
+        fields = (0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra))
+        self.put(Literal(zips.LOCAL.pack(zips.SIGNATURE_LOCAL, *fields) + path + extra))
         self.put(content, checksum)
-        line = _line(path, flags, crc, size, header)
-        if checksum is None:
-            self.enter(line)
-        else:
-            self.enter(line, late=lambda: _line(path, flags, checksum.value, size, header))
+
+        def crc_32() -> int:
+            return checksum.value if checksum else known
+
+        self.enter(lambda: _line(path, flags, crc_32(), size, header))
         if size:
             form = struct.Struct("<4sI2Q" if wide else "<4sI2I")
-            self.put(Late(form.size, lambda: form.pack(SIGNATURE_DESCRIPTOR, checksum.value if checksum else crc, size, size)))
+            self.put(Late(form.size, lambda: form.pack(zips.SIGNATURE_DESCRIPTOR, crc_32(), size, size)))
 
     def finish(self) -> list[Piece]:
         start, count, size = self.position, self.count, self.length
-        self.put(Late(size, lambda: b"".join([line if isinstance(line, bytes) else line() for line in self.lines])))
+        self.put(Late(size, lambda: b"".join([line() for line in self.lines])))
         end = self.position
-        wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
-        locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-        few, small, near = min(count, FULL_16), min(size, FULL_32), min(start, FULL_32)
-        self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
+        wide = zips.END64.pack(b"PK\x06\x06", zips.END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+        locator = zips.LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
+        few, small, near = min(count, zips.FULL_16), min(size, zips.FULL_32), min(start, zips.FULL_32)
+        self.put(Literal(wide + locator + zips.END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
         return self.pieces
 
 
@@ -170,7 +155,6 @@ def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[
 
 
 def _in_source_order(storages: list[Storage]) -> list[Storage]:
-    """Records file by file as they lie there; then the others by their keys."""
     sources: dict[int, int] = {}
 
     def place(storage: Storage) -> tuple[int, int, int, str]:
@@ -188,6 +172,6 @@ def _whole_records(storages: Sequence[Storage], folder: str) -> dict[str, Record
     for storage in storages:
         if isinstance(storage.content, RecordRange):
             record = storage.content.record
-            if record.name == f"{folder}/data/{storage.key}" and record.data % ALIGNMENT == 0:
+            if record.name == f"{folder}/data/{storage.key}" and record.data % zips.ALIGNMENT == 0:
                 found[storage.key] = record
     return found

@@ -267,7 +267,7 @@ class _Reader:
     def _archive(self, name: str, place: _Place) -> Checkpoint:
         source = self.files.open(place.file)
         try:
-            return zip_archives.decode(Window(source, place.offset, place.length))
+            return zip_archives.decode_one(Window(source, place.offset, place.length))
         except CkptError as error:
             error.what = f"{source.path}, at byte {place.offset}, {name!r}: {error.what}"
             raise

@@ -1,8 +1,6 @@
 """Arrays that joblib writes into the stream right behind the object that describes them, where no opcode is.
 
-Only joblib passes over them: to any other loader what stands there are opcodes. What is read is the array as NumPy pickles it.
-
-Source: joblib/numpy_pickle.py.
+What is read is the array as NumPy pickles it; to any other loader opcodes stand there. Source: joblib/numpy_pickle.py.
 """
 
 from __future__ import annotations
@@ -52,10 +50,8 @@ def array_behind(machine: Machine, target: Object, frame: int) -> Node:
         if type(alignment) is not int and type(alignment) is not bool:
             raise Malformed("is followed by an array of joblib's whose alignment is not a number")
         machine.position += 1 + machine.data[machine.position]
-    start, machine.position = (
-        machine.position,
-        machine.position + size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS])),
-    )
+    start = machine.position
+    machine.position += size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS]))
     if machine.position > machine.end or len(shape) > _MOST_DIMENSIONS:
         raise Malformed("is followed by an array that is cut off")
     data = machine.data[start : machine.position]

@@ -1,9 +1,6 @@
 """Every call that a pickle would make, told without making one: also of pickles that break, and that no checkpoint has.
 
-The machine that opens checkpoints refuses what none of them holds. Here whatever Python's own unpickler would go on with
-goes on, so that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
-
-Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`, `load_build`, `do_append`, `do_setitems`.
+Whatever Python's own unpickler would go on with goes on (CPython's Modules/_pickle.c), so that no call behind it is missed.
 """
 
 from __future__ import annotations
@@ -222,7 +219,6 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[str, Node]]:
-    """The pickle that begins here, what it holds, and the kinds of storages by their keys."""
     start, lister, error, value = pickles.position, Lister(b""), None, None
 
     def make(data: bytes, offset: int) -> Lister:

@@ -55,7 +55,6 @@ class _Keys:
         self.states: dict[int, Node] = {}  # by id
 
     def check(self, node: Node) -> None:
-        """Check one node but for its parts; each key of it is set once then."""
         if type(node) is Dict:
             node.items = self.merge(node.items)
             for name, _ in node.attributes.items if node.attributes is not None else ():

@@ -179,7 +179,6 @@ class Machine:
         return Object("new" if kwargs is None else "new_ex", cls, given, kwargs)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
-        """INST and OBJ: `cls(*args)`; Python 3 makes an instance without arguments by `cls.__new__(cls)`."""
         return self.call(cls, args) if args or not self.strict else self.new(cls, ())
 
     def build(self, target: Node, state: Node) -> Node:
@@ -549,7 +548,6 @@ _BEYOND = "ends beyond its frame or the stream"
 
 
 def python3_name(module: str, name: str) -> tuple[str, str]:
-    """The Python 3 name of a Python 2 global, as pickle and torch map it for protocols below 3."""
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[module, name]
     return _compat_pickle.IMPORT_MAPPING.get(module, module), name
@@ -596,7 +594,6 @@ def _value(op: int, line: bytes, *, strict: bool) -> int | float | str | bytes |
 
 
 def _size(made: Node) -> int:
-    """What a maker's result costs beyond one node: the same arguments, memoized, can be given again and again."""
     if type(made) is Entry:
         return len(made.shape)
     return len(made.items) if type(made) is Dict else len(made) // _BYTES_MADE if type(made) is bytes else 0

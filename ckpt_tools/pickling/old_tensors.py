@@ -1,13 +1,7 @@
 """Tensors, Variables and Parameters as PyTorch pickled them up to 0.4: an object of the class, and a state.
 
-    torch.FloatTensor()               state (storage, offset, size, stride)
-    torch.nn.parameter.Parameter(t)   state (requires_grad, volatile, hooks)
-                                      in 0.1 (tensor, gradient, hooks, requires_grad, volatile)
-    torch.autograd.variable.Variable(t)   the same
-
-The state comes after the object is in the memo, so they are exchanged once the pickle is read.
-
-Source: torch/_tensor.py, `Tensor.__setstate__`; torch/_weights_only_unpickler.py, BUILD.
+`torch.FloatTensor()` has the state (storage, offset, size, stride); `Parameter(t)` and `Variable(t)` have (requires_grad,
+volatile, hooks), in 0.1 (tensor, gradient, hooks, requires_grad, volatile). Source: torch/_tensor.py, `Tensor.__setstate__`.
 """
 
 from __future__ import annotations
@@ -47,7 +41,6 @@ def _is_old(node: Object) -> bool:
 def _modern(node: Node) -> Node:
     if type(node) is not Object or not _is_old(node):
         return node
-    # the state that is set, where nothing else happens to the object and it is a tuple
     step = node.steps[0] if len(node.steps) == 1 else None
     state = step.state if type(step) is Build and type(step.state) is tuple else ()
     try:

@@ -39,7 +39,6 @@ class Part:
         return self.source.read(offset, length)
 
     def content(self, offset: int, length: int) -> Content:
-        """The same as something to be copied."""
         return Literal(self.read(offset, length)) if self.source is None else Range(self.source, self.at + offset, length)
 
 
@@ -92,8 +91,8 @@ class Pickles:
         return node
 
     def tell(self, machine: Machine) -> None:
-        machine.globals.update(self.globals)
-        machine.unusual.update(self.unusual)
+        machine.globals |= self.globals
+        machine.unusual |= self.unusual
 
     def take(self, length: int) -> bytes:
         if length > self.left:

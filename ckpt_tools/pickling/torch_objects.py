@@ -1,7 +1,4 @@
-"""What the globals that `torch.save` writes stand for: storages, tensors, parameters, OrderedDicts, bytes.
-
-Source: torch/_utils.py and torch/_tensor.py, the functions of the same names.
-"""
+"""What the globals that `torch.save` writes stand for (torch/_utils.py, torch/_tensor.py): storages, tensors, OrderedDicts."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ckpt_tools.errors import DamagedFileError, PickleError, TensorError
 from ckpt_tools.io.content import Content, Literal
@@ -58,10 +55,8 @@ class Storages:
     def check_found(self) -> None:
         missing = [key for key, (_, storage) in self.by_key.items() if storage.content is _NOT_THERE]
         if missing:
-            raise DamagedFileError(
-                f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}.",
-                why="The pickle refers to them, and the zip has no such records.",
-            )
+            what = f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}."
+            raise DamagedFileError(what, why="The pickle refers to them, and the zip has no such records.")
 
 
 def _no_storage() -> PickleError:
@@ -79,7 +74,6 @@ def on_meta(key: str) -> TensorError:
 
 
 def storage_dtype(kind: Node, kinds: Mapping[str, DType] = BY_STORAGE) -> DType | None:
-    """The dtype of a storage class; None for an UntypedStorage. As torch does, the name alone decides."""
     if type(kind) is Global:
         if kind.name == "UntypedStorage":
             return None
@@ -168,7 +162,6 @@ _NEGATED = frozenset((
 
 
 def _gradient(dtype: DType, requires_grad: Node) -> bool:
-    """Whether a tensor requires gradients, which torch refuses to numbers that are not continuous."""
     if type(requires_grad) is not bool or (requires_grad and dtype.family not in ("float", "complex") and dtype.name in DTYPES):
         raise Untaken
     return requires_grad
@@ -177,10 +170,6 @@ def _gradient(dtype: DType, requires_grad: Node) -> bool:
 def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
     made = (Global("torch", dtype.name), shape, stride, requires_grad)
     return Object("reduce", Global("torch._utils", "_rebuild_meta_tensor_no_storage"), made)
-
-
-def parameter_of(tensor: Object, requires_grad: bool) -> Object:
-    return Object("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, requires_grad, Dict(ordered=True)))
 
 
 def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None) -> Node:
@@ -333,7 +322,6 @@ MAX_WRAPPINGS = 8  # parameters of subclasses of tensors: torch nests two
 
 
 def unusual_tensor(node: Node) -> UnusualTensor | None:
-    """What kind of tensor an Object rebuilds; None when it is not one."""
     if type(node) is not Object or node.name not in _REBUILDS or node.call != "reduce":
         return None
     if node.steps:
@@ -365,18 +353,12 @@ def _describe(node: Any) -> UnusualTensor:
 
 
 def unwrapped(node: Object) -> Object:
-    """The tensor in the Parameters around it."""
     for _ in range(MAX_WRAPPINGS):
         inner = node.args[0] if node.name in _PARAMETERS and type(node.args) is tuple else None
         if type(inner) is not Object:
             break
         node = inner
     return node
-
-
-def _sparse(args: Any) -> UnusualTensor:
-    parts = sparse_parts(args)
-    return UnusualTensor("sparse", parts.values.dtype, parts.shape)
 
 
 def _quantized(args: Any) -> UnusualTensor:
@@ -401,8 +383,7 @@ def _length(node: Any) -> int:
     return len(node.items) if type(node) is List else prod(node.shape)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class SparseParts:
+class SparseParts(NamedTuple):
     layout: str
     indices: tuple[Entry, ...]
     values: Entry
@@ -440,7 +421,7 @@ def _from_cpu_tensor(args: Any) -> UnusualTensor:
 SPARSE = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_sparse_csr_tensor")
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_qtensor": _quantized,
-    **dict.fromkeys(SPARSE, _sparse),
+    **dict.fromkeys(SPARSE, lambda args: UnusualTensor("sparse", (parts := sparse_parts(args)).values.dtype, parts.shape)),
     "torch._utils._rebuild_nested_tensor": lambda args: UnusualTensor("nested", args[0].dtype),
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": lambda args: UnusualTensor(

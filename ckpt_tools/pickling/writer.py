@@ -76,7 +76,6 @@ class _Writer:
         return bytes(self.out)
 
     def write_all(self, todo: list[_Todo]) -> None:
-        """Write what stands on a stack, its top first."""
         while todo:
             node = todo.pop()
             if type(node) in ENCODERS and type(node) is not str and id(node) not in self.shared:
@@ -104,7 +103,6 @@ class _Writer:
         return True
 
     def begin(self, node: Node) -> None:
-        """Note that the parts of a tuple or call are being written, before it can be in the memo."""
         self.opened[id(node)] = rounds = self.opened.get(id(node), 0) + 1
         if rounds > self.rounds:
             if self.rounds == 1:
@@ -310,7 +308,6 @@ class _Writer:
         self.out += b"\x86R"
 
     def storage(self, storage: Storage) -> None:
-        """The persistent id ("storage", class, key, location, number of elements)."""
         self.out += b"("
         self.constant("storage")
         dtype = storage.dtype if storage.dtype is not None and storage.dtype.storage is not None else None

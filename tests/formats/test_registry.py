@@ -1,4 +1,4 @@
-"""A container is a module with a CONTAINER and a row: this one is made up."""
+"""A container is a module with `sniff` and `decode`, and a row: this one is made up."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,6 @@ import torch
 import ckpt_tools
 from ckpt_tools.formats import registry
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
@@ -28,7 +27,7 @@ def decode(source: Source) -> Checkpoint:
 def test_a_new_container_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands read it as any other."""
     module = ModuleType("made_up")
-    vars(module)["CONTAINER"] = Container(lambda head: head.startswith(b"MADE"), decode)
+    vars(module).update(sniff=lambda head: head.startswith(b"MADE"), decode=decode)
     monkeypatch.setitem(sys.modules, "made_up", module)
     monkeypatch.setitem(registry.ROWS, "made-up", "made_up")
     path = write(tmp_path, b"MADE\1\2\3", "in.made")

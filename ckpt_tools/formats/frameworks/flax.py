@@ -14,7 +14,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, repeated, row_major, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Content, Joined, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
@@ -52,22 +51,21 @@ def decode(source: Source) -> Checkpoint:
     root = reader.value(0)
     if type(root) is not Dict:
         raise DamagedFileError("The msgpack file does not hold a map.")
-    made = state_dict("flax", source, _flat(root, reader.budget))
+    made = state_dict("flax", source, _flat(root, reader.cursor))
     if not reader.count:
         raise NotACheckpointError(f"{source.path} is not a checkpoint.", why="It is msgpack, and no array of Flax is in it.")
     made.warnings += trailing(source.size - reader.cursor.at, "the map")
     return made
 
 
-def _flat(root: Dict, budget: limits.Budget) -> list[tuple[str, Node]]:
+def _flat(root: Dict, cursor: Cursor) -> list[tuple[str, Node]]:
     """Everything below the maps under its dotted path; an empty map stays."""
     found: list[tuple[str, Node]] = []
     pending: list[tuple[str, Node]] = [("", root)]
     while pending:
         path, node = pending.pop()
         if type(node) is Dict and (node.items or not path):
-            length = sum(map(len, node.named)) + len(path) * len(node.items)
-            budget.take(limits.MEMORY, length, "The msgpack file has longer keys than any has.")
+            cursor.hold(sum(map(len, node.named)) + len(path) * len(node.items))
             pending += [(f"{path}.{key}" if path else key, value) for key, value in reversed(node.named.items())]
         else:
             found.append((path, node))
@@ -83,14 +81,13 @@ class _Bytes:
 class _Reader:
     def __init__(self, source: Source) -> None:
         self.source, self.cursor = source, Cursor(source, 0, source.size, "msgpack file", ">")
-        self.budget = limits.budget(source.size)
         self.count = 0
 
     def value(self, depth: int) -> Node:
         """The next value; bytes are read."""
         node = self._next(depth)
         if isinstance(node, _Bytes):
-            self.budget.take(limits.MEMORY, node.length, "The msgpack file holds too many bytes outside its arrays.")
+            self.cursor.hold(node.length)
             return self.source.read(node.at, node.length)
         return node
 
@@ -112,8 +109,7 @@ class _Reader:
         self.cursor.check(size)  # what is in a map or a list takes a byte at least
         if kind == "extension":
             return self._extension(size, depth)
-        what = "The msgpack file has more values than are read."
-        self.budget.take(limits.NODES, _NODES_OF_MAP + size // _VALUES_PER_NODE, what)
+        self.cursor.count(_NODES_OF_MAP + size // _VALUES_PER_NODE)
         return self._map(size, depth) if kind == "map" else List([self.value(depth + 1) for _ in range(size)])
 
     def _kind(self, code: int) -> tuple[str, int]:
@@ -128,7 +124,7 @@ class _Reader:
 
     def _text(self, size: int) -> str:
         self.cursor.check(size)
-        self.budget.take(limits.MEMORY, size, "The msgpack file holds more text than any has.")
+        self.cursor.hold(size)
         try:
             return self.cursor.take(size).decode()
         except UnicodeDecodeError:
@@ -196,6 +192,3 @@ def _in_order(node: Node) -> list[Node]:
 
 def _malformed() -> DamagedFileError:
     return DamagedFileError("An array of the msgpack file is not as Flax writes it.")
-
-
-CONTAINER = Container(sniff, decode)

@@ -18,7 +18,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
 from ckpt_tools.io.content import Computed, Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
@@ -65,8 +64,7 @@ def decode(source: Source) -> Checkpoint:
     tensors, keys = cursor.number("Q"), cursor.number("Q")
     limits.NODES.check(limits.LISTED * tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
     warnings: list[Warned] = []
-    values = _Values(cursor, source.size, warnings)
-    metadata = values.read(keys)
+    metadata = _Values(cursor, warnings).read(keys)
     infos = [_info(cursor) for _ in range(tensors)]
     text = metadata.get("general.alignment", "32")
     alignment = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
@@ -88,13 +86,13 @@ def decode(source: Source) -> Checkpoint:
 class _Values:
     """The keys and their values, as text: what is not text as JSON, with its type noted under GGUF_TYPES."""
 
-    def __init__(self, cursor: Cursor, file_bytes: int, warnings: list[Warned]) -> None:
-        self.cursor, self.warnings, self.budget = cursor, warnings, limits.budget(file_bytes)
+    def __init__(self, cursor: Cursor, warnings: list[Warned]) -> None:
+        self.cursor, self.warnings = cursor, warnings
 
     def read(self, count: int) -> dict[str, str]:
         metadata: dict[str, str] = {}
         types: dict[str, str] = {}
-        self.budget.take(limits.NODES, _CONTAINERS_OF_KEY * count, f"The GGUF file has {count} keys.")
+        self.cursor.count(2 * count)  # and its type
         for _ in range(count):
             key = _name(self.cursor, "key")
             if key in metadata:
@@ -109,30 +107,24 @@ class _Values:
         if kind == STRING:
             return "string", self._text(key)
         if kind == ARRAY:
-            return self._array(key)
+            kind, count = self.cursor.number("I"), self.cursor.number("Q")
+            self.cursor.check(count)  # an item takes a byte at least
+            self.cursor.hold(count)
+            self.cursor.count(count // _ITEMS_PER_NODE)
+            if kind == STRING:
+                return "[string]", [self._text(key) for _ in range(count)]
+            if kind in NUMBERS:
+                name, code = NUMBERS[kind]
+                return f"[{name}]", list(self.cursor.numbers(code, count))
         if kind not in NUMBERS:
-            raise DamagedFileError(f"The key {key!r} of the GGUF file has the unknown type {kind}.")
+            raise UnsupportedContainerError(f"The key {key!r} of the GGUF file has the type {kind}, which ckpt does not read.")
         name, code = NUMBERS[kind]
         return name, self.cursor.numbers(code, 1)[0]
-
-    def _array(self, key: str) -> tuple[str, list[Any]]:
-        kind, count = self.cursor.number("I"), self.cursor.number("Q")
-        self.cursor.check(count)  # an item takes a byte at least
-        self.budget.take(limits.NODES, count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
-        if kind == STRING:
-            return "[string]", [self._text(key) for _ in range(count)]
-        if kind not in NUMBERS:
-            raise UnsupportedContainerError(
-                f"The key {key!r} of the GGUF file is an array of the type {kind}, which ckpt does not read."
-            )
-        name, code = NUMBERS[kind]
-        self.budget.take(limits.MEMORY, count, f"The GGUF file has {count} numbers under {key!r}.")
-        return f"[{name}]", list(self.cursor.numbers(code, count))
 
     def _text(self, key: str) -> str:
         length = self.cursor.number("Q")
         self.cursor.check(length)
-        self.budget.take(limits.MEMORY, length, f"The text of the GGUF file, {key!r} the last, is more than any has.")
+        self.cursor.hold(length)
         raw = self.cursor.take(length)
         try:
             return raw.decode()
@@ -142,8 +134,7 @@ class _Values:
             return raw.decode(errors="backslashreplace")
 
 
-_ITEMS_PER_CONTAINER = 4
-_CONTAINERS_OF_KEY = 2  # and its type
+_ITEMS_PER_NODE = 4
 
 
 def _name(cursor: Cursor, what: str) -> str:
@@ -204,7 +195,6 @@ def _entry(key: str, info: _Info, source: Source, start: int, order: str) -> Ent
 
 
 def types_in(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The types of the keys that are not text; a file may have put anything there."""
     try:
         found = load_json(metadata.get(GGUF_TYPES, "{}"))
     except ValueError:
@@ -325,6 +315,3 @@ def _text(key: str, text: str) -> bytes:
     except UnicodeEncodeError:
         raise ConvertError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
     return struct.pack("<Q", len(raw)) + raw
-
-
-CONTAINER = Container(sniff, decode)

@@ -18,7 +18,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
@@ -172,6 +171,3 @@ def _rows(path: str, opened: Callable[[], Any]) -> Iterator[bytes]:
             yield np.asarray(rows).astype(kind, copy=False).tobytes()
     except _ERRORS as error:
         raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None
-
-
-CONTAINER = Container(sniff, decode, in_zips=True)

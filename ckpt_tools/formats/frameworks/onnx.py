@@ -16,7 +16,6 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Cursor, Warned, row_major
 from ckpt_tools.formats.checkpoint import Checkpoint, state_dict
-from ckpt_tools.formats.registry import Container
 from ckpt_tools.io.content import Computed, Content, Joined, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -61,7 +60,11 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-def decode(source: Source, files: Files | None = None) -> Checkpoint:
+def decode(source: Source) -> Checkpoint:
+    return decode_with_others(source, None)
+
+
+def decode_with_others(source: Source, files: Files | None) -> Checkpoint:
     reader = _Reader(source, files)
     model = reader.fields(Range(source, 0, source.size), _MODEL)
     if 7 not in model:
@@ -117,16 +120,14 @@ def _signed(value: int) -> int:
 class _Reader:
     def __init__(self, source: Source, files: Files | None) -> None:
         self.source, self.files = source, files
-        self.budget = limits.budget(source.size)
         self.items: list[tuple[str, Entry]] = []
         self.warnings: list[Warned] = []
         self.elsewhere = False
 
     def fields(self, place: Range, wires: _Wires) -> _Message:
-        """The fields of a message that have wire types here, by number: the bytes of each value."""
         cursor, found = _cursor(place), _Message()
         while cursor.at < cursor.end:
-            self.budget.take(limits.NODES, 1, "The ONNX model has more fields than a file of its size can hold.")
+            cursor.count(1)
             tag = _varint(cursor)
             number, wire = tag >> 3, tag & 7
             if not 0 < number <= _MAX_FIELD or wire not in wires.get(number, (_NUMBER, _WIDE, _BYTES, _NARROW)):
@@ -144,8 +145,9 @@ class _Reader:
         return found
 
     def text(self, place: Range) -> str:
-        self.budget.take(limits.MEMORY, place.length, "The ONNX model holds more text than any has.")
-        return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
+        cursor = _cursor(place)
+        cursor.hold(place.length)
+        return cursor.take(place.length).decode(errors="backslashreplace")
 
     def pair(self, place: Range, wires: _Wires) -> tuple[str, Range | None]:
         """Field 1 of a message, a text, and where field 2 is."""
@@ -260,6 +262,3 @@ def _one_a_byte(content: Content, count: int, kind: int, called: str) -> Compute
             left -= min(left, len(made))
 
     return Computed(count, work, content)
-
-
-CONTAINER = Container(sniff, decode, decode)
