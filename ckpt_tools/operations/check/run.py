@@ -417,7 +417,7 @@ def check_many(
 ) -> Iterator[Checked]:
     """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths."""
     sizes = [_size(path) for path in paths]
-    advance = _Steps(progress, sum(sizes)).advance if progress is not None else None
+    advance = None if progress is None else _Steps(progress, sum(sizes)).advance
     jobs = min(jobs, len(paths))
     if jobs < 2 or sum(sizes) < _POOL_FROM:
         yield from (check_one(path, wanted, advance) for path in paths)
@@ -432,8 +432,6 @@ _POOL_FROM = 64 << 20
 
 
 class _Steps:
-    """Adds up the bytes that are done."""
-
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
 

@@ -166,7 +166,6 @@ def is_text_mode(source: Source) -> bool:
 
 
 def _line_feeds(source: Source) -> Iterator[bytes]:
-    """The bytes with every CR LF as LF."""
     last = b""
     for start in range(0, source.size, CHUNK):
         block = last + source.read(start, min(CHUNK, source.size - start))

@@ -228,7 +228,6 @@ def _verify(written: Path, expected: Tensors, target: str) -> None:
 
 
 def _entries(root: Node) -> Tensors:
-    """The tensors of a tree that are plain views, by path."""
     return {tensor.where: tensor.node for tensor in find_tensors(root) if type(tensor.node) is Entry}
 
 
