@@ -60,12 +60,11 @@ class Edits:
             raise UsageError("`under` is for a .pth or a distributed checkpoint: this format holds one flat state dict.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
-        self.map_location: str | None = None  # a device, or `from=to` pairs with commas between
-        if isinstance(location := options.map_location, Mapping):
-            self.map_location = ",".join(f"{tag}={device}" for tag, device in location.items()) or None
-        elif location is not None:
-            self.map_location = str(location)
         self.retag, self.retargeting = None, None
+        location = options.map_location
+        if isinstance(location, Mapping):
+            location = ",".join(f"{tag}={device}" for tag, device in location.items()) or None
+        self.map_location = None if location is None else str(location)  # a device, or `from=to` pairs with commas between
         if self.map_location is not None:
             from ckpt_tools.edit.casts import parse_map_location
 
