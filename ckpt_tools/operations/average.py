@@ -192,7 +192,6 @@ class _Mean:
         self.widened: list[str] = []
 
     def apply(self) -> None:
-        """Exchange every tensor of every state dict of the first tree."""
         found = [find_state_dicts(root) for root in self.roots]
         for state_dicts, path, root in zip(found, self.paths, self.roots, strict=True):
             if not state_dicts:
@@ -235,7 +234,6 @@ class _Mean:
         return same[0]
 
     def named(self, state_dict: StateDict, path: str) -> dict[str, Node]:
-        """The tensors by the names that are compared."""
         nodes: dict[str, Node] = {}
         for key, node in state_dict.node.items:
             if type(key) is str and is_tensor(node):
@@ -245,7 +243,6 @@ class _Mean:
         return nodes
 
     def mean(self, name: str, nodes: Sequence[Node]) -> Node:
-        """What stands in the place of a tensor."""
         entries = [node for node in nodes if type(node) is Entry]
         if len(entries) != len(nodes):
             return self.unusual(name, nodes)
@@ -301,7 +298,6 @@ class _Mean:
         return self.entry(entries, largest([(row_major(entry), entry.dtype) for entry in entries], dtype), dtype)
 
     def widest(self, name: str, entries: Sequence[Entry]) -> DType:
-        """The dtype that holds the values of all sources."""
         dtype = widest([entry.dtype for entry in entries])
         if dtype is not entries[0].dtype:
             self.widened.append(f"{name} ({dtype.name})")

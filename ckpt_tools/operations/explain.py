@@ -138,11 +138,8 @@ def _match(row: Mapping[str, Any], message: str, shown: str) -> re.Match[str] | 
     found = next((match for one in row["patterns"] if (match := _pattern(one).search(message))), None)
     if found is None or "near" not in row:
         return found
-    if "from_parent" in shown:  # what one process pickled for another; no file
-        return None
-    if _pattern(row["near"]).search(shown) or (row.get("bare", True) and "Traceback" not in shown):
-        return found
-    return None
+    is_near = _pattern(row["near"]).search(shown) or (row.get("bare", True) and "Traceback" not in shown)
+    return found if is_near and "from_parent" not in shown else None  # of that one process pickled it for another; no file
 
 
 def _explanation(row: Mapping[str, Any], names: Mapping[str, str | None]) -> Explanation:

@@ -183,7 +183,6 @@ class _Adapter:
         self.tensors: dict[str, tuple[Entry, Content]] = {}
 
     def make(self) -> None:
-        """Work out all factors, and tell."""
         report, found = self.report, self.sorted
         squares = [difference_norm(_matrix(row.name, row.base), _matrix(row.name, row.tuned)) ** 2 for row in found.left]
         left = sum(squares)
@@ -209,7 +208,6 @@ class _Adapter:
         report.bytes = sum(content.length for _, content in self.tensors.values())
 
     def add(self, module: str, row: Changed) -> Factors:
-        """The factors of one weight."""
         base, tuned = _matrix(row.name, row.base), _matrix(row.name, row.tuned)
         rank = min(self.report.rank, base.rows, base.columns)
         embedding = len(base.shape) == 2 and is_embedding(module, self.base)
@@ -229,7 +227,6 @@ class _Adapter:
         return len(shape) == 2 and self.turned.get(last_name(module)) == {True}
 
     def put(self, name: str, dtype: DType, shape: tuple[int, ...], content: Content) -> None:
-        """A tensor of the adapter."""
         storage = Storage(name, dtype, content.length, None, content)
         self.tensors[name] = Entry(storage, dtype, shape, contiguous_stride(shape), 0), content
 

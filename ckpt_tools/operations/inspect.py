@@ -269,7 +269,6 @@ def _list(sizes: tuple[int, ...] | None) -> list[int] | None:
 
 
 def _numbers(rows: list[dict[str, Any]]) -> int:
-    """How many numbers the tensors hold."""
     return sum([prod(row["shape"] or ()) for row in rows])
 
 

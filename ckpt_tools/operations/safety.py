@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
 _PLAIN = ALLOWED | ALLOWED_NESTED
-_SHOWN = 120  # characters of a call, of a list of names, or of a reason, that stand in a line
+_SHOWN = 110  # characters of a call, of a list of names, or of a reason, that stand in a line
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
@@ -70,7 +70,7 @@ class Safety:
             return f"needs code: loading it runs {names}; load it only if you trust these packages"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), _SHOWN + 60)
+            return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), _SHOWN + 70)
         return "safe: no code in it" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:

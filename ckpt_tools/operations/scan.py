@@ -41,7 +41,6 @@ class Scanned(Report):
 
     @property
     def verdict(self) -> Verdict:
-        """The word for it."""
         return self.safety.verdict
 
     @property
@@ -100,7 +99,10 @@ def scan_file(path: str | os.PathLike[str]) -> Scanned:
     """Examine one file."""
     size = 0
     if not isinstance(path, Handed) and not is_address(path) and os.path.isdir(path):
-        return Scanned(str(path), 0, Safety("unexamined", unexamined=[("", _why_passed_over(path))]))
+        why = "The folder could not be listed."
+        if os.path.islink(path):
+            why = "a link to a folder elsewhere, which is not followed"
+        return Scanned(str(path), 0, Safety("unexamined", unexamined=[("", why)]))
     try:
         with collector_paused(), contextlib.closing(open_source(path)) as source:
             size = source.size
@@ -111,17 +113,6 @@ def scan_file(path: str | os.PathLike[str]) -> Scanned:
         why = error.why if error.what == f"{path} cannot be read." else error.what
         safety = Safety("unexamined", unexamined=[("", why)])
     return Scanned(str(path), size, safety)
-
-
-def _why_passed_over(folder: str | os.PathLike[str]) -> str:
-    """Why a folder below another one is itself among what is to be examined."""
-    if os.path.islink(folder):
-        return "a link to a folder elsewhere, which is not followed"
-    try:
-        os.scandir(folder).close()
-    except OSError as error:
-        return f"The folder cannot be listed. {error.strerror or error}."
-    return "The folder could not be listed."
 
 
 def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathLike[str]]:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
@@ -15,7 +15,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import Tensor
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.io.writer import Progress
-from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
+from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.parts.open import open_whole
 from ckpt_tools.text import Report, did_you_mean, dotted, listed, some
 from ckpt_tools.tree.nodes import Entry
@@ -23,9 +23,6 @@ from ckpt_tools.tree.options import natural
 from ckpt_tools.values import windows
 from ckpt_tools.values.numeric import has_numbers
 from ckpt_tools.values.pytorch import need_torch
-
-if TYPE_CHECKING:
-    pass
 
 ALL = 1000  # so many values are shown without leaving any out
 _MOST = 1_000_000  # so many fit a report
@@ -97,7 +94,7 @@ def show(
     with open_whole(path) as checkpoint:
         restore_named_ties(checkpoint.root, checkpoint.metadata)
         tensors, _ = tensors_in(place_in(checkpoint, select), "beside")
-        tensor, index = _chosen(checkpoint, tensors.values(), name, index, select)
+        tensor, index = _chosen(checkpoint, tensors.values(), name, index)
         del tensors
         checkpoint.let_go()
         entry = _entry(tensor)
@@ -119,21 +116,17 @@ def show(
     return report
 
 
-def _chosen(
-    checkpoint: Checkpoint, tensors: Collection[Tensor], name: str, index: str | None, select: str | None
-) -> tuple[Tensor, str]:
+def _chosen(checkpoint: Checkpoint, tensors: Collection[Tensor], name: str, index: str | None) -> tuple[Tensor, str]:
     """The tensor and the index: a name may end in one, and a tensor's own name may look as if it did."""
-    if found := _named(tensors, name):
-        return _only(found, name), index or ""
     bare, bracket, rest = name.rpartition("[")
-    if index is None and bracket and rest.endswith("]") and (found := _named(tensors, bare)):
-        return _only(found, bare), rest[:-1]
     wanted = bare if bracket and rest.endswith("]") else name
+    if found := _named(tensors, name):
+        return found, index or ""
+    if index is None and wanted is not name and (found := _named(tensors, bare)):
+        return found, rest[:-1]
     names = [dotted(tensor.where) for tensor in tensors]
     last = [str(tensor.where[-1]) for tensor in tensors if tensor.where]
     why = did_you_mean(wanted, dict.fromkeys([*last, *names]))
-    if not why and wanted in map(dotted, open_side(checkpoint, select).values):
-        why = "It is a value; ckpt inspect shows those."
     below = [name for name in dict.fromkeys([*last, *names]) if name.startswith(f"{wanted}.")]
     if below:
         why = f"Below it are {some(below)}."
@@ -141,34 +134,21 @@ def _chosen(
     raise NothingMatchedError(f"{checkpoint.path} has no tensor {wanted!r}.", why=why, fix=fix)
 
 
-def _named(tensors: Collection[Tensor], name: str) -> list[Tensor]:
-    exact = [tensor for tensor in tensors if dotted(tensor.where) == name]
-    return exact or [tensor for tensor in tensors if tensor.where and tensor.name == name]
-
-
-def _only(found: Sequence[Tensor], name: str) -> Tensor:
+def _named(tensors: Collection[Tensor], name: str) -> Tensor | None:
+    found = [tensor for tensor in tensors if dotted(tensor.where) == name]
+    found = found or [tensor for tensor in tensors if tensor.where and tensor.name == name]
     if len(found) > 1:
         paths = [dotted(tensor.where) for tensor in found]
         raise NothingMatchedError(
             f"{len(found)} tensors are called {name!r}: {listed(paths)}.", fix="Name one by its path, or use `select`."
         )
-    return found[0]
-
-
-_WHY_NOT = {
-    "sparse": "It is sparse: indices and values.",
-    "quantized": "It is quantised: what is stored are codes, which torch itself turns into numbers.",
-    "nested": "It is nested: tensors of several shapes in one.",
-    "meta": "It was saved on the meta device: it has a shape and no values.",
-}
+    return found[0] if found else None
 
 
 def _entry(tensor: Tensor) -> Entry:
-    """The tensor as a view on bytes."""
     node, what = tensor.node, f"The values of {dotted(tensor.where)!r} cannot be shown."
     if type(node) is not Entry:
-        kind = tensor.unusual.kind if tensor.unusual is not None else ""
-        why = _WHY_NOT.get(kind, "Only the class of this tensor knows its values.")
+        why = f"It is {tensor.unusual.kind if tensor.unusual else 'unusual'}, so it has no plain numbers to show."
         raise ConvertError(what, why=why, fix="ckpt_tools.torch.load gives it as torch has it.")
     if not has_numbers(node.dtype):
         raise ConvertError(what, why=f"It is {node.dtype.name}, for which torch has no numbers.")
@@ -176,7 +156,6 @@ def _entry(tensor: Tensor) -> Entry:
 
 
 def _read(entry: Entry, axes: Sequence[windows.Axis], report: Shown, *, whole: bool) -> None:
-    """Fill in the values, and which they are."""
     import torch
 
     count = math.prod(report.selected)
@@ -217,7 +196,6 @@ def _write(
     entry: Entry, axes: Sequence[windows.Axis], report: Shown, output: str | os.PathLike[str], *,
     overwrite: bool, progress: Progress | None,
 ) -> None:  # fmt: skip
-    """Write the box as a .npy."""
     from ckpt_tools.formats.numpy_files import lay_out
     from ckpt_tools.io.content import total
     from ckpt_tools.io.output import check_space, replacing

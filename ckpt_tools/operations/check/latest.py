@@ -55,7 +55,6 @@ class LatestGood:
 
     @property
     def path(self) -> Path | None:
-        """Where it is."""
         return None if self.report is None else Path(self.report.path)
 
 
@@ -163,7 +162,7 @@ def _first_known(steps: Iterable[Step]) -> Step:
 
 
 def _state(path: Path) -> list[tuple[str, int, int, int]]:
-    """What changes while the files of a checkpoint are written: a file, or all of a folder."""
+    """What changes while the files of a checkpoint are written."""
     found, below = [], [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     for name in below if path.is_dir() else [str(path)]:
         with contextlib.suppress(OSError):

@@ -32,12 +32,9 @@ Advance: TypeAlias = Callable[[int], object]
 
 
 class Crc:
-    """A running CRC-32."""
-
     value = 0
 
     def take(self, data: memoryview | bytes) -> None:
-        """Take in the next bytes."""
         self.value = crc32(data, self.value)
 
 
@@ -263,7 +260,6 @@ def _gather(views: list[_View], byteorder: str, read: Read) -> None:
 
 
 def _collect(views: list[_View], checkpoint: Checkpoint, read: Read) -> None:
-    """The results, in the order of the tensors."""
     order = {tensor.where: index for index, tensor in enumerate(checkpoint.tensors)}
     found = ((where, view) for view in views for where in view.wheres)
     for where, view in sorted(found, key=lambda row: order[row[0]]):

@@ -34,7 +34,8 @@ from ckpt_tools.io.output import is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.check import digests, loading, values
+from ckpt_tools.operations import loaders
+from ckpt_tools.operations.check import digests, values
 from ckpt_tools.operations.check.reading import Advance, DamagedRecord, Read, in_file, read_checkpoint, storages_of
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.findings import of_training
@@ -225,7 +226,7 @@ class Wanted:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.device is not None and not loading.is_device(self.device):
+        if self.device is not None and not loaders.is_device(self.device):
             raise UsageError(f"`device={self.device!r}` is not a device.", fix="Give cpu, cuda:0, mps ...")
         if not self.ignore:
             return
@@ -350,7 +351,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
 
 
 def _loading(checkpoint: Checkpoint, safety: Safety, wanted: Wanted) -> Iterator[Finding]:
-    loads = list(loading.findings(checkpoint, wanted.device))
+    loads = list(loaders.obstacles(checkpoint, wanted.device))
     if is_state_of_step(checkpoint.path):
         loads = list(map(of_training, loads))
     if partition(checkpoint) is not None:
@@ -416,7 +417,7 @@ def check_many(
 ) -> Iterator[Checked]:
     """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths."""
     sizes = [_size(path) for path in paths]
-    advance = _Steps(progress, sum(sizes)).advance if progress is not None else None
+    advance = None if progress is None else _Steps(progress, sum(sizes)).advance
     jobs = min(jobs, len(paths))
     if jobs < 2 or sum(sizes) < _POOL_FROM:
         yield from (check_one(path, wanted, advance) for path in paths)
@@ -431,8 +432,6 @@ _POOL_FROM = 64 << 20
 
 
 class _Steps:
-    """Adds up the bytes that are done."""
-
     def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
 

@@ -78,7 +78,10 @@ def _fresh(row: Counted, rows: Mapping[Where, Counted]) -> str:
         return ""
     mean, variance = row.count.total / n, row.count.squares / n - (row.count.total / n) ** 2
     bound = 1 / math.sqrt(inputs)
-    if _is_uniform(n, mean, variance, row.count.largest, bound):
+    near_bound = bound * (1 - 10 / n) <= row.count.largest <= bound * 1.004  # bfloat16 rounds by up to 2**-8
+    expected = bound * bound / 3
+    spread = abs(variance / expected - 1) <= _ERRORS * math.sqrt(0.8 / n)
+    if near_bound and spread and abs(mean) <= _ERRORS * math.sqrt(expected / n):
         return f"nn.Linear's initialiser (uniform within {bound:.4g})"
     name = str(row.where[-1])
     bias = rows.get((*row.where[:-1], f"{_module(name)}.bias" if "." in name else "bias"))
@@ -87,15 +90,6 @@ def _fresh(row: Counted, rows: Mapping[Where, Counted]) -> str:
     return ""
 
 
-def _is_uniform(n: int, mean: float, variance: float, largest: float, bound: float) -> bool:
-    """Whether the moments of n values are those of a uniform distribution within +-bound."""
-    expected = bound * bound / 3
-    near_bound = bound * (1 - 10 / n) <= largest <= bound * 1.004  # bfloat16 rounds by up to 2**-8
-    spread = abs(variance / expected - 1) <= _ERRORS * math.sqrt(0.8 / n)
-    return near_bound and spread and abs(mean) <= _ERRORS * math.sqrt(expected / n)
-
-
 def _is_normal(n: int, mean: float, variance: float, largest: float, deviation: float) -> bool:
-    """Whether the moments of n values are those of a normal distribution."""
     spread = abs(math.sqrt(max(variance, 0)) / deviation - 1) <= _ERRORS / math.sqrt(2 * n)
     return spread and abs(mean) <= _ERRORS * deviation / math.sqrt(n) and largest <= 8 * deviation

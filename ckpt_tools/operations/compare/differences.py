@@ -98,8 +98,6 @@ def _file(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """A tensor on both sides."""
-
     left: Tensor
     right: Tensor
     names: NamePair | None = None

@@ -60,12 +60,11 @@ class Edits:
             raise UsageError("`under` is for a .pth or a distributed checkpoint: this format holds one flat state dict.")
         self.options, self.kind, self.account = options, kind, Account()
         self.names = Names(options, fitted=bool(options.targeted))
-        self.map_location: str | None = None  # a device, or `from=to` pairs with commas between
-        if isinstance(location := options.map_location, Mapping):
-            self.map_location = ",".join(f"{tag}={device}" for tag, device in location.items()) or None
-        elif location is not None:
-            self.map_location = str(location)
         self.retag, self.retargeting = None, None
+        location = options.map_location
+        if isinstance(location, Mapping):
+            location = ",".join(f"{tag}={device}" for tag, device in location.items()) or None
+        self.map_location = None if location is None else str(location)  # a device, or `from=to` pairs with commas between
         if self.map_location is not None:
             from ckpt_tools.edit.casts import parse_map_location
 
@@ -150,7 +149,6 @@ class Edits:
         return root, used
 
     def _merged(self, root: Node, report: Converted, stack: ExitStack) -> Node:
-        """Weights in parts folded, and adapters merged."""
         if self.options.fold:
             from ckpt_tools.edit.parametrized import fold_all
 
@@ -172,7 +170,6 @@ class Edits:
         report.notes += [Note("tied", f"{name!r} is tied to {other!r}: they are equal.") for name, other, _ in gone]
 
     def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
-        """Keep and drop tensors by their names."""
         from ckpt_tools.edit.selection import filter_tensors
 
         before = tensors_in(root)
@@ -185,7 +182,6 @@ class Edits:
             report.note("outside-kept", f"`keep`: everything outside state dicts stays, {shown}; `drop` takes it by path.")
 
     def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
-        """With other device tags, where that was asked for."""
         if self.retag is None:
             return root
         from ckpt_tools.edit.casts import map_devices
@@ -297,7 +293,6 @@ _SETTINGS = "hyper_parameters"
 
 
 def _under(key: str, root: Node) -> Node:
-    """A bare state dict below a key."""
     found = [state_dict.where for state_dict in find_state_dicts(root)]
     if found != [()]:
         there = f"The state dicts are {listed([repr(dotted(where)) for where in found])}." if found else "There is none."
@@ -356,7 +351,6 @@ def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: Ex
 
 
 def _note_folded(rows: Sequence[Parametrized], root: Node, report: Converted) -> None:
-    """Which weights were in parts."""
     if rows:
         from ckpt_tools.edit.parametrized import told_fold
 

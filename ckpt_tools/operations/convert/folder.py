@@ -66,8 +66,6 @@ _OF_PARTS = {"fsdp_config.json": "about the parts"}  # verl's: FSDP's version an
 
 @dataclass(slots=True)
 class Companions:
-    """What is beside the weights of a folder."""
-
     taken: dict[str, Source] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     stayed: list[tuple[str, str]] = field(default_factory=list)
@@ -75,11 +73,9 @@ class Companions:
 
     @property
     def bytes(self) -> int:
-        """Of the files that come along."""
         return sum(content.length for content in map(self.content, self.taken))
 
     def content(self, name: str) -> Content:
-        """What a file that comes along holds."""
         source = self.taken[name]
         return Literal(self.edited[name]) if name in self.edited else Range(source, 0, source.size)
 

@@ -59,7 +59,6 @@ class Names:
             report.note("still-wrapped", f"Names still begin with {listed(list(map(repr, wrappers)))}; `{option}` removes it.")
 
     def rename(self, name: str) -> str:
-        """The new name."""
         new = self.known.get(name)
         if new is None:
             new = name

@@ -166,7 +166,6 @@ def is_text_mode(source: Source) -> bool:
 
 
 def _line_feeds(source: Source) -> Iterator[bytes]:
-    """The bytes with every CR LF as LF."""
     last = b""
     for start in range(0, source.size, CHUNK):
         block = last + source.read(start, min(CHUNK, source.size - start))
@@ -218,7 +217,7 @@ def _refuse_packed(source: Source) -> None:
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
     if container in ("sharded", "dcp", *PART_CONTAINERS):
         return _of_several_files(path, "Its structure is whole.")
-    what = PROGRAMS[container][1] if container in PROGRAMS else container
+    what = PROGRAMS[container][1] if container in PROGRAMS else f"a {container} file"
     return _not_taken(str(path), what)
 
 

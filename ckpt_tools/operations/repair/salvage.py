@@ -167,7 +167,6 @@ class _Zip:
         return bool(behind) and min(behind, key=lambda found: found.header).follows(pickle)
 
     def notes(self) -> Iterator[tuple[str, str]]:
-        """What else there is to know."""
         first = min((found.header for found in self.records), default=0)
         if first:
             yield "leading-bytes", f"{first} bytes before the archive are left out."

@@ -75,16 +75,13 @@ class Found:
 
     @property
     def end(self) -> int:
-        """Where its bytes end."""
         return self.data + self.compressed
 
     @property
     def rank(self) -> int:
-        """How well it is proved."""
         return _RANKS[self.proof]
 
     def content(self, source: Source) -> Content:
-        """Its bytes."""
         if self.deflated:
             return Deflated(source, self.data, self.compressed, self.size or 0, self.crc if self.proof else 0)
         whole = Range(source, self.data, self.compressed)
