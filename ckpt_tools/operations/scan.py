@@ -99,9 +99,13 @@ def scan_file(path: str | os.PathLike[str]) -> Scanned:
     """Examine one file."""
     size = 0
     if not isinstance(path, Handed) and not is_address(path) and os.path.isdir(path):
-        why = "The folder could not be listed."
-        if os.path.islink(path):
-            why = "a link to a folder elsewhere, which is not followed"
+        why = "a link to a folder elsewhere, which is not followed"
+        if not os.path.islink(path):
+            try:
+                os.scandir(path).close()
+                why = "The folder could not be listed."
+            except OSError as error:
+                why = f"The folder cannot be listed. {error.strerror or error}."
         return Scanned(str(path), 0, Safety("unexamined", unexamined=[("", why)]))
     try:
         with collector_paused(), contextlib.closing(open_source(path)) as source:

@@ -81,7 +81,7 @@ def test_scan_names_all_of_it(top: Path) -> None:
     reasons = {path: row["unexamined"][0]["why"] for path, row in found.items() if row["verdict"] == "unexamined"}
     special = "is not a regular file (a pipe, socket or device)."
     assert reasons == {
-        "top/unlisted": "The folder could not be listed.",
+        "top/unlisted": "The folder cannot be listed. Permission denied.",
         "top/unsearched/model.pth": "Permission denied.",
         "top/unreadable.pth": "Permission denied.",
         "top/outside": "a link to a folder elsewhere, which is not followed",
