@@ -33,7 +33,7 @@ CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
-Shapes: TypeAlias = Mapping[Where, object]  # of whole plain tensors, as something beside the files says them
+Shapes: TypeAlias = Mapping[str, object]  # of whole plain tensors, as something beside the files says them
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
@@ -112,7 +112,7 @@ class _Merging:
             first = entries[0][1]
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return first  # every rank's random numbers are its own
-            if any(entry.shape != self.shapes.get(where, entry.shape) for _, entry in entries):
+            if any(entry.shape != self.shapes.get(dotted(where), entry.shape) for _, entry in entries):
                 what = f"{name!r} is a plain tensor that was cut, and only {ITEM_METADATA} says where, which is not read."
                 raise PartError(what, fix="Save it as a DTensor, with TorchSerialization.", rest=True)
             return self.merger.replicated(name, entries)
@@ -246,26 +246,12 @@ def _file(name: str, rank: int, row: Any) -> str:
 
 def _shapes(item: Row | None) -> Shapes:
     """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
-    found: dict[Where, object] = {}
-    for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
-        where = _where(text)
+    found: dict[str, object] = {}
+    for path, rows in (item or {}).get("nested_path_to_metadata", {}).items():
         try:
+            name = ".".join(map(str, json.loads(path)))
             said = [row["sharding_metadata"]["data"]["global_shape"] for row in rows]
-        except (AttributeError, KeyError, IndexError, TypeError):
-            raise DamagedFileError(f"{ITEM_METADATA} does not say what shape {'.'.join(map(str, where))!r} has.") from None
-        found[where] = said[0] if said and all(shape == said[0] for shape in said) else None
-        found.setdefault((".".join(map(str, where)),), found[where])  # as safetensors has it
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError):
+            raise DamagedFileError(f"{ITEM_METADATA} describes a tensor in a way that cannot be read.") from None
+        found[name] = said[0] if said and all(shape == said[0] for shape in said) else None
     return found
-
-
-_PATH = re.compile(r"\[.*\]", re.DOTALL)
-
-
-def _where(text: object) -> Where:
-    try:
-        path = json.loads(text) if isinstance(text, str) and _PATH.fullmatch(text) else None
-    except (ValueError, RecursionError):
-        path = None
-    if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
-        raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
-    return tuple(path)
