@@ -154,10 +154,8 @@ def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place
         if type(name) is not str or type(file) is not str or type(offset) is not int or type(length) is not int:
             raise DamagedFileError("The metadata has a place that cannot be read.")
         if info.get("transform_descriptors") not in (None, ()):
-            raise UnsupportedContainerError(
-                f"The distributed checkpoint's {name!r} was transformed when it was saved (compressed, for example).",
-                fix="Load it with the program that saved it, and save it without extensions.",
-            )
+            what = f"{name!r} was transformed when it was saved (compressed, for example)."
+            raise UnsupportedContainerError(what, fix="Load it with the program that saved it, and save it without extensions.")
         found[name, None if offsets is None else _sizes(offsets)] = _Place(file, offset, length)
     return found
 
