@@ -76,10 +76,9 @@ class _Merging:
     def run(self) -> Node:
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
         if flat := [where for where in tensors[self.ranks[0]] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
-            what = f"{dotted(flat[0])!r} is a module's parameters in one row without their names: FSDP1's LOCAL_STATE_DICT."
-            raise PartError(
-                what, fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT."
-            )
+            what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
+            fix = "Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT."
+            raise PartError(f"{dotted(flat[0])!r} is {what}.", fix=fix)
         self._check_values()
         new = dict[int, Node]()
         for where in dict.fromkeys(where for rank in self.ranks for where in tensors[rank]):
