@@ -103,12 +103,6 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
-def length_of(source: Source, name: str) -> int:
-    """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name."""
-    places = _places(_fields(_record(source)[0], "Metadata"))
-    return max((place.offset + place.length for place in places.values() if place.file == name), default=0)
-
-
 def _record(source: Source) -> tuple[Node, Machine]:
     def no_storages(pid: Node) -> Node:
         raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")

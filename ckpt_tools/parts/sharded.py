@@ -112,7 +112,7 @@ def read_shard(name: str, files: Files) -> Checkpoint:
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
-        raise DamagedFileError(f"{decoded.source.path} is not a shard: it is no mapping of names to tensors.")
+        raise DamagedFileError(f"{decoded.source.path} is not a shard: it is not a mapping of names to tensors.")
     return decoded
 
 
