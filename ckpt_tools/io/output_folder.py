@@ -39,8 +39,7 @@ class Staging:
         """Raise OutputError when this process does not see the folder that the first one made."""
         if not self.path.is_dir():
             raise OutputError(
-                f"Process {rank} of the job does not see {self.path}.",
-                why="All processes write into one folder: it must be on a file system that all machines share.",
+                f"Process {rank} of the job does not see {self.path}.", fix="Name a folder that all machines share."
             )
 
 

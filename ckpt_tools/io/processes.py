@@ -46,11 +46,8 @@ def in_processes(
     except BrokenProcessPool:
         pool.shutdown()  # all have ended then
         if any(worker.exitcode is not None and worker.exitcode > 0 for worker in workers):  # a signal's is below zero
-            raise UsageError(
-                "The processes that should work on the files could not begin.",
-                why="Each first imports the program that was started, and that ended with an error there.",
-                fix="Put the script's own work below `if __name__ == '__main__':`, or try `jobs=1`.",
-            ) from None
+            what = "The processes that should work on the files could not begin."
+            raise UsageError(what, fix="Put a script's work below `if __name__ == '__main__':`, or try `jobs=1`.") from None
         what = "A process that worked on the files was killed, as the system does when memory runs out."
         raise LimitError(what, fix="Try `jobs=1`.") from None
     except BaseException:

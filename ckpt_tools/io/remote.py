@@ -31,7 +31,8 @@ from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.sources import Files
 
 _SECONDS = 60
-_NEAR, _FAR, _MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere; at most, when read in order
+_NEAR, _MOST = 64 << 10, 8 << 20  # bytes fetched at least; at most, when read in order
+_GAP = 4 << 10  # between small ranges that are fetched as one
 _AT_ONCE, _TRIES, _REDIRECTS = 16, 3, 10
 _SLOWEST = 16 << 10  # bytes a second
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
@@ -97,10 +98,7 @@ class RemoteSource(Source):
             raise self.changed()
         found = self._kept(offset, length)
         if found is None:
-            if offset and offset == self._next:
-                self._ahead = min(2 * self._ahead, _MOST)
-            else:
-                self._ahead = _NEAR if offset < _NEAR or self.size - offset <= 2 * _NEAR else _FAR
+            self._ahead = min(2 * self._ahead, _MOST) if offset and offset == self._next else _NEAR
             found = self._keep(offset, self._get(offset, min(self.size, offset + max(length, self._ahead))))[:length]
         self._next = offset + length
         return found
@@ -112,7 +110,7 @@ class RemoteSource(Source):
             end = min(start + length, self.size)
             if self._kept(start, length) is not None or start >= end:
                 continue
-            if runs and start - runs[-1][1] <= _FAR:
+            if runs and start - runs[-1][1] <= _GAP:
                 runs[-1] = runs[-1][0], max(runs[-1][1], end)
             else:
                 runs.append((start, end))

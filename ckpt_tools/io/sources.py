@@ -48,10 +48,7 @@ class Files(Source):
         """The source of a file in the folder, the same one each time."""
         if name not in self.members:
             if not is_plain_name(name):
-                raise DamagedFileError(
-                    f"{self.path} names the file {name!r}, which is not a name inside its folder.",
-                    why="A checkpoint refers to files beside it only; this could be any file of the machine.",
-                )
+                raise DamagedFileError(f"{self.path} names the file {name!r}, which is not a name inside its folder.")
             self.members[name] = member = self._opener(name)
             self.size += member.size
         return self.members[name]
@@ -114,10 +111,8 @@ class Window(Source):
 
     def __init__(self, source: Source, start: int, size: int, record: Range | None = None) -> None:
         if start < 0 or size < 0 or start + size > source.size:
-            raise NotACheckpointError(
-                f"{source.path} has {source.size} bytes; bytes {start} to {start + size} of it are referred to.",
-                why="The file is cut off, or belongs to another checkpoint.",
-            )
+            what = f"{source.path} has {source.size} bytes; bytes {start} to {start + size} of it are referred to."
+            raise NotACheckpointError(what)
         self.source, self.start, self.size, self.record = source, start, size, record
         self.path, self._fd, self._identity = source.path, -1, object()
 
@@ -163,10 +158,12 @@ class Spooled(Source):
         try:
             yield
         except OSError as error:
-            raise LimitError(
-                f"{self.path} cannot be inflated into a temporary file.", why=f"{error.strerror or error}.",
-                fix="Unpack it, or set TMPDIR to a folder with room.",
-            ) from None  # fmt: skip
+            what, fix = (
+                f"{self.path} cannot be inflated into a temporary file.",
+                "Unpack it, or set TMPDIR to a folder with room.",
+            )
+            what = f"{self.path} cannot be inflated into a temporary file: {error.strerror or error}."
+            raise LimitError(what, fix=fix) from None
 
     def check_unchanged(self) -> None:
         self.origin.check_unchanged()

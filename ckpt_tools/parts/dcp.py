@@ -103,12 +103,6 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
-def length_of(source: Source, name: str) -> int:
-    """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name."""
-    places = _places(_fields(_record(source)[0], "Metadata"))
-    return max((place.offset + place.length for place in places.values() if place.file == name), default=0)
-
-
 def _record(source: Source) -> tuple[Node, Machine]:
     def no_storages(pid: Node) -> Node:
         raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
@@ -154,10 +148,8 @@ def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place
         if type(name) is not str or type(file) is not str or type(offset) is not int or type(length) is not int:
             raise DamagedFileError("The metadata has a place that cannot be read.")
         if info.get("transform_descriptors") not in (None, ()):
-            raise UnsupportedContainerError(
-                f"The distributed checkpoint's {name!r} was transformed when it was saved (compressed, for example).",
-                fix="Load it with the program that saved it, and save it without extensions.",
-            )
+            what = f"{name!r} was transformed when it was saved (compressed, for example)."
+            raise UnsupportedContainerError(what, fix="Load it with the program that saved it, and save it without extensions.")
         found[name, None if offsets is None else _sizes(offsets)] = _Place(file, offset, length)
     return found
 

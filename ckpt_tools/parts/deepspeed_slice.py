@@ -71,10 +71,8 @@ class Group:
             wrong = wrong or ({} if numel <= total <= longest * count else dict(held))
         if wrong:
             counts = listed([f"rank {rank} holds {found}" for rank, found in sorted(wrong.items())])
-            raise PartError(
-                f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; another has, or needs, {part}.",
-                why="A part is of another step, another number of ranks, or cut off.",
-            )
+            what = f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; another has, or needs, {part}."
+            raise PartError(what)
         return replace(self, part=max(part, 1))
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:

@@ -86,21 +86,20 @@ def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
 def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
     groups = by_name.shard_groups(names)
     if len(groups) > 1:
-        raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")
+        raise _several(folder, [group[0] for group in groups])
     return groups[0] if groups and not groups[0][0].endswith(".gguf") else ()
 
 
 def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
     found = by_name.matching(names, by_name.CONSOLIDATED)
     if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
-        raise _several(folder, [*found[:4], *whole], "transformers and diffusers take the last, Meta's code the others.")
+        raise _several(folder, [*found[:4], *whole])
     return found
 
 
-def _several(folder: Path, names: Sequence[str], why: str = "Each index is one of its own.") -> NotACheckpointError:
-    listed = ", ".join(names[:5])
-    fix = f"Name one of them: {folder / names[-1]}"
-    return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why=why, fix=fix)
+def _several(folder: Path, names: Sequence[str]) -> NotACheckpointError:
+    what = f"{folder} holds several checkpoints: {', '.join(names[:5])}."
+    return NotACheckpointError(what, fix=f"Name one of them: {folder / names[-1]}")
 
 
 # --- a file that stands for others, and the files beside one
@@ -128,7 +127,7 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.ZeroFiles(names) if by_name.is_zero_file(path.name) else None
+    found = by_name.ZeroFiles(names) if by_name.zero_kind(path.name) else None
     return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
 
 

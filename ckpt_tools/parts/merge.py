@@ -146,12 +146,9 @@ class Merger:
         return exchange.replace(root, lambda node: DROP if id(node) in gone else node)
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
-        return PartError(
-            f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
-            why="All of them have it whole, and it must be the same.",
-            fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
-            rest=True,
-        )
+        shown = listed([self.called.get(rank, rank) for rank in ranks])
+        fix = "Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well."
+        return PartError(f"The ranks {shown} {what} for {some(names)}.", fix=fix, rest=True)
 
 
 def is_named(where: Where) -> bool:
@@ -211,10 +208,8 @@ def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count
         fits = len(entry.shape) > axis and at_axis(entry.shape, 0) == at_axis(first.shape, 0)
         if not fits or entry.shape[axis] % count:
             among = f", of {count} each" if count > 1 else ""
-            raise PartError(
-                f"{name!r} is {list(entry.shape)} on {merger.shown(rank)}, and {list(first.shape)} on {merger.shown(start)}.",
-                why=f"They should be parts of one tensor along dimension {axis}{among}.",
-            )
+            shown = f"{list(entry.shape)} on {merger.shown(rank)}, and {list(first.shape)} on {merger.shown(start)}"
+            raise PartError(f"{name!r} is {shown}.", why=f"They should be parts along dimension {axis}{among}.")
     pieces, none = list[Piece](), (0,) * len(first.shape)
     for held in groups:
         at = 0
@@ -281,10 +276,8 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
             continue
         first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), rank)
         if first != rank and all(map(same_bytes, _in_rows(parts[first]), plain)):
-            raise PartError(
-                f"{shown(first)} and {shown(rank)} hold the very same numbers of what was cut among them.",
-                why="One file is there twice, under two names.", fix="Get the file of each of them again.",
-            )  # fmt: skip
+            what = f"{shown(first)} and {shown(rank)} hold the very same numbers of what was cut among them."
+            raise PartError(what, fix="One file is there twice: get the file of each of them again.")
 
 
 def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
@@ -295,11 +288,9 @@ def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
         finite = [pair for pair in zip(numbers, casts, strict=False) if all(map(isfinite, pair))]
         far = sum(abs(one - other) > _NEAR * max(abs(one), abs(other)) + 1e-6 for one, other in finite)
         if 2 * far > len(numbers):
-            raise PartError(
-                f"{file} does not hold the weights that the model file has: {far} of the first {len(numbers)} elements of "
-                f"its part of {name!r} are others.",
-                why="Either it is another rank's, or of another step or run.", fix="Get the files of one save again.",
-            )  # fmt: skip
+            shown = f"{far} of the first {len(numbers)} elements of {name!r} are others"
+            what = f"{file} does not hold the weights that the model file has: {shown}."
+            raise PartError(what, fix="Get the files of one save again.")
 
 
 def _numbers(entry: Entry) -> Sequence[float]:

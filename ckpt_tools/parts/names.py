@@ -200,9 +200,10 @@ class ZeroFiles:
         return {key[0]: name for key, name in sorted(self.kinds[kind].items()) if key[-1] == number}
 
 
-def is_zero_file(name: str) -> bool:
-    """Whether a file has the name of a rank's part, of the model file beside those, of an expert or of a pipeline's layer."""
-    return any(re.fullmatch(rule, name) for kind, rule in _ZERO.items() if kind != "expert-optimizer")
+def zero_kind(name: str) -> str:
+    """Of which kind a file is by its name: a rank's part, the model file beside those, an expert, a pipeline's layer; or ""."""
+    found = next((kind for kind, rule in _ZERO.items() if re.fullmatch(rule, name)), "")
+    return "" if found == "expert-optimizer" else found
 
 
 def checkpoint_folder(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
-from ckpt_tools.parts.names import CONSOLIDATED, is_zero_file
+from ckpt_tools.parts.names import CONSOLIDATED, zero_kind
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
@@ -117,7 +117,6 @@ def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 
 
 # What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
-_MODULE = r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|layer_\d+(-model_\d+)?-model_states\.pt"
 _ROWS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
 
 
@@ -136,9 +135,9 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
         world = size
     elif has_version and type(root.get("param_shapes")) in (List, Dict) and _is_zero_3(root.get("module")):
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
-    elif re.fullmatch(_MODULE, name):
+    elif zero_kind(name) in ("expert", "layer"):
         found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
-    elif "param_shapes" in root and is_zero_file(name) and (_has_items(experts) or beside() is not None):
+    elif "param_shapes" in root and zero_kind(name) and (_has_items(experts) or beside() is not None):
         what = "experts" if _has_items(experts) else "fp32 ones"
         found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
         fix = "Get the files of all ranks; in a folder of its own it is read alone."

@@ -82,10 +82,9 @@ class _Merging:
     def run(self) -> Node:
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
         if flat := [where for where in tensors[self.ranks[0]] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
-            raise PartError(
-                f"{dotted(flat[0])!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
-                fix="Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT.",
-            )
+            what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
+            fix = "Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT."
+            raise PartError(f"{dotted(flat[0])!r} is {what}.", fix=fix)
         self._check_values()
         new = dict[int, Node]()
         for where in dict.fromkeys(where for rank in self.ranks for where in tensors[rank]):
@@ -101,10 +100,8 @@ class _Merging:
         for where, value in values[self.ranks[0]].items():
             ranks = [rank for rank in self.ranks if where not in values[rank] or not _same(values[rank][where], value)]
             if ranks and where and where[-1] in _STEPS:
-                raise PartError(
-                    f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on {these_ranks(ranks)}.",
-                    why="They were saved at different steps.",
-                )
+                what = f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on {these_ranks(ranks)}."
+                raise PartError(what, why="They were saved at different steps.")
             self.differing += [dotted(where)] if ranks else []
 
     def _merged(self, where: Where, held: Mapping[int, Node]) -> Node:

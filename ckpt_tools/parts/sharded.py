@@ -38,10 +38,8 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     before = taken_before(names[0], files.names()) if files.path == files.folder else []
     weight_map, metadata = _read_index(index)
     if others := sorted({*before} - {*weight_map.values()}):
-        raise NotACheckpointError(
-            f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards.",
-            fix=f"Name one of them: {index.path}",
-        )
+        what = f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards."
+        raise NotACheckpointError(what, fix=f"Name one of them: {index.path}")
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
     lost = {name: f"in {file}, which is missing" for name, file in weight_map.items() if file in missing}
     weight_map = {name: file for name, file in weight_map.items() if name not in lost}
@@ -114,7 +112,7 @@ def read_shard(name: str, files: Files) -> Checkpoint:
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
-        raise DamagedFileError(f"{decoded.source.path} is not a shard: it is no mapping of names to tensors.")
+        raise DamagedFileError(f"{decoded.source.path} is not a shard: it is not a mapping of names to tensors.")
     return decoded
 
 
@@ -169,16 +167,12 @@ def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> d
 def read_loose(names: Sequence[str], files: Files, *, partial: bool = False, splits: bool = False) -> dict[str, Checkpoint]:
     """The structure of every shard, in the order of their numbers; no tensor bytes."""
     if not splits and any(name.endswith(SUFFIX) for name in files.names()):
-        raise PartError(
-            f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
-            why="The shards may be those of two checkpoints.", fix="Write it again.",
-        )  # fmt: skip
+        what = f"{files.folder} has shards without an index, and what a write of it left that was interrupted."
+        raise PartError(what, fix="Write it again.")
     there, missing = _numbered(names)
     if missing and not partial:
-        raise PartError(
-            f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}.",
-            why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=not splits,
-        )  # fmt: skip
+        what = f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}."
+        raise PartError(what, fix="Get them again, and the index.", rest=not splits)
     return {name: read_shard(name, files) for name in there}
 
 
