@@ -35,10 +35,6 @@ class Adapted:
     what: str
 
 
-def _text(shape: Shape) -> str:
-    return "x".join(map(str, shape))
-
-
 def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed: int) -> Adapted:
     """The rows and columns that a tensor and a shape both have (`kept`); the rest initialised."""
     need_torch("Tensors are fitted to another shape with it.")
@@ -58,7 +54,7 @@ def overlap(entry: Entry, blank: Blank, kept: Shape, scheme: Scheme | None, seed
         yield tensor_bytes(values)
 
     made = Computed(math.prod(blank.shape) * blank.dtype.itemsize, work, entry.storage.content)
-    return Adapted(made, f"{_text(entry.shape)} -> {_text(blank.shape)}: the first {_text(kept)} kept{rest}")
+    return Adapted(made, f"{shape_text(entry.shape)} -> {shape_text(blank.shape)}: the first {shape_text(kept)} kept{rest}")
 
 
 def adapt(name: str, entry: Entry, shape: Shape, *, first: bool) -> Adapted | None:
@@ -88,7 +84,9 @@ def _input_channels(entry: Entry, shape: Shape) -> Adapted:
         return repeated * (3 / channels)
 
     how = "the sum over the 3 channels" if channels == 1 else f"the 3 channels repeated to {channels}, times 3/{channels}"
-    return Adapted(_changed(entry, shape, change), f"first convolution, {_text(entry.shape)} -> {_text(shape)}: {how}")
+    return Adapted(
+        _changed(entry, shape, change), f"first convolution, {shape_text(entry.shape)} -> {shape_text(shape)}: {how}"
+    )
 
 
 def _positions(entry: Entry, shape: Shape) -> Adapted | None:

@@ -5,8 +5,7 @@ Computations are seen while models run once, which the user named: that of IN by
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -18,7 +17,7 @@ from ckpt_tools.fit.options import COMPARING, PartnerOptions, RunOptions
 from ckpt_tools.fit.targets import Target, framework_of, params_of, read_target, tensors_of
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
+from ckpt_tools.io.content import Literal, chunks, read
 from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.order import places_of
@@ -26,7 +25,7 @@ from ckpt_tools.matching.records import Framework, Param
 from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.graphs import Graph, Input, parse
 from ckpt_tools.tree.nodes import Dict, Entry, Node
-from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
+from ckpt_tools.values.numeric import by_position, has_numbers, live_content, numbers, part, row_major
 from ckpt_tools.values.pytorch import need_torch, torch
 
 Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
@@ -86,7 +85,7 @@ def look_at(node: Dict, checkpoint: Checkpoint | None, target: Target, options: 
 # --- numbers
 
 
-_BLOCK = 1 << 16  # bytes: places so near to each other are read at once
+_BLOCK = 1 << 16  # bytes: a tensor of no more is read at once
 
 
 def _sampled(params: Sequence[Param], tensors: Tensors) -> tuple[Param, ...]:
@@ -116,22 +115,10 @@ def _digested(params: Sequence[Param], tensors: Tensors, wanted: Set[object]) ->
 def _of_entry(node: Node) -> list[float]:
     if type(node) is not Entry or not has_numbers(node.dtype) or node.dtype.packed != 1 or node.dtype.family == "complex":
         return []
-    content, size = row_major(node), node.dtype.itemsize
-    if isinstance(content, Deflated) or (isinstance(content, Computed) and content.part is None):
-        content = Literal(read(content))  # else it would be worked out again for each of the places
-    data = b"".join(_elements(content, places_of(node.shape), size))
+    content, size = by_position(row_major(node)), node.dtype.itemsize
+    content = Literal(read(content)) if content.length <= _BLOCK else content
+    data = b"".join(read(part(content, place * size, size)) for place in places_of(node.shape))
     return [value for block in numbers(Literal(data), node.dtype) for value in block.tolist()]
-
-
-def _elements(content: Content, places: Sequence[int], size: int) -> Iterator[bytes]:
-    """The elements at these places, which go up."""
-    start, block = 0, b""
-    for index, place in enumerate(places):
-        at = place * size
-        if at + size > start + len(block):
-            near = bisect_left(places, place + _BLOCK // size, index)
-            start, block = at, read(part(content, at, (places[near - 1] - place + 1) * size))
-        yield block[at - start : at - start + size]
 
 
 def _of_live(value: Any) -> list[float]:
