@@ -383,11 +383,15 @@ def _of_prefix(label: str, missing: Sequence[str], unexpected: Sequence[str], *,
         return None
     longer = unexpected if taken is not None else missing
     sides = ("in the checkpoint", "yours") if taken is not None else ("of yours", "the checkpoint's")
-    every = "Every name" if len(prefix.longer) == len(longer) else f"Of {len(longer)} names {len(prefix.longer)}"
+    who = (
+        f"Every name {sides[0]} is"
+        if len(prefix.longer) == len(longer)
+        else f"{len(prefix.longer)} of the names {sides[0]} are"
+    )
     option = f"strip_prefix={prefix.text!r}" if taken is not None else f"add_prefix={prefix.text!r}"
     return MatchError(
         f"{label}.",
-        why=f"{every} {sides[0]} is {prefix.text!r} plus {sides[1]}.",
+        why=f"{who} {prefix.text!r} plus {sides[1]}.",
         fix='match="names" takes a common prefix.' if in_code else f"Give `{option}` too.",
     )
 
