@@ -5,7 +5,7 @@ Computations are seen while models run once, which the user named: that of IN by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
