@@ -20,7 +20,6 @@ class Names:
         self.fitted = fitted  # a target says later what becomes of the names
         strip_prefix = options.strip_prefix
         self.steps: list[tuple[str, Rename]] = []
-        self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
         if options.strip_module:
             self.steps.append(("strip_module", names.strip_module))
         if options.unwrap:
@@ -59,19 +58,15 @@ class Names:
             report.note("still-wrapped", f"Names still begin with {listed(list(map(repr, wrappers)))}; `{option}` removes it.")
 
     def rename(self, name: str) -> str:
-        new = self.known.get(name)
-        if new is None:
-            new = name
-            for _, step in self.steps:
-                new = step(new)
-            self.known[name] = new
-        return new
+        for _, step in self.steps:
+            name = step(name)
+        return name
 
     def _check_matches(self, found: list[StateDict], report: Converted) -> None:
         """A `rename` that changes nothing is refused; another option that changes nothing is noted."""
         if not found:
             raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
-        old = current = [name for state_dict in found for name in state_dict.names]
+        current = [name for state_dict in found for name in state_dict.names]
         for option, step in self.steps:
             new = [step(name) for name in current]
             if new == current and option.startswith("rename="):
@@ -79,7 +74,6 @@ class Names:
             if new == current:
                 report.note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are.")
             current = new
-        self.known = dict(zip(old, current, strict=True))
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
         """Say so where some names of a state dict lose more than one `module.`, and others one."""
