@@ -87,9 +87,9 @@ def _convert(name: str, to: str, objects: Literal["plain"] | None) -> dict[str, 
             ".plain.pth" if kind == "pth" else ".safetensors" if to == kind else ".plain.safetensors"
         )
         report = Converted(name, target, CONTAINERS[kind])
-        planned = plan(checkpoint, Edits(options, kind), report, stack)
+        pieces, _, _ = plan(checkpoint, Edits(options, kind), report, stack)
         whole = checkpoint.source if checkpoint.packed is None else None
-        parts = [part for piece in planned.pieces for part in _parts(piece, whole)]
+        parts = [part for piece in pieces for part in _parts(piece, whole)]
         report.seconds = time.perf_counter() - started
         out = io.StringIO()
         with contextlib.redirect_stdout(out):

@@ -72,7 +72,7 @@ class Names:
             if new == current and option.startswith("rename="):
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are.")
+                report.note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}")
             current = new
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
@@ -84,3 +84,12 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.note("uneven-prefix", text + fix)
+
+
+def _inside(option: str, current: list[str]) -> str:
+    """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
+    wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
+    if wrapped is None:
+        return "the names stay as they are."
+    rule = names.unwrapping(wrapped.partition(".module.")[0])
+    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."
