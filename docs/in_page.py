@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, MissingPackageError, ObjectsError
-from ckpt_tools.io.content import Joined, Late, Piece, Range, chunks, total
+from ckpt_tools.io.content import Joined, Late, Piece, Range, chunks
 from ckpt_tools.io.output import Source
-from ckpt_tools.operations.convert.conversion import CONTAINERS, lay_out, open_input, records_leaving
+from ckpt_tools.operations.convert.conversion import CONTAINERS, open_input, plan
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
@@ -87,11 +87,7 @@ def _convert(name: str, to: str, objects: Literal["plain"] | None) -> dict[str, 
             ".plain.pth" if kind == "pth" else ".safetensors" if to == kind else ".plain.safetensors"
         )
         report = Converted(name, target, CONTAINERS[kind])
-        edits = Edits(options, kind)
-        edited = edits.apply(checkpoint, report, stack)
-        pieces = lay_out(edited, checkpoint, edits, report)
-        report.bytes = total(pieces)
-        pieces = records_leaving(edited.root, pieces, checkpoint, edits).pieces(pieces)
+        pieces, _, _ = plan(checkpoint, Edits(options, kind), report, stack)
         whole = checkpoint.source if checkpoint.packed is None else None
         parts = [part for piece in pieces for part in _parts(piece, whole)]
         report.seconds = time.perf_counter() - started

@@ -143,7 +143,7 @@ def is_device(text: str) -> bool:
 
 
 def _parsed(tag: str) -> tuple[str, int] | None:
-    """A device's kind and number; None for text that is no device."""
+    """A device's kind and number; None for other text."""
     kind, colon, index = tag.partition(":")
     if not kind.isidentifier() or (colon and not (index.isdecimal() and len(index) < _LONGEST_INDEX)):
         return None

@@ -41,6 +41,7 @@ class Scanned(Report):
 
     @property
     def verdict(self) -> Verdict:
+        """The word for it."""
         return self.safety.verdict
 
     @property

@@ -25,6 +25,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
 
 _RESERVE = 4096  # bytes of room in a safetensors header, for the longer names of an edit in place
@@ -44,19 +45,22 @@ def run(
     return report
 
 
-def write_one(
-    checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack, output: Output | None, clone: Clone | None = None
-) -> None:
-    """Edit the tree of a checkpoint, tell the report, lay the output out as one file; with an output, move the bytes.
-
-    Whoever opened the inputs sees to it that they are unchanged before the output takes its name.
-    """
+def plan(
+    checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack
+) -> tuple[list[Piece], Leaving, Casting | None]:
+    """Edit the tree of a checkpoint, tell the report, and lay the output out as one file; no output is touched."""
     edited = edits.apply(checkpoint, report, stack)
     pieces = lay_out(edited, checkpoint, edits, report)
     report.bytes = total(pieces)
     found = records_leaving(edited.root, pieces, checkpoint, edits)
-    pieces, casting = found.pieces(pieces), edited.casting
-    del edited
+    return found.pieces(pieces), found, edited.casting
+
+
+def write_one(
+    checkpoint: Checkpoint, edits: Edits, report: Converted, stack: ExitStack, output: Output | None, clone: Clone | None = None
+) -> None:
+    """Plan, and with an output move the bytes; whoever opened the inputs sees to it that they are unchanged then."""
+    pieces, found, casting = plan(checkpoint, edits, report, stack)
     if output is None:
         return
     done = clone.done if clone is not None else 0

@@ -20,7 +20,6 @@ class Names:
         self.fitted = fitted  # a target says later what becomes of the names
         strip_prefix = options.strip_prefix
         self.steps: list[tuple[str, Rename]] = []
-        self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
         if options.strip_module:
             self.steps.append(("strip_module", names.strip_module))
         if options.unwrap:
@@ -59,27 +58,22 @@ class Names:
             report.note("still-wrapped", f"Names still begin with {listed(list(map(repr, wrappers)))}; `{option}` removes it.")
 
     def rename(self, name: str) -> str:
-        new = self.known.get(name)
-        if new is None:
-            new = name
-            for _, step in self.steps:
-                new = step(new)
-            self.known[name] = new
-        return new
+        for _, step in self.steps:
+            name = step(name)
+        return name
 
     def _check_matches(self, found: list[StateDict], report: Converted) -> None:
         """A `rename` that changes nothing is refused; another option that changes nothing is noted."""
         if not found:
             raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
-        old = current = [name for state_dict in found for name in state_dict.names]
+        current = [name for state_dict in found for name in state_dict.names]
         for option, step in self.steps:
             new = [step(name) for name in current]
             if new == current and option.startswith("rename="):
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are.")
+                report.note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}")
             current = new
-        self.known = dict(zip(old, current, strict=True))
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
         """Say so where some names of a state dict lose more than one `module.`, and others one."""
@@ -90,3 +84,12 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.note("uneven-prefix", text + fix)
+
+
+def _inside(option: str, current: list[str]) -> str:
+    """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
+    wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
+    if wrapped is None:
+        return "the names stay as they are."
+    rule = names.unwrapping(wrapped.partition(".module.")[0])
+    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."
