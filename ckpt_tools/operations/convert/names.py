@@ -89,7 +89,8 @@ class Names:
 def _inside(option: str, current: list[str]) -> str:
     """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
     wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
-    if wrapped is None:
-        return "the names stay as they are."
+    if wrapped is None:  # what all names begin with, where it is one word, may be the prefix that was meant
+        first = {name.partition(".")[0] if "." in name else "" for name in current}
+        return (f"all begin with '{first.pop()}.'; " if len(first) == 1 and all(first) else "") + "the names stay as they are."
     rule = names.unwrapping(wrapped.partition(".module.")[0])
     return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."
