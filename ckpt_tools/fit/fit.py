@@ -359,17 +359,19 @@ def _left_over(
     if any(map(part_of, names)):  # without one of the parts the others are other weights
         advice.append("weight norm, spectral norm and pruning keep a weight in parts, which are folded where all are there")
     elif any(map(is_part, unexpected)):
-        advice.append("`dequantize='bf16'` makes plain weights of quantised ones")
+        advice.append("dequantise it first" if in_code else "`dequantize='bf16'` makes plain weights of quantised ones")
     else:
-        advice += ["initialise missing ones with `reinit=SCHEME`"] * bool(missing)
-        advice += ["`on_mismatch=reinit, overlap or skip`, `adapt`, or a step of a `plan` for other shapes"] * bool(mismatched)
+        allow = ", or `allow_missing=[GLOB, ...]`" if in_code else ""
+        advice += [f"initialise missing ones with `reinit=SCHEME`{allow}"] * bool(missing)
+        others = "or `adapt`" if in_code else "`adapt`, or a step of a `plan`"
+        advice += [f"`on_mismatch=reinit, overlap or skip`, {others} for other shapes"] * bool(mismatched)
     if globs := [extra.glob for extra in spare[:_MOST_GLOBS]]:
-        advice.append(f"leave what is not in the target out with {' '.join(f'`drop={glob!r}`' for glob in globs)}")
-    if in_code and (missing or unexpected):
-        advice.append("allow_missing and allow_unexpected take the names that may be left over")
+        drops = [f"`allow_unexpected={globs!r}`"] if in_code else [f"`drop={glob!r}`" for glob in globs]
+        advice.append(f"leave what is not in the target out with {' '.join(drops)}")
     left = len(unexpected) - sum(len(extra.names) for extra in spare)
     if ambiguous or (left and not any(map(is_part, unexpected))):
-        advice.append("name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further")
+        partners = "`pair='OLD=NEW'`" if in_code else "`pair='OLD=NEW'` or `plan`"
+        advice.append(f"name the partners with {partners}; `match='structure'` looks further")
     text = "; ".join(advice)
     why = " ".join([*said, *(f"{extra.text}." for extra in spare[:_MOST_GLOBS])])
     return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper()}{text[1:]}.")
