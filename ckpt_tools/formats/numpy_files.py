@@ -8,11 +8,9 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 
 from __future__ import annotations
 
-import ast
 import itertools
 import operator
 import re
-import warnings
 from math import prod
 from typing import NamedTuple
 
@@ -120,18 +118,30 @@ def parse_header(head: bytes, name: str = "") -> Header:
     return Header(code, found[1] == ">", fortran, shape, start + length)
 
 
+# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
+# Python 2 wrote sizes as 3L.
+_FIELD = re.compile(
+    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
+    re.DOTALL,
+)
+
+
 def _literal(text: bytes) -> dict[str, object]:
-    """The fields of a header, a literal of Python's: as NumPy reads it, and nothing in it is called. Empty when it is none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1").strip()))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    """The fields of a header; none when it is not one."""
+    inside = text.decode("latin-1").strip()
+    if inside[:1] != "{" or inside[-1:] != "}":
         return {}
-    return found if type(found) is dict else {}
-
-
-_LONG = re.compile(r"(?<=[\s(,])(\d+)L(?=[\s,)])")  # as Python 2 wrote sizes
+    inside, fields, at = inside[1:-1].rstrip(), dict[str, object](), 0
+    while at < len(inside):
+        found = _FIELD.match(inside, at)
+        if found is None or found[2] in fields:
+            return {}
+        at = found.end()
+        if found[6] is not None:
+            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
+        else:
+            fields[found[2]] = found[5] == "True" if found[5] else found[4] or found[7] or ""
+    return fields
 
 
 class Arrays:

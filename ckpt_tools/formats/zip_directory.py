@@ -265,7 +265,7 @@ NUMPY = b"\x93NUMPY"
 
 
 def _read_entry(data: bytes, at: int, start: int) -> tuple[Record | None, int]:
-    """One entry of the central directory, if it is no empty folder, and where the next begins."""
+    """One entry of the central directory, unless it is an empty folder, and where the next begins."""
     line = data[at : at + CENTRAL.size]
     if len(line) < CENTRAL.size or line[:4] != SIGNATURE_CENTRAL:
         what = f"The zip directory is damaged at offset {start + at}."

@@ -192,7 +192,7 @@ class _Reader:
             what = f"{called} is in another file, {location!r}, beside the model."
             raise UnsupportedContainerError(what, fix="Name the model where that file is beside it.")
         if not all(_COUNT.fullmatch(texts.get(key, "0")) for key in ("offset", "length")):
-            raise DamagedFileError(f"{called} has an offset or a length in another file that is no number.")
+            raise DamagedFileError(f"{called} has an offset or a length in another file that is not a number.")
         other = self.files.open(location)
         start = int(texts.get("offset", "0"))
         size = int(texts.get("length", other.size - start))
