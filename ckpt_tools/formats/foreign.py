@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
@@ -32,6 +33,10 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     path = source.path
     if not head:
         return NotACheckpointError(f"{path} is an empty file.", why="The program that should have written it wrote nothing.")
+    if head.startswith(b"\xffCKP"):  # as ckpt_tools marked it until 0.1
+        why = f".{path.name}.ckpt-journal, beside it, has the bytes that were there."
+        fix = f"pip install 'ckpt-tools<0.2', and put them back: ckpt repair {shlex.quote(str(path))}"
+        return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
     for at, magic, kind, fix in _KINDS:
         if head.startswith(magic, at):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)

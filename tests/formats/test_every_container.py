@@ -131,3 +131,11 @@ def test_bad_input_is_refused_as_elsewhere(command: str, bad: str, tmp_path: Pat
     made = COMMANDS[command](path, FIXTURES / "single.pth", out)  # type: ignore[no-untyped-call]
     assert ckpt(*made, code=3).output == expected
     assert not out.exists()
+
+
+def test_an_edit_that_an_older_version_did_not_finish(tmp_path: Path) -> None:
+    """Until 0.1 a file that was being edited in place began with a mark; the version that mends it is named."""
+    (tmp_path / "half.pth").write_bytes(b"\xffCKP" + bytes(100))
+    said = ckpt("inspect", tmp_path / "half.pth", code=3).output
+    assert "is half edited" in said
+    assert "pip install 'ckpt-tools<0.2'" in said
