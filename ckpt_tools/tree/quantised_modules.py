@@ -70,7 +70,9 @@ def _of_bnb_4bit(state: Dict) -> Pairs:
         tensors |= {"nested_absmax": nested.get("absmax"), "nested_quant_map": nested.get("code")}
         said |= {"nested_blocksize": nested.get("blocksize"), "nested_dtype": _dtype(nested.get("dtype"))}
         said |= {"nested_offset": _float32(found.get("offset"))}
-    if None in said.values() or not all(type(node) is Entry for node in tensors.values()):
+    kinds = {"quant_type": str, "dtype": str, "shape": list, "nested_dtype": str, "nested_offset": float}
+    are_known = all(type(value) is kinds.get(name, int) for name, value in said.items())
+    if not are_known or not all(type(node) is Entry for node in tensors.values()):
         return
     yield from ((f"weight.{name}", node) for name, node in tensors.items())
     import json
