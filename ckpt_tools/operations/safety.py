@@ -98,7 +98,7 @@ class Safety:
             found[0] = replace(found[0], expected=_EXPECTED, fix=fix)
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            text = f"not all of it could be examined: {shortened(reasons, _SHOWN)}"
+            text = f"not all of it could be examined: {shortened(reasons, 4 * _SHOWN)}"
             found.append(Finding("unexamined", "warning", [], text))
         return found
 
