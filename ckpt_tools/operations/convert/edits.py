@@ -161,8 +161,8 @@ class Edits:
             _fill(root, self.options.fill_from, report, stack, self.account)
         if not self.options.tie:
             return
+        from ckpt_tools.fit.filling import tie
         from ckpt_tools.fit.retarget import only_state_dict
-        from ckpt_tools.fit.tying import tie
         from ckpt_tools.fit.values import Config
 
         gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
