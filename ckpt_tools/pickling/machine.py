@@ -30,6 +30,7 @@ Behind: TypeAlias = "Callable[[Machine, Object, int], Node]"  # what stands behi
 REBUILD, ORDERED_DICT = Global("torch._utils", "_rebuild_tensor_v2"), Global("collections", "OrderedDict")
 _SET, _FROZENSET, _BYTEARRAY = (Global("builtins", name) for name in ("set", "frozenset", "bytearray"))
 _COUNTER = Global("collections", "Counter")
+_MADE_BY_NEW = frozenset((Global("torch", "Size"), Global("torch", "device"), Global("builtins", "complex")))
 _BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only looks them up
 _BYTE = 0xFF  # the largest place in the memo of one byte
 _BYTES_MADE, _ITEMS_READ = 64, 4  # by a call, and of its arguments, that count as a node
@@ -176,6 +177,8 @@ class Machine:
             self._note_given(given)
         if cls == ORDERED_DICT:
             return Dict(ordered=True)
+        if self.strict and cls in _MADE_BY_NEW and type(cls) is Global and cls in self.makers:
+            self.makers[cls](given)  # which refuses what `__new__` would
         return Object("new" if kwargs is None else "new_ex", cls, given, kwargs)
 
     def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:

@@ -3,12 +3,13 @@
 import json
 import struct
 from pathlib import Path
+from pickle import UnpicklingError
 
 import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ObjectsError, OutputError, PickleError, TensorError
+from ckpt_tools.errors import CkptError, ObjectsError, OutputError, PickleError, TensorError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
 from tests.hostile.test_hostile_readings import listed
@@ -184,3 +185,16 @@ def test_a_state_that_grows_after_it_was_set(tmp_path: Path) -> None:
     path = write(tmp_path, torch_zip(body, FLOATS))
     assert vars(torch.load(path, weights_only=False)["x"]).keys() == {"a"}
     assert [row["where"] for row in ckpt_tools.inspect(path).tensors] == [["x", "a"], ["z", "a"], ["z", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [(b"ctorch\nSize\nK\x01\x85\x81", TensorError), (b"c__builtin__\ncomplex\n(]t\x81", PickleError),
+     (b"ctorch\ndevice\n)\x81", TensorError)],
+)  # fmt: skip
+def test_instances_that_torch_cannot_make(made: bytes, error: type[CkptError], tmp_path: Path) -> None:
+    """What `__new__` refuses is refused however the pickle makes it."""
+    path = write(tmp_path, torch_zip(p.pickle(p.dict_of(a=made)), {}))
+    expect_refused(path, error, "malformed arguments")
+    with pytest.raises((TypeError, RuntimeError, UnpicklingError)):
+        torch.load(path)
