@@ -190,11 +190,12 @@ def _find_end(tail: bytes, tail_start: int) -> int:
         pass
     if last < 0:
         raise MissingDirectoryError("The zip directory at the end of the file is missing.")
-    if last + END.size + _comment_length(tail, last) > len(tail):
+    end, earlier = last + END.size + _comment_length(tail, last), last
+    if end > len(tail):
         raise DamagedFileError("The zip's end record claims a comment longer than the file.")
-    earlier = last
     while (earlier := tail.rfind(b"PK\x05\x06", 0, earlier)) >= 0:
-        if earlier + END.size + _comment_length(tail, earlier) > last:
+        reach = earlier + END.size + _comment_length(tail, earlier)
+        if reach == len(tail) or (reach > last and end < len(tail)):  # else the bytes of a tensor may look so
             raise DamagedFileError("The zip has an end record inside the comment of another.", why=TWO_FILES)
     return tail_start + last
 

@@ -186,3 +186,17 @@ def test_names_beyond_64_kib(method: int, tmp_path: Path) -> None:
     found = torch.load(tmp_path / "old.pth")
     assert {name: value.tolist() for name, value in found.items()} == {LONG: [0, 1, 2], LONG + "2": [1, 1]}
     assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "in.pth").tensors] == [LONG, LONG + "2"]
+
+
+def test_values_that_look_like_an_end_record(tmp_path: Path) -> None:
+    """A tensor may hold the bytes of an end record whose comment would end within the real one: no program takes it for that."""
+    path, record = tmp_path / "in.pth", torch.zeros(22, dtype=torch.uint8)
+    record[:4] = torch.frombuffer(bytearray(b"PK\5\6"), dtype=torch.uint8)
+    torch.save({"w": record}, path)
+    data = path.read_bytes()
+    first, last = data.find(b"PK\5\6"), data.rfind(b"PK\5\6")
+    record[20:] = torch.frombuffer(bytearray((last - first - 17).to_bytes(2, "little")), dtype=torch.uint8)
+    torch.save({"w": record}, path)
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth")["w"], record)
+    assert ckpt_tools.check(tmp_path / "out.pth").verdict == "healthy"
