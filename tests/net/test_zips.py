@@ -189,7 +189,7 @@ def test_names_beyond_64_kib(method: int, tmp_path: Path) -> None:
 
 
 def test_values_that_look_like_an_end_record(tmp_path: Path) -> None:
-    """A tensor may hold the bytes of an end record whose comment would end within the real one: no program takes it for that."""
+    """A tensor may hold the bytes of an end record whose comment ends within the real one: no program takes it for that."""
     path, record = tmp_path / "in.pth", torch.zeros(22, dtype=torch.uint8)
     record[:4] = torch.frombuffer(bytearray(b"PK\5\6"), dtype=torch.uint8)
     torch.save({"w": record}, path)
