@@ -101,7 +101,7 @@ class _Weights:
             raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
         shape, stride = (tuple(_exactly(int, size["as_int"]) for size in meta[field]) for field in ("sizes", "strides"))
         parameter, grad = _exactly(bool, row["is_param"]), _exactly(bool, meta["requires_grad"])
-        device, index = meta["device"]["type"], meta["device"]["index"]
+        device, index = _exactly(str, meta["device"]["type"]), meta["device"]["index"]
         if device == META:
             raise on_meta(name)
         storage = self.storages.get(record.name)
@@ -120,12 +120,13 @@ class _Weights:
         return entry
 
 
-_Kind = TypeVar("_Kind", bool, int)
+_Kind = TypeVar("_Kind", bool, int, str)
 
 
 def _exactly(kind: type[_Kind], value: object) -> _Kind:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} is {'neither true nor false' if kind is bool else 'not a whole number'}")
+        wanted = {bool: "neither true nor false", int: "not a whole number", str: "not text"}[kind]
+        raise TypeError(f"{value!r} is {wanted}")
     return value
 
 

@@ -56,8 +56,12 @@ def _of_packed(state: Dict) -> Pairs:
 def _of_linear(state: Dict) -> Pairs:
     scale, zero = state.get("scale"), state.get("zero_point")
     if type(scale) is float and type(zero) is int:
-        yield "scale", _made(DTYPES["float32"], struct.pack("<f", scale))
-        yield "zero_point", _made(DTYPES["int64"], struct.pack("<q", zero))
+        try:
+            numbers = struct.pack("<f", scale), struct.pack("<q", zero)
+        except (struct.error, OverflowError):  # no number of these dtypes
+            return
+        yield "scale", _made(DTYPES["float32"], numbers[0])
+        yield "zero_point", _made(DTYPES["int64"], numbers[1])
 
 
 def _of_bnb_4bit(state: Dict) -> Pairs:

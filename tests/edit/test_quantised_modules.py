@@ -15,6 +15,7 @@ from ckpt_tools.errors import CkptError
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support.samples import FIXTURES
+from tests.support.zips import rewrite
 
 QUANTISED = FIXTURES / "quantised"
 KINDS = ["nf4", "fp4", "int8", "dynamic"]
@@ -122,3 +123,20 @@ def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
         for code in ("import torch", convert)
     )
     assert whole < alone + 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [("dynamic", b"zero_pointquK\0", b"zero_pointqu\x8a\x09" + bytes(8) + b"\x40"),
+     ("nf4", b"X\3\0\0\0nf4q>", b"ctorch\nfloat16\nq>")],
+)  # fmt: skip
+def test_settings_that_no_layer_has(kind: str, old: bytes, new: bytes, tmp_path: Path) -> None:
+    """A zero point of 70 bits and a name in the place of text: the file is shown, and nothing is made of them."""
+
+    def change(name: str, data: bytes) -> bytes:
+        return data.replace(old, new) if name == "data.pkl" else data
+
+    rewrite(QUANTISED / f"module_{kind}.pth", tmp_path / "odd.pth", change=change)
+    assert (tmp_path / "odd.pth").read_bytes() != (QUANTISED / f"module_{kind}.pth").read_bytes()
+    names = [row["name"] for row in ckpt_tools.inspect(tmp_path / "odd.pth").tensors]
+    assert not any(part in str(name) for name in names for part in ("zero_point", "quant_state"))

@@ -158,6 +158,7 @@ def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
     (_meta("view", sizes=[{"as_int": 1 << 70}, {"as_int": 3}]), TensorError, "2\\*\\*59"),
     (_meta("view", sizes=[{"as_expr": "s0"}, {"as_int": 3}]), DamagedFileError, "is malformed"),
     (_meta("view", storage_offset={"as_int": 1.5}), DamagedFileError, "is malformed"),
+    (_meta("view", device={"type": [], "index": None}), DamagedFileError, "is malformed"),
     (_meta("second.weight", dtype=4), TensorError, "used with two types"),
     (_meta("norm.num_batches_tracked", dtype=11), TensorError, "not a whole number of elements"),
 ])  # fmt: skip
