@@ -60,17 +60,18 @@ def fold(steps: Sequence[PlanStep]) -> list[Row]:
     at = 0
     while at < len(layers):
         first, (_, number) = layers[at], _layer(layers[at][0])
-        templates, numbers = [_template(step, number) for step in first], [number]
-        for layer in layers[at + 1 :] if all(_PLACE in name for step in templates for name in (*step.old, *step.new)) else ():
-            _, other = _layer(layer[0])
-            if other in numbers or [filled(step, other) for step in templates] != layer:
+        templates, numbers = [_template(step, number) for step in first], dict.fromkeys([number])
+        at += 1
+        while at < len(layers) and all(_PLACE in name for step in templates for name in (*step.old, *step.new)):
+            _, other = _layer(layers[at][0])
+            if other in numbers or [filled(step, other) for step in templates] != layers[at]:
                 break
-            numbers.append(other)
+            numbers[other] = None
+            at += 1
         text = _listed([int(one) for one in numbers]) if len(numbers) > 1 else ""
         if text and rows and rows[-1].numbers == text:  # numbers that are written alike are one sequence
             text = ",".join(numbers)
         rows += [Row(step, text) for step in (templates if text else first)]
-        at += len(numbers)
     return rows
 
 
