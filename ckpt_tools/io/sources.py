@@ -158,12 +158,8 @@ class Spooled(Source):
         try:
             yield
         except OSError as error:
-            what, fix = (
-                f"{self.path} cannot be inflated into a temporary file.",
-                "Unpack it, or set TMPDIR to a folder with room.",
-            )
             what = f"{self.path} cannot be inflated into a temporary file: {error.strerror or error}."
-            raise LimitError(what, fix=fix) from None
+            raise LimitError(what, fix="Unpack it, or set TMPDIR to a folder with room.") from None
 
     def check_unchanged(self) -> None:
         self.origin.check_unchanged()

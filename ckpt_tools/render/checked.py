@@ -76,4 +76,6 @@ def _print_summary(reports: Sequence[Checked], out: Page) -> None:
     numbers = {"tensors": [str(report.tensors) for report in reports],
                "bytes": [size_text(report.file_bytes) for report in reports], **counts}  # fmt: skip
     names = [printable(report.path) for report in reports]
-    print_names("checkpoint", names, {"verdict": [report.verdict for report in reports], **numbers}, out, right=numbers)
+    verdicts = [report.verdict for report in reports]
+    styles = [_COLOURS[verdict] for verdict in verdicts]
+    print_names("checkpoint", names, {"verdict": verdicts, **numbers}, out, right=numbers, styles=styles)

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ckpt_tools.errors import CkptError
@@ -220,6 +219,8 @@ def print_rows(rows: Sequence[Row], out: Page) -> None:
     for label, text in rows:
         lines = "\n".join(map(printable, text.split("\n")))
         if out.console is not None:
+            from textwrap import fill
+
             room = max(out.width - width, 1)
             lines = "\n".join(fill(line, room, break_long_words=False, break_on_hyphens=False) for line in lines.split("\n"))
         out.print((f"{label:{width}}", "dim"), lines.replace("\n", "\n" + " " * width))
