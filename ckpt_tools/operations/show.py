@@ -148,7 +148,7 @@ def _named(tensors: Collection[Tensor], name: str) -> Tensor | None:
 def _entry(tensor: Tensor) -> Entry:
     node, what = tensor.node, f"The values of {dotted(tensor.where)!r} cannot be shown."
     if type(node) is not Entry:
-        why = f"It is {tensor.unusual.kind if tensor.unusual else 'unusual'}, so it has no plain numbers to show."
+        why = f"A {tensor.unusual.kind if tensor.unusual else 'unusual'} tensor has no plain numbers to show."
         raise ConvertError(what, why=why, fix="ckpt_tools.torch.load gives it as torch has it.")
     if not has_numbers(node.dtype):
         raise ConvertError(what, why=f"It is {node.dtype.name}, for which torch has no numbers.")

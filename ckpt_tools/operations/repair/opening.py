@@ -217,7 +217,7 @@ def _refuse_packed(source: Source) -> None:
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
     if container in ("sharded", "dcp", *PART_CONTAINERS):
         return _of_several_files(path, "Its structure is whole.")
-    what = PROGRAMS[container][1] if container in PROGRAMS else container
+    what = PROGRAMS[container][1] if container in PROGRAMS else f"in the format {container}"
     return _not_taken(str(path), what)
 
 
