@@ -37,6 +37,21 @@ def select(root: Node, path: str) -> Node:
     return next(iter(found.values()))[1]
 
 
+def only_state_dict(root: Node, path: str) -> Dict:
+    """The one state dict below a root; raises NothingMatchedError where there is none, or more than one."""
+    found = find_state_dicts(root)
+    if len(found) == 1:
+        return found[0].node
+    if not found:
+        fix = "A pickled model gives its state dict with `objects='plain'`."
+        raise NothingMatchedError(f"{path} has no state dict.", fix=fix)
+    wheres = [dotted(state_dict.where) for state_dict in found]
+    raise NothingMatchedError(
+        f"{path} has {len(found)} state dicts: {', '.join(where or 'the root' for where in wheres)}.",
+        fix=f"Choose one: `select={wheres[0] or wheres[1]!r}`.",
+    )
+
+
 def select_in(checkpoint: Checkpoint, path: str) -> Node:
     """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Checkpoint.others`)."""
     first, _, rest = path.partition(".")

@@ -12,7 +12,8 @@ from typing import cast
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.parametrized import fold_for
-from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
+from ckpt_tools.edit.selection import only_state_dict
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit.fit import Choices, Initialised, Wanted, fit, left_out
 from ckpt_tools.fit.forms import MissingSizesError, Task, solve
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_for, check_finite
@@ -24,7 +25,7 @@ from ckpt_tools.fit.rows import BETWEEN, Binding, Index, NamePattern, PatternPla
 from ckpt_tools.fit.targets import Target, read_target, tensors_of
 from ckpt_tools.fit.values import Config, Values
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
+from ckpt_tools.formats.contents import find_optimizers, is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import dotted, listed
@@ -353,20 +354,6 @@ def _for_target(plan: Plan, target: Target) -> Plan:
                                  fix="Make a plan for this target: ckpt match IN --like TARGET -o PLAN.")  # fmt: skip
     doubtful = {new for new, _, _ in plan.ambiguous}
     return replace(plan, missing=tuple(name for name in wanted if name not in made and name not in doubtful))
-
-
-def only_state_dict(root: Node, path: str) -> Dict:
-    """The one state dict below a root, which a target is about."""
-    found = find_state_dicts(root)
-    if len(found) == 1:
-        return found[0].node
-    if not found:
-        raise NothingMatchedError(f"{path} holds no state dict that could be fitted to a target.")
-    wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
-    raise NothingMatchedError(
-        f"{path} holds {len(found)} state dicts: {wheres}; only one can be fitted to a target.",
-        fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`.",
-    )
 
 
 def note_optimizer(root: Node, fitted: FittedTo) -> str:

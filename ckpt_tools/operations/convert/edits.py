@@ -161,8 +161,8 @@ class Edits:
             _fill(root, self.options.fill_from, report, stack, self.account)
         if not self.options.tie:
             return
+        from ckpt_tools.edit.selection import only_state_dict
         from ckpt_tools.fit.filling import tie
-        from ckpt_tools.fit.retarget import only_state_dict
         from ckpt_tools.fit.values import Config
 
         gone = tie(only_state_dict(root, report.source), Config.beside(report.source, checkpoint.root))
@@ -338,8 +338,8 @@ def _fit(
 
 def _fill(root: Node, path: str | os.PathLike[str], report: Converted, stack: ExitStack, account: Account) -> None:
     """Fill the one state dict with what another checkpoint has more."""
+    from ckpt_tools.edit.selection import only_state_dict
     from ckpt_tools.fit.filling import opened, said_to_stay
-    from ckpt_tools.fit.retarget import only_state_dict
 
     node = only_state_dict(root, report.source)
     filling = stack.enter_context(opened(path, root))
@@ -391,18 +391,11 @@ def merge(
     root: Node, adapters: Sequence[tuple[str | os.PathLike[str], float]], report: Converted, stack: ExitStack, account: Account
 ) -> Node:
     """Merge adapters one after the other, and tell; `stack` keeps them open until the bytes are written."""
-    found = find_state_dicts(root)
-    if len(found) != 1:
-        wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
-        raise NothingMatchedError(
-            f"{report.source} holds {len(found)} state dicts{f': {wheres}' if wheres else ''}; an adapter is merged into one.",
-            fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`." if found else
-            "A pickled model gives its state dict with `objects='plain'`.",
-        )  # fmt: skip
     from ckpt_tools.edit.lora.adapter import opened
     from ckpt_tools.edit.lora.planning import Merging
+    from ckpt_tools.edit.selection import only_state_dict
 
-    merging = Merging(root, found[0].node, report.source)
+    merging = Merging(root, only_state_dict(root, report.source), report.source)
     for path, weight in adapters:
         adapter = stack.enter_context(opened(path))
         report.merged.append(merging.plan(adapter, str(path), weight))
