@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import (
@@ -34,7 +33,6 @@ from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
-from ckpt_tools.tree.findings import mending
 
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
@@ -45,7 +43,6 @@ def decode(
 ) -> Checkpoint:  # fmt: skip
     records = by_name(directory, member)
     odd, unreadable = _small_records(source, records, folder)
-    refuse_more_archives(source, directory)
     has_checksums = any(record.crc for record in directory.records)
     byteorder, order = "little", records.get(f"{folder}/byteorder")
     if order is not None:
@@ -101,17 +98,6 @@ def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: S
     unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
     head = directory.records[0].header if directory.records else 0
     return head + sum([row.dead for row in directory.records]) + sum(unused)
-
-
-def refuse_more_archives(source: Source, directory: Directory) -> None:
-    """Refuse a file in which another archive begins behind the one that has its end, and goes on to the file's end."""
-    left = directory.trailing
-    if left and zips.SIGNATURE_LOCAL.startswith(source.read(source.size - left, min(left, len(zips.SIGNATURE_LOCAL)))):
-        raise DamagedFileError(
-            "Another archive begins behind the first, and is cut off.",
-            why=f"It is {left} bytes: the file is a part of a distributed checkpoint, whose folder has a .metadata.",
-            fix="Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth"),
-        )
 
 
 # Of records that say one word: what torch writes, and what it reads, a pattern.

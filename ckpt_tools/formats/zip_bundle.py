@@ -16,7 +16,7 @@ from ckpt_tools.formats.base import Keys, Warned, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.single import refuse_polyglot
-from ckpt_tools.formats.torch_zip import decode_inner, refuse_more_archives
+from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.formats.zip_directory import SIGNATURE_LOCAL, Directory, Record, RecordRange, record_content, record_head
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
@@ -46,7 +46,6 @@ def _kind(head: bytes) -> Decode | None:
 def decode(source: Source, directory: Directory) -> Checkpoint:
     if all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in directory.records):  # whatever they are called
         return numpy_files.decode_npz(source, directory)
-    refuse_more_archives(source, directory)
     items: list[tuple[Node, Node]] = []
     unusual = ["an archive around checkpoints"]
     decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=directory.records)
