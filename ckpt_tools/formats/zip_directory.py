@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, ChecksumError, DamagedFileError
 from ckpt_tools.io.content import CHUNK, Content, Deflated, Range, crc32, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Ahead
+from ckpt_tools.io.sources import Ahead, Window
 from ckpt_tools.tree.findings import mending
 
 SIGNATURE_LOCAL, SIGNATURE_CENTRAL, SIGNATURE_DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
@@ -28,6 +28,7 @@ END64 = Struct("<4sQ2H2I4Q")
 LOCATOR64 = Struct("<4sIQI")
 DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
 FULL_16, FULL_32 = 0xFFFF, 0xFFFFFFFF  # what does not fit, and stands in a zip64 field
+Place = tuple[int, int]  # start and size of an archive in a larger file
 NUMPY = b"\x93NUMPY"
 
 
@@ -81,10 +82,9 @@ class RecordRange(Range):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Directory:
-    """The records in file order, where the central directory starts, and how many bytes come after the end record."""
+    """The records in file order, and how many bytes come after the end record."""
 
     records: list[Record]
-    start: int
     trailing: int
 
 
@@ -92,7 +92,9 @@ class MissingDirectoryError(DamagedFileError):
     """The file ends without an end record: it was cut off."""
 
 
-def read_directory(source: Source) -> Directory:
+def read_directory(whole: Source, place: Place | None = None) -> Directory:
+    """The records of a zip, which may be one in a larger file, at a place: they are placed in the file then."""
+    source = whole if place is None else Window(whole, *place)
     start, size, count, trailing = _read_end(source)
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     records = _read_entries(source.read(start, size), count, start)
@@ -107,7 +109,10 @@ def read_directory(source: Source) -> Directory:
         if record.end > record.following:
             into = repr(other.name) if other else "the zip directory"
             raise DamagedFileError(f"The zip record {record.name!r} overlaps {into}.")
-    return Directory(records, start, trailing)
+    shift = place[0] if place is not None else 0
+    for record in records if shift else ():
+        record.header, record.data, record.following = record.header + shift, record.data + shift, record.following + shift
+    return Directory(records, trailing)
 
 
 # --- the end records
