@@ -13,6 +13,7 @@ from ckpt_tools.errors import DamagedFileError, TensorError
 from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Ahead
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
@@ -141,7 +142,7 @@ class Cursor:
 
     def __init__(self, source: Source, at: int, end: int, what: str, order: str = "<") -> None:
         self.source, self.at, self.end, self.what, self.order = source, at, end, what, order
-        self._window, self._start, self._budget = b"", at, limits.budget(source.size)
+        self._ahead, self._budget = Ahead(source, end, _WINDOW), limits.budget(source.size)
 
     def count(self, nodes: int) -> None:
         """Count values before they are made."""
@@ -152,20 +153,12 @@ class Cursor:
         self._budget.take(limits.MEMORY, length, f"The {self.what} has more text, or bytes outside its tensors, than any has.")
 
     def take(self, length: int) -> bytes:
-        self.check(length)
-        begin = self.at - self._start
-        if begin + length > len(self._window):
-            self._start, begin = self.at, 0
-            self._window = self.source.read(self.at, min(max(length, _WINDOW), self.end - self.at))
-        self.at += length
-        return self._window[begin : begin + length]
+        return self._ahead.read(self.skip(length), length)
 
     def skip(self, length: int) -> int:
         """Pass over bytes; where they begin."""
         self.check(length)
         self.at += length
-        if self.at > self._start + len(self._window):
-            self._start, self._window = self.at, b""
         return self.at - length
 
     def check(self, length: int) -> None:

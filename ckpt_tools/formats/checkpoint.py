@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -181,11 +181,21 @@ class Checkpoint:
         storages, known = f"{self.root_folder}/data/", {f"{self.root_folder}/{name}" for name in _RECORDS}
         return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
 
-    def merge(self, part: Checkpoint, name: str) -> None:
-        """Take over the globals, odd uses and warnings of `part`, which is in this checkpoint under `name`."""
-        self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
-        self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
-        self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+    def merge(self, parts: Iterable[tuple[str, Checkpoint]]) -> None:
+        """Take over what was read of parts of this checkpoint's file, each under its name."""
+        globals_, unusual, byteorders = dict.fromkeys(self.globals), dict.fromkeys(self.unusual), set[str]()
+        for name, part in parts:
+            globals_ |= dict.fromkeys(part.globals)
+            unusual |= dict.fromkeys(part.unusual)
+            self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+            self.storage_bytes += part.storage_bytes
+            self.has_checksums &= part.has_checksums or part.container != "torch-zip"  # others have none to be trusted
+            self.byteorder = part.byteorder
+            byteorders.add(part.byteorder)
+        self.globals, self.unusual = [*globals_], [*unusual]
+        if len(byteorders) > 1:
+            what = "The members of the archive are of both byte orders."
+            raise DamagedFileError(what, fix="Unpack it and convert them one by one.")
 
 
 # The containers of which nothing but what their reader has read is a pickle.

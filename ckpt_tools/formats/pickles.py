@@ -17,13 +17,14 @@ from itertools import islice, pairwise
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
-from ckpt_tools.formats import exported_program, texts, zip_archives
+from ckpt_tools.formats import exported_program, texts
 from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import single_folder
+from ckpt_tools.formats.zip_archives import split
 from ckpt_tools.formats.zip_directory import Record, has_end, read_directory, record_content, record_head, signatures
 from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
@@ -209,7 +210,7 @@ class _Walk:
         except LimitError:  # no damage: what stands behind local headers would be as much
             raise
         except CkptError as error:
-            spans = zip_archives.split(source)
+            spans = split(source)
             for start, size in spans:
                 self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth + 1)
             if not spans:

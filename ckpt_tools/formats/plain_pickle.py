@@ -65,7 +65,7 @@ def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Checkpoint]]:
         if part is None or part.source is None:
             return node
         try:
-            decoded = decode_inner(part.source, part.at, part.end, f"bytes{len(found)}")
+            decoded = decode_inner(part.source, (part.at, part.end), f"bytes{len(found)}")
         except CkptError:
             return node
         if decoded.byteorder != "little":

@@ -1,4 +1,4 @@
-"""torch-zip: what `torch.save` has written since 1.6. A zip of stored records under one root folder, or one in another file.
+"""torch-zip: what `torch.save` has written since 1.6. A zip of stored records under one root folder.
 
     ROOT/data.pkl           MUST   the pickle; tensors are persistent ids ("storage", class, key, location, size)
     ROOT/data/KEY           MUST   one record a storage, its bytes aligned to 64 by an `FB` extra field
@@ -12,40 +12,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import (
-    Directory,
-    Record,
-    RecordRange,
-    read_directory,
-    read_record,
-    record_content,
-    record_head,
-)
+from ckpt_tools.formats.zip_directory import Directory, Record, read_directory, read_record, record_content, record_head
 from ckpt_tools.io.content import Content, Deflated
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
-from ckpt_tools.tree.findings import mending
 
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 
-def decode(
-    source: Source, directory: Directory, folder: str, member: str = "",
-    storages_of: type[Storages] = Storages,
-) -> Checkpoint:  # fmt: skip
-    records = by_name(directory, member)
+def decode_inner(source: Source, place: zips.Place, name: str) -> Checkpoint:
+    """A torch-zip, or arrays, inside something else, which calls it so."""
+    directory = read_directory(source, place)
+    names, folder = names_of(directory.records)
+    if is_npz(names):
+        from ckpt_tools.formats import numpy_files
+
+        decoded = numpy_files.decode_npz(source, directory)
+    elif f"{folder}/{PICKLE}" in names and not is_program(names, folder or ""):
+        decoded = decode(source, directory, folder or "")
+    else:
+        what, fix = f"{name!r} is a zip, but not one that torch.save wrote.", "Unpack it and convert its members one by one."
+        raise UnsupportedContainerError(what, fix=fix)
+    for record in directory.records:
+        record.name = f"{name}!{record.name}"
+    return decoded
+
+
+def decode(source: Source, directory: Directory, folder: str, storages_of: type[Storages] = Storages) -> Checkpoint:
+    """What the records of a torch-zip, or of a program, hold."""
+    records = by_name(directory)
     odd, unreadable = _small_records(source, records, folder)
-    refuse_more_archives(source, directory)
     has_checksums = any(record.crc for record in directory.records)
     byteorder, order = "little", records.get(f"{folder}/byteorder")
     if order is not None:
@@ -53,7 +57,7 @@ def decode(
         if byteorder not in ("little", "big") or order.size > 16:
             raise DamagedFileError(f"The record 'byteorder' says {byteorder!r}; it must be 'little' or 'big'.")
     storages = storages_of(partial(_locate, source, records, f"{folder}/data"))
-    stream = read_record(source, records[f"{folder}/data.pkl"], check=has_checksums)
+    stream = read_record(source, records[f"{folder}/{PICKLE}"], check=has_checksums)
     if b"_load_from_bytes" in stream:  # pickled storages in strings of bytes, which few files have
         from ckpt_tools.formats.torch_legacy import Blobs
 
@@ -78,8 +82,8 @@ def decode(
     )  # fmt: skip
 
 
-def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
-    return {record.name.removeprefix(member): record for record in directory.records}
+def by_name(directory: Directory) -> dict[str, Record]:
+    return {record.name: record for record in directory.records}
 
 
 def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str, nbytes: int) -> Content | None:
@@ -97,21 +101,10 @@ def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str
 def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
     """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
     contents = [storage.content for _, storage in storages.by_key.values()]
-    used = {content.offset for content in contents if type(content) is RecordRange or type(content) is Deflated}
+    used = {content.offset for content in contents if type(content) is zips.RecordRange or type(content) is Deflated}
     unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
     head = directory.records[0].header if directory.records else 0
     return head + sum([row.dead for row in directory.records]) + sum(unused)
-
-
-def refuse_more_archives(source: Source, directory: Directory) -> None:
-    """Refuse a file in which another archive begins behind the one that has its end, and goes on to the file's end."""
-    left = directory.trailing
-    if left and zips.SIGNATURE_LOCAL.startswith(source.read(source.size - left, min(left, len(zips.SIGNATURE_LOCAL)))):
-        raise DamagedFileError(
-            "Another archive begins behind the first, and is cut off.",
-            why=f"It is {left} bytes: the file is a part of a distributed checkpoint, whose folder has a .metadata.",
-            fix="Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth"),
-        )
 
 
 # Of records that say one word: what torch writes, and what it reads, a pattern.
@@ -147,9 +140,9 @@ def _small_records(source: Source, records: Mapping[str, Record], folder: str) -
 
 # --- what the names in a zip say it is
 
-_PICKLE, _CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by
+PICKLE, CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by
 _OTHERS = ("model.json", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment")
-_LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
+_LOOKED_UP = frozenset((PICKLE, CONSTANTS, _EXPORTED, *_OTHERS))
 _LONGEST = 511  # bytes of a name that torch reads where it lists the records, and cuts the rest
 
 
@@ -157,8 +150,8 @@ def is_npz(names: Collection[str]) -> bool:
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
-def is_torchscript(names: Collection[str], folder: str) -> bool:
-    return f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names
+def is_program(names: Collection[str], folder: str) -> bool:
+    return f"{folder}/{CONSTANTS}" in names or f"{folder}/model.json" in names
 
 
 def single_folder(records: Sequence[Record]) -> str | None:
@@ -167,46 +160,24 @@ def single_folder(records: Sequence[Record]) -> str | None:
     return root if records and all(record.name.startswith(folder) for record in records) else None
 
 
-def refuse_two_readings(records: Sequence[Record]) -> None:
-    """Refuse names in which two of torch's loaders, or torch and another program, would find different files."""
+def names_of(records: Sequence[Record]) -> tuple[set[str], str | None]:
+    """The names and their root folder; refused where two of torch's loaders, or another program, would find other files."""
+    names, folder = {record.name for record in records}, single_folder(records)
     data = f"{records[0].name.partition('/')[0]}/data/" if records else ""  # storages, which nobody looks up so
-    below = {record.name.partition("/")[2] for record in records if not record.name.startswith(data)}
-    if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
-        return
-    if single_folder(records) is None:
+    below = {name.partition("/")[2] for name in names if not name.startswith(data)}
+    if not {name.lower() for name in below} & {PICKLE, CONSTANTS, _EXPORTED}:
+        return names, folder
+    if folder is None:
         roots = list(dict.fromkeys(record.name.partition("/")[0] for record in records))
         raise DamagedFileError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
-    if any(len(record.name.encode()) > _LONGEST for record in records):
+    if any(len(name.encode()) > _LONGEST for name in names):
         raise DamagedFileError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")
-    odd = [name for name in below if name not in _LOOKED_UP and name.lower() in _LOOKED_UP]
-    if odd:
-        raise DamagedFileError(
-            f"The zip record {odd[0]!r} is not written as torch writes it; torch takes it for {odd[0].lower()!r}."
-        )
-    if _PICKLE in below and _CONSTANTS not in below and "model.json" in below:
+    for name in below - _LOOKED_UP:
+        if name.lower() in _LOOKED_UP:
+            what = f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}."
+            raise DamagedFileError(what)
+    if PICKLE in below and CONSTANTS not in below and "model.json" in below:
         raise DamagedFileError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
-    if _EXPORTED in below and below & {_PICKLE, _CONSTANTS}:
+    if _EXPORTED in below and below & {PICKLE, CONSTANTS}:
         raise DamagedFileError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)
-
-
-def decode_inner(source: Source, start: int, size: int, name: str) -> Checkpoint:
-    """A zip inside a file, as a checkpoint of its own; its records are placed where they are in the source."""
-    window = Window(source, start, size)
-    inner = read_directory(window)
-    refuse_two_readings(inner.records)
-    names, folder = {row.name for row in inner.records}, single_folder(inner.records) or ""
-    if is_npz(names):
-        from ckpt_tools.formats import numpy_files
-
-        return numpy_files.decode_npz(window, inner)
-    if f"{folder}/data.pkl" not in names or is_torchscript(names, folder):
-        raise UnsupportedContainerError(
-            f"{name!r} is a zip, but not one that torch.save wrote.",
-            fix="Unpack the archive and convert its members one by one.",
-        )
-    member = f"{name}!"
-    placed = [
-        replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
-                following=row.following + start) for row in inner.records
-    ]  # fmt: skip
-    return decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)
+    return names, folder

@@ -7,16 +7,17 @@ bytes, up to a limit. Source: stable_baselines3/common/save_util.py, `save_to_zi
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError
+from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle
 from ckpt_tools.formats.base import Keys, Warned, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.registry import Decode, containers
 from ckpt_tools.formats.single import refuse_polyglot
-from ckpt_tools.formats.torch_zip import decode_inner, refuse_more_archives
+from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.formats.zip_directory import SIGNATURE_LOCAL, Directory, Record, RecordRange, record_content, record_head
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
@@ -36,61 +37,60 @@ def sniff(source: Source, directory: Directory) -> bool:
         return False
     source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
     heads = (record_head(source, record, _HEAD) for record in records)
-    return any(head.startswith(SIGNATURE_LOCAL) or _kind(head) is not None for head in heads)
+    return any(head.startswith(SIGNATURE_LOCAL) or _reader(head) is not None for head in heads)
 
 
-def _kind(head: bytes) -> Decode | None:
+def _reader(head: bytes) -> Decode | None:
     return next((row.decode for row in containers(in_zips=True) if row.sniff(head)), None)
 
 
 def decode(source: Source, directory: Directory) -> Checkpoint:
-    if all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in directory.records):  # whatever they are called
+    records = directory.records
+    if all(numpy_files.sniff(record_head(source, record, _HEAD)) for record in records):  # whatever they are called
         return numpy_files.decode_npz(source, directory)
-    refuse_more_archives(source, directory)
     items: list[tuple[Node, Node]] = []
     unusual = ["an archive around checkpoints"]
-    decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=directory.records)
+    decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=records)
     decoded.warnings += trailing(directory.trailing, "the archive")
-    inflated, keys, byteorders = _Inflated(source), Keys(), set[str]()
-    for record in directory.records:
-        part = _member(source, record, inflated, decoded.warnings)
-        if part is None:
-            items += _value(source, record, decoded.warnings)
-            continue
-        items.append((record.name, keys.renew(part.root)))
-        decoded.merge(part, record.name)
-        if part.source is source:
-            decoded.records = [*decoded.records, *part.records]
-        decoded.storage_bytes += part.storage_bytes
-        decoded.has_checksums &= part.has_checksums or part.container != "torch-zip"  # others have none to be trusted
-        decoded.byteorder = part.byteorder
-        byteorders.add(part.byteorder)
-    if len(byteorders) > 1:
-        what = "The members of the archive are of both byte orders."
-        raise DamagedFileError(what, fix="Unpack it and convert them one by one.")
-    if len(items) == len(directory.records) == 1:  # around one file: that itself
+    keys, inflated = Keys(), Spooled(source, ()) if any(record.deflated for record in records) else None
+
+    def members() -> Iterator[tuple[str, Checkpoint]]:
+        for record in records:
+            if (part := _member(source, record, inflated, decoded.warnings)) is None:
+                items.extend(_value(source, record, decoded.warnings))
+                continue
+            items.append((record.name, keys.renew(part.root)))
+            if part.source is source:
+                decoded.records = [*decoded.records, *part.records]
+            yield record.name, part
+
+    decoded.merge(members())
+    if len(items) == len(records) == 1:  # around one file: that itself
         decoded.root = items[0][1]
     return decoded
 
 
-def _member(source: Source, record: Record, inflated: _Inflated, warnings: list[Warned]) -> Checkpoint | None:
+def _member(source: Source, record: Record, inflated: Spooled | None, warnings: list[Warned]) -> Checkpoint | None:
+    """A member that is a checkpoint; a deflated one is inflated behind the others, into a temporary file."""
     head = record_head(source, record, _HEAD)
-    kind = _kind(head)
-    if not (head.startswith(SIGNATURE_LOCAL) or kind is not None or plain_pickle.sniff(head)):
+    is_zip, reader = head.startswith(SIGNATURE_LOCAL), _reader(head)
+    if not (is_zip or reader is not None or plain_pickle.sniff(head)):
         return None
     try:
-        place, start = inflated.place(record)
-        if head.startswith(SIGNATURE_LOCAL):
-            return decode_inner(place, start, record.size, record.name)
-        # a stored one is checked by its CRC-32 when bytes leave, a deflated one was when inflated
-        stored = None if record.deflated else RecordRange(source, record.data, record.size, record)
+        place, start, stored = source, record.data, None
+        if inflated is None or not record.deflated:  # checked by its CRC-32 when bytes leave, a deflated one when inflated
+            stored = RecordRange(source, record.data, record.size, record)
+        else:
+            place, start = inflated, inflated.size
+            inflated.add(chunks(record_content(source, record)))
+        if is_zip:
+            return decode_inner(place, (start, record.size), record.name)
         window = Window(place, start, record.size, stored)
-        if kind is None:
-            return plain_pickle.decode(window)
-        refuse_polyglot(window, head)
-        return kind(window)
+        if reader is not None:
+            refuse_polyglot(window, head)
+        return (reader or plain_pickle.decode)(window)
     except CkptError as error:
-        if kind is None and not head.startswith(SIGNATURE_LOCAL) and not isinstance(error, LimitError):
+        if reader is None and not is_zip and not isinstance(error, LimitError):
             why = error.what.removesuffix(".")
             warnings.append(Warned("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}"))
             return None
@@ -106,8 +106,8 @@ def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple
         warnings.append(Warned("left-out", found))
         return []
     budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
-    data = read(record_content(source, record))
-    value: Node = data
+    value: Node
+    value = data = read(record_content(source, record))
     with contextlib.suppress(UnicodeDecodeError):
         value = text = data.decode()
         if text.lstrip()[:1] in _JSON_STARTS:
@@ -122,20 +122,3 @@ def _node(value: Any, depth: int) -> Node:
         return Dict([(key, _node(item, depth + 1)) for key, item in value.items()])
     plain: Node = value
     return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
-
-
-class _Inflated:
-    """Deflated members of an archive, inflated one behind the other into a temporary file that has no name."""
-
-    def __init__(self, archive: Source) -> None:
-        self.archive = archive
-        self.inflated: Spooled | None = None
-
-    def place(self, record: Record) -> tuple[Source, int]:
-        """The source that a member can be read from by position, and where it starts there; a deflated one is inflated."""
-        if not record.deflated:
-            return self.archive, record.data
-        self.inflated = self.inflated or Spooled(self.archive, ())
-        start = self.inflated.size
-        self.inflated.add(chunks(record_content(self.archive, record)))
-        return self.inflated, start

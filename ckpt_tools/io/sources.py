@@ -134,6 +134,22 @@ class Window(Source):
         """Nothing: the source belongs to others too."""
 
 
+class Ahead:
+    """Small reads of a source that lie close together: many are read at once, up to an end."""
+
+    def __init__(self, source: Source, end: int, ahead: int) -> None:
+        self.source, self.end, self.ahead = source, end, ahead
+        self.start, self.block = 0, b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What is there; less where that would reach beyond the end."""
+        at = offset - self.start
+        if not 0 <= at <= len(self.block) - length:
+            self.start, at, left = offset, 0, self.end - offset
+            self.block = self.source.read(offset, min(max(self.ahead, length), left)) if left > 0 else b""
+        return self.block[at : at + length]
+
+
 class Spooled(Source):
     """Bytes made of another source, in a temporary file without a name, which goes when nothing refers to it any more."""
 

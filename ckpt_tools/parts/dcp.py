@@ -259,7 +259,7 @@ class _Reader:
     def _archive(self, name: str, place: _Place) -> Checkpoint:
         source = self.files.open(place.file)
         try:
-            return zip_archives.decode_one(Window(source, place.offset, place.length))
+            return zip_archives.decode_inside(source, (place.offset, place.length), name)
         except CkptError as error:
             error.what = f"{source.path}, at byte {place.offset}, {name!r}: {error.what}"
             raise
@@ -291,12 +291,9 @@ class _Reader:
         if decoded.byteorder == "big":
             raise UnsupportedContainerError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is big-endian.")
         of = content.of if isinstance(content, Part) else content
-        if not isinstance(content, Range) or not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
-            return content
-        # as a range of the file, which the kernel can copy; its CRC-32 stays known
-        record = replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
-        whole = RecordRange(source, window.start + of.offset, of.length, record)
-        return whole if of is content else Part(source, window.start + content.offset, content.length, whole)
+        if isinstance(of, RecordRange):
+            of.record.name = f"a chunk of {name!r} in {source.path.name}"
+        return content
 
     def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
         """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""

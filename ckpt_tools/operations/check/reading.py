@@ -12,10 +12,10 @@ from typing import TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.formats import zip_archives
 from ckpt_tools.formats.base import PART_CONTAINERS, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Record, RecordRange, read_directory
+from ckpt_tools.formats.zip_archives import split
+from ckpt_tools.formats.zip_directory import Place, Record, RecordRange, read_directory
 from ckpt_tools.io.content import CHUNK, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
@@ -189,10 +189,9 @@ def _records(checkpoint: Checkpoint, contents: Sequence[Range | Deflated]) -> li
     if isinstance(checkpoint.source, Files):
         for source in checkpoint.source.members.values():
             if source.path.suffix == ".distcp" or checkpoint.container in PART_CONTAINERS:
-                whole = is_zip(source.read(0, min(4, source.size)))
-                for start, size in (zip_archives.split(source) or [(0, source.size)]) if whole else ():
-                    archive = Window(source, start, size)  # one, or in a dcp one a tensor
-                    found |= {id(record): (archive, record) for record in read_directory(archive).records}
+                archives: Sequence[Place | None] = split(source) or [None]  # one, or in a dcp one a tensor
+                for place in archives if is_zip(source.read(0, min(4, source.size))) else ():
+                    found |= {id(record): (source, record) for record in read_directory(source, place).records}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
     checked = list(places.values())
     return checked if any(record.crc for _, record in checked) else []

@@ -89,7 +89,7 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         of = f" of {row.source.path.name}" if row.source is not checkpoint.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
         part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
-        is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp"
+        is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp" or checkpoint.container == "dcp-part"
         no_repair = is_part or checkpoint.container in (*PROGRAMS, "npz")
         fix = part if no_repair else mending("repair", str(row.source.path))
         yield Finding("damaged-record", "problem", [], text, "the bytes that were saved; torch.load does not notice", fix)

@@ -105,7 +105,7 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
 def _salvage_zip(source: Source, keep_damaged: bool) -> Salvaged:
     """What is whole in a file of one archive; of several nothing tells which record is of which."""
     walk = Walk(source)
-    if any(re.search(PROGRAM, found.name) for found in walk.records):
+    if any(re.search(PROGRAM, found.name.encode()) for found in walk.records):
         raise _not_taken(str(source.path))
     later = sorted(found.header for found in pickles_of(walk.records))[1:2]
     records = [found for found in walk.records if not later or found.header < later[0]]  # the first archive's

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,18 +29,14 @@ from ckpt_tools.formats.zip_directory import (
     SIGNATURE_DESCRIPTOR,
     SIGNATURE_LOCAL,
     LocalHeader,
+    extra_fields,
     signatures,
-    zip64_fields,
+    wide_fields,
 )
 from ckpt_tools.io.content import Content, Deflated, Range, chunks, crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, MOST, flipped_back, flipped_bit
 
-CentralEntry = namedtuple(  # what a directory says of a record before its name
-    "CentralEntry",
-    "signature made_by needs flags method time date crc compressed size name_length extra_length comment_length disk internal "
-    "attributes header",
-)
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
 _LONGEST_NAME = 4096
 Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
@@ -241,16 +237,15 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
         raw = source.read(at, min(CENTRAL.size + _LONGEST_NAME, source.size - at))
         if len(raw) < CENTRAL.size:
             continue
-        entry = CentralEntry._make(CENTRAL.unpack_from(raw))
-        name_end = CENTRAL.size + entry.name_length
+        _, _, _, _, _, _, _, crc, compressed, size, name_length, extra_length, *_, header = CENTRAL.unpack_from(raw)
+        name_end = CENTRAL.size + name_length
         name = _name(raw[CENTRAL.size : name_end])
         if name is None:
             continue
-        size, compressed, header = entry.size, entry.compressed, entry.header
         with contextlib.suppress(DamagedFileError):  # a damaged extra field: sizes that nothing proves
-            extra = raw[name_end : name_end + entry.extra_length]
-            size, compressed, header = zip64_fields(extra, size, compressed, header, name)
-        found.setdefault(name, []).append(Claim("directory", compressed, size, entry.crc, header, at))
+            fields = extra_fields(raw[name_end : name_end + extra_length], name)
+            size, compressed, header = wide_fields(fields, (size, compressed, header), name)
+        found.setdefault(name, []).append(Claim("directory", compressed, size, crc, header, at))
     return found
 
 
