@@ -27,12 +27,13 @@ _MOST, _MOST_DIMENSIONS = 1 << 50, 64
 
 def array_behind(machine: Machine, target: Object, frame: int) -> Node:
     """The array behind a wrapper that has just been given its state: bytes, or a pickle with a memo of its own."""
-    name = _class_of(target)
-    machine.has_arrays |= name == WRAPPER or name in _BESIDE
+    cls = target.args[0] if target.function in _BY_COPYREG and type(target.args) is tuple and target.args else target.function
+    name = cls.name.rpartition(".")[2] if type(cls) is Global else ""
+    if name != WRAPPER and name not in _BESIDE:
+        return target
+    machine.has_arrays = True
     if name in _BESIDE:
         raise Malformed("names an array of joblib's in another file, which joblib loads whatever is in it")
-    if name != WRAPPER:
-        return target
     if frame > machine.position:
         raise Malformed("is followed by an array of joblib's in the middle of a frame")
     step = target.steps[0] if len(target.steps) == 1 else None
@@ -46,28 +47,21 @@ def array_behind(machine: Machine, target: Object, frame: int) -> Node:
         machine.protocol, machine.arrays = protocol, array_behind
         return cast("Node", made)
     alignment = given.get("numpy_array_alignment_bytes")
-    if alignment is not None:  # a byte before an array tells how many more stand there
-        if type(alignment) is not int and type(alignment) is not bool:
-            raise Malformed("is followed by an array of joblib's whose alignment is not a number")
+    if type(alignment) is int or type(alignment) is bool:  # a byte before an array tells how many more stand there
         machine.position += 1 + machine.data[machine.position]
+    elif alignment is not None:
+        raise Malformed("is followed by an array of joblib's whose alignment is not a number")
     start = machine.position
     machine.position += size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS]))
     if machine.position > machine.end or len(shape) > _MOST_DIMENSIONS:
         raise Malformed("is followed by an array that is cut off")
     data = machine.data[start : machine.position]
     machine.places[id(data)] = (start, data)
-    cls = given.get("subclass", _NDARRAY)
-    made = machine.call(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
+    array = given.get("subclass", _NDARRAY)
+    made = machine.call(_RECONSTRUCT, (_NDARRAY if array == _MEMMAP else array, (0,), b"b"))
     if type(made) is Object:
         made.steps.append(Build((_VERSION, shape, given["dtype"], given.get("order") == "F", data)))
     return made
-
-
-def _class_of(node: Object) -> str:
-    made_of = node.function
-    if type(made_of) is Global and made_of in _BY_COPYREG and type(node.args) is tuple and node.args:
-        made_of = node.args[0]
-    return made_of.name.rpartition(".")[2] if type(made_of) is Global else ""
 
 
 def _itemsize(dtype: Node) -> int | None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
 from ckpt_tools.pickling.arrays_behind import array_behind
-from ckpt_tools.pickling.callables import GETATTR, QUIET, RECONSTRUCTOR
 from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
-from ckpt_tools.pickling.verdict import Rating
+from ckpt_tools.pickling.verdict import GETATTR, QUIET, RECONSTRUCTOR, Rating
 from ckpt_tools.pickling.weights_only import named
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Global, List, Node, Object
@@ -25,7 +24,6 @@ from ckpt_tools.tree.visit import parts
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW, _SHORT = 10_000_000, 4096  # of a part that is no longer: a pickle of it is read once; of one with small pickles
-_MEMBERS = ("storages", "tensors")
 
 _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
 # Opcodes that take nothing from the stack: a pickle begins with one.
@@ -34,7 +32,6 @@ _SHORTEST = 8  # bytes of a pickle that makes a call
 _BYTEARRAY, _STR = Global("builtins", "bytearray"), Global("builtins", "str")
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
-_KEY = 2  # in the persistent id of a storage
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
 _CHARACTERS = 64  # of a name that count as a node
@@ -89,8 +86,7 @@ class Lister(Machine):
 
     def name(self, module: Node, name: Node) -> Node:
         if type(name) is str and type(module) is str:
-            found = super().name(module, name)
-            return _of_python3(found) if type(found) is Global else found
+            return super().name(module, name)
         if self.arrays is None and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
         self.rate("unknown", _COMPUTED, (module, name))
@@ -102,26 +98,26 @@ class Lister(Machine):
             if type(what) is Object or type(what) is Global:
                 self.rate(verdict.of_change(what, *given), what.function if type(what) is Object else what, (), does)
             if type(what) is Object and given:
-                self._give(verdict.made_of(what), given)
+                self._hold(verdict.made_of(what), given)
             return None
         self.makes = True
-        if type(what) is Global and (does == "makes" or what == RECONSTRUCTOR):
-            cls = what if does == "makes" else given[0] if given else None
-            self.classes.update([cls] if type(cls) is Global else [])
+        cls = what if does == "makes" else given[0] if what == RECONSTRUCTOR and given else None
+        if type(cls) is Global:
+            self.classes.add(cls)
         if does == "makes":
             self.rate(verdict.of_instance(what), what, given)
-            self._give(what, given)
+            self._hold(what, given)
         elif type(what) is not Global or what not in QUIET:
             return self._note_call(what, given)
         return None
 
     def _note_call(self, function: Node, given: tuple[Node, ...]) -> Node:
         rating = verdict.of_call(function, given)
-        owner, name = given if len(given) == 2 else (None, None)
+        owner, name = given if function == GETATTR and len(given) == 2 else (None, None)
         if function == LOAD_FROM_BYTES:
             rating = rating if len(given) == 1 and type(given[0]) is bytes else "unknown"
             self.held += given
-        if function != GETATTR or type(owner) is not Global or type(name) is not str:
+        if type(owner) is not Global or type(name) is not str:
             self.rate(rating, function, given)
             return None
         if owner in self.classes:  # certainly a class: one has been made of it
@@ -130,25 +126,41 @@ class Lister(Machine):
         self.left -= (len(owner.name) + len(name)) // _CHARACTERS
         return Global(owner.module, f"{owner.name}.{name}")
 
-    # --- what they are rated
+    def _hold(self, cls: Node, given: Node) -> None:
+        if type(cls) is Global and given and not verdict.is_data(cls):
+            self.held.append(given)
 
     def _stand_in(self, pid: Node) -> Node:
         """What the program that loads the pickle keeps under an id: a storage, or the class of a model as it is given."""
-        kind = pid[0] if type(pid) is tuple and pid else None
-        if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
-            return pid[1]
-        if type(kind) in (Global, Object):
+        kind, *rest = pid if type(pid) is tuple and pid else (None,)
+        if kind in _MODULE and rest:
+            return rest[0]
+        if type(kind) is Global or type(kind) is Object:
             return kind
         if type(pid) not in PLAIN and kind not in _KINDS:
             self.rate("unknown", _PERSISTENT, (pid,))
-        key = pid[_KEY] if type(pid) is tuple and len(pid) > _KEY else None
-        if type(key) is str and type(pid) is tuple:
-            self.kinds[key] = pid[1]
+        if len(rest) > 1 and type(rest[1]) is str:
+            self.kinds[rest[1]] = rest[0]
         return Object("none", _STORAGE, ())
 
-    def _give(self, cls: Node, given: Node) -> None:
-        if type(cls) is Global and given and not verdict.is_data(cls):
-            self.held.append(given)
+    # --- what was found
+
+    def rate(self, rating: Rating, function: Node, args: tuple[Node, ...], does: str = "runs") -> None:
+        if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+            self.told += 1
+            name = verdict.function_text(function)
+            text = verdict.call_text(function, args) if does == "runs" else name
+            self.calls.setdefault((does, text), Call(text, name, self.position, rating, does))
+
+    def listed(self) -> list[Call]:
+        """The calls, and globals that nothing harmless names."""
+        called = {call.function for call in self.calls.values()}
+        for name in self.globals:
+            owner, _, last = name.name.rpartition(".")
+            is_method = Global(name.module, owner) in self.classes and not last.startswith("__")
+            if not is_method and verdict.function_text(name) not in called:
+                self.rate(verdict.of_name(name), name, (), "names")
+        return list(self.calls.values())
 
     def nested(self) -> list[bytes]:
         """The bytes in what instances and torch were given that may be pickles of their own."""
@@ -164,28 +176,6 @@ class Lister(Machine):
                 todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]
         return list(found.values())
 
-    def rate(self, rating: Rating, function: Node, args: tuple[Node, ...], does: str = "runs") -> None:
-        if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
-            self.told += 1
-            name = verdict.function_text(function)
-            text = verdict.call_text(function, args) if does == "runs" else name
-            self.calls.setdefault((does, text), Call(text, name, self.position, rating, does))
-
-    def listed(self) -> list[Call]:
-        """The calls, and globals that nothing harmless names."""
-        called = {call.function for call in self.calls.values()}
-        for name in map(_of_python3, self.globals):
-            owner, _, last = name.name.rpartition(".")
-            is_method = Global(name.module, owner) in self.classes and not last.startswith("__")
-            if not is_method and verdict.function_text(name) not in called:
-                self.rate(verdict.of_name(name), name, (), "names")
-        return list(self.calls.values())
-
-
-def _of_python3(name: Global) -> Global:
-    """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
-    return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name
-
 
 def _is_no_text(node: Node) -> bool:
     """Whether Python would go no further with this as a name: it is not what a call has made, and no text."""
@@ -198,13 +188,12 @@ def _is_no_text(node: Node) -> bool:
 def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them; `member` of a tar."""
     between, first = _Between(member), True
-    window = _WINDOW if part.end - part.start <= _WINDOW else _SHORT if member in _MEMBERS else WINDOW
+    window = _WINDOW if part.end - part.start <= _WINDOW else _SHORT if between.in_tar else WINDOW
     pickles = Pickles(part, window)
     while pickles.left:
         found, value, kinds = list_one(pickles, arrays)
         # whether it names something, or can be read, or loaders may come further than this reading did
-        matters = found.names or found.error is None or found.two_ways or isinstance(found.error, LimitError)
-        if not first and not matters:
+        if not (first or found.names or found.error is None or found.two_ways or isinstance(found.error, LimitError)):
             return
         first = False
         if found.error is None:
@@ -219,7 +208,8 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
 
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[str, Node]]:
-    start, lister, error, value = pickles.position, Lister(b""), None, None
+    """The next pickle, its value, and the classes of the storages that it names."""
+    found, value, lister = Pickle(pickles.position), None, Lister(b"")
 
     def make(data: bytes, offset: int) -> Lister:
         nonlocal lister
@@ -228,15 +218,12 @@ def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[
 
     try:
         _, value = pickles.load(make)
-    except CkptError as failure:
-        error = failure.with_traceback(None)
+    except CkptError as error:
+        found.error = error.with_traceback(None)
         error.__context__ = None  # the frames of either hold the machine, and this frame: a circle
-    end = pickles.position if error is None else pickles.anchor + lister.position
-    calls, names = lister.listed(), list(lister.globals)
-    found = Pickle(
-        start, end, "", calls, names, lister.nested(), error,
-        two_ways=lister.two_ways, makes=lister.makes, has_arrays=lister.has_arrays,
-    )  # fmt: skip
+    found.end = pickles.position if found.error is None else pickles.anchor + lister.position
+    found.calls, found.nested, found.names = lister.listed(), lister.nested(), list(lister.globals)
+    found.two_ways, found.makes, found.has_arrays = lister.two_ways, lister.makes, lister.has_arrays
     return found, value, lister.kinds
 
 
@@ -257,17 +244,18 @@ class _Between:
     """
 
     def __init__(self, member: str) -> None:
-        self.member, self.number, self.computed, self.kinds = member, -1, False, dict[str, Node]()
+        self.are_storages, self.in_tar = member == "storages", member in ("storages", "tensors")
+        self.number, self.computed, self.kinds = -1, False, dict[str, Node]()
 
     def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         """Go on to the next pickle, behind one that held `value` and named storages; False where it is computed how far."""
-        return self._in_tar(pickles, value) if self.member in _MEMBERS else self._in_legacy(pickles, value, kinds)
-
-    def _in_legacy(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
-        if (type(value) is int and value == MAGIC_NUMBER) or (self.number < 0 and type(value) is Object):
+        if self.in_tar:
+            self.number += 1
+            return self.number == 0 or self._pass_record(pickles, value)
+        if value == MAGIC_NUMBER or (self.number < 0 and type(value) is Object):
             self.number, self.computed = 0, type(value) is Object
-            return True
-        self.number += self.number >= 0
+        elif self.number >= 0:
+            self.number += 1
         if self.number == _OBJECT:
             self.kinds = kinds
         if self.number < _KEYS:
@@ -279,16 +267,14 @@ class _Between:
             _pass_storage(pickles, self.kinds[key])
         return True
 
-    def _in_tar(self, pickles: Pickles, value: Node) -> bool:
-        self.number += 1
-        is_storage, parts = self.member == "storages", tuple(value.items) if type(value) is List else value
-        are_views = is_storage and type(value) is List and all(type(part) is tuple for part in value.items)
-        if self.number == 0 or are_views:
-            return True
-        if type(parts) is not tuple or len(parts) != 3:
+    def _pass_record(self, pickles: Pickles, value: Node) -> bool:
+        record = tuple(value.items) if type(value) is List else value
+        if self.are_storages and type(value) is List and all(type(part) is tuple for part in value.items):
+            return True  # the views, at the end
+        if type(record) is not tuple or len(record) != 3:
             return False
-        if is_storage:
-            _pass_storage(pickles, parts[2])
+        if self.are_storages:
+            _pass_storage(pickles, record[2])
         else:
             _skip(pickles, 8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))
         return True

@@ -121,7 +121,8 @@ class Machine:
         if type(module) is not str or type(name) is not str:
             raise Malformed("names a global by something that is not text")
         taken = Global(*python3_name(module, name))
-        found = taken if self.protocol < 3 else Global(module, name)
+        is_renamed = self.protocol < 3 or (taken.module == "builtins" and not self.strict)
+        found = taken if is_renamed else Global(module, name)
         if self.strict and _BY_TEXT.get(str(taken), found) != found:
             raise PickleError(f"The pickle names {name!r} of {module!r}: weights_only takes it for another.", why=TWO_FILES)
         self.left -= 1 if found in self.globals else _NEW_GLOBAL

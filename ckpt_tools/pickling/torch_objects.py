@@ -33,12 +33,12 @@ class Storages:
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
     def storage(self, pid: Node) -> Storage:
-        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise _no_storage()
-        _, kind, key, device, numel = pid
-        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
-            raise _no_storage()
-        known = self.by_key.get(key)
+        match pid:
+            case ("storage", kind, str(key), str(device), int(numel)) if key and type(numel) is int and 0 <= numel < _TOO_MANY:
+                known = self.by_key.get(key)
+            case _:
+                why = "Expected ('storage', class, key, location, size)."
+                raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
         if known is not None:
             if known[0] != pid:
                 raise TensorError(f"Storage {key!r} is used with two types, sizes or devices.")
@@ -57,11 +57,6 @@ class Storages:
         if missing:
             what = f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}."
             raise DamagedFileError(what, why="The pickle refers to them, and the zip has no such records.")
-
-
-def _no_storage() -> PickleError:
-    why = "Expected ('storage', class, key, location, size)."
-    return PickleError("The pickle refers to something outside it that is not a storage.", why=why)
 
 
 META = "meta"
@@ -120,17 +115,13 @@ _SIZE, _INTS = Global("torch", "Size"), frozenset((int,))
 
 def extras_of(hooks: Node, metadata: Node = None) -> Extras | None:
     """What hooks and metadata add to a tensor; None where that is nothing."""
-    if type(hooks) is Dict and not hooks.items and hooks.attributes is None:
-        hooks = None
-    if hooks is None and metadata is None:
+    is_empty = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
+    if is_empty and metadata is None:
         return None
     bits = metadata.items if type(metadata) is Dict else []
     is_lazy = all(type(key) is str and type(value) is bool and (value or key not in ("conj", "neg")) for key, value in bits)
-    need(type(hooks) in _DICT and type(metadata) in _DICT and is_lazy)
-    return Extras(hooks=hooks, metadata=metadata)
-
-
-_DICT = (Dict, type(None))
+    need((is_empty or type(hooks) is Dict) and (metadata is None or type(metadata) is Dict) and is_lazy)
+    return Extras(hooks=None if is_empty else hooks, metadata=metadata)
 
 
 def _entry(
@@ -138,15 +129,21 @@ def _entry(
     dtype: DType | None = None,
 ) -> Entry | Object:  # fmt: skip
     shape, stride = sizes_of(shape), sizes_of(stride)
-    if type(storage) is not Storage or type(offset) is not int or type(grad) is not bool or shape is None or stride is None:
+    if type(storage) is not Storage or type(offset) is not int or shape is None or stride is None:
         raise Untaken
     dtype, extras = dtype or storage.dtype or UINT8, extras_of(hooks, metadata)
     entry = Entry(storage, dtype, shape, stride, offset, _gradient(dtype, grad), "tensor", extras)
-    bits = entry.lazy_bits if extras is not None else ()
-    need("conj" not in bits or dtype.family == "complex")
-    need("neg" not in bits or dtype.name in _NEGATED)
+    if extras is not None:
+        bits, is_complex = entry.lazy_bits, dtype.family == "complex"
+        need(
+            is_complex
+            or ("conj" not in bits and ("neg" not in bits or (dtype.storage is not None and dtype.family in ("float", "int"))))
+        )
     check(entry)
-    return meta_tensor(dtype, shape, stride, grad) if storage.device == META else entry
+    if storage.device != META:
+        return entry
+    made = (Global("torch", dtype.name), shape, stride, grad)
+    return Object("reduce", Global("torch._utils", "_rebuild_meta_tensor_no_storage"), made)
 
 
 def _entry_of_dtype(
@@ -155,21 +152,10 @@ def _entry_of_dtype(
     return _entry(storage, offset, shape, stride, grad, hooks, metadata, dtype_of(dtype))
 
 
-_NEGATED = frozenset((
-    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "complex128", "complex64",
-    "complex32",
-))  # fmt: skip
-
-
 def _gradient(dtype: DType, requires_grad: Node) -> bool:
     if type(requires_grad) is not bool or (requires_grad and dtype.family not in ("float", "complex") and dtype.name in DTYPES):
         raise Untaken
     return requires_grad
-
-
-def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
-    made = (Global("torch", dtype.name), shape, stride, requires_grad)
-    return Object("reduce", Global("torch._utils", "_rebuild_meta_tensor_no_storage"), made)
 
 
 def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None) -> Node:
@@ -177,18 +163,16 @@ def _parameter(data: Node, requires_grad: Node, hooks: Node, state: Node = None)
         return None  # a parameter around an unusual tensor stays an inert object
     if type(data) is not Entry:
         raise Untaken
-    grad, extras = _gradient(data.dtype, requires_grad), extras_of(hooks)
-    if state is not None:
-        extras = replace(extras or Extras(), state=state)
-    if (inner := data.extras) is not None:
-        if not (inner.hooks is None and inner.python_type is None and inner.state is None):
-            return None
-        extras = replace(extras or Extras(), metadata=inner.metadata)
-    return replace(data, requires_grad=grad, kind="parameter", extras=extras)
+    grad, extras, inner = _gradient(data.dtype, requires_grad), extras_of(hooks) or Extras(), data.extras or Extras()
+    if not (inner.hooks is None and inner.python_type is None and inner.state is None):
+        return None
+    extras.state, extras.metadata = state, inner.metadata
+    has_extras = extras.hooks is not None or state is not None or data.extras is not None
+    return replace(data, requires_grad=grad, kind="parameter", extras=extras if has_extras else None)
 
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
-_DENSE = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+_DENSE = named("torch._utils:_rebuild_tensor_v2,_rebuild_tensor_v3,_rebuild_parameter")
 
 
 def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> Node:
@@ -196,9 +180,7 @@ def _from_type(function: Node, python_type: Node, inner: Node, state: Node) -> N
     if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
         raise Untaken
     need(function.name.startswith("_rebuild") or function not in ALLOWED)
-    if function.module != "torch._utils" or function.name not in _DENSE:
-        return None
-    entry = MAKERS[function](inner)
+    entry = MAKERS[function](inner) if function in _DENSE else None
     need(type(entry) is not Object or not entry.name.startswith("torch._utils._rebuild_meta"))  # which has no attributes
     if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
         return None
@@ -318,7 +300,7 @@ class UnusualTensor:
     stride: tuple[int, ...] | None = None
 
 
-MAX_WRAPPINGS = 8  # parameters of subclasses of tensors: torch nests two
+_MOST_WRAPPINGS = 8  # parameters of subclasses of tensors: torch nests two
 
 
 def unusual_tensor(node: Node) -> UnusualTensor | None:
@@ -327,7 +309,7 @@ def unusual_tensor(node: Node) -> UnusualTensor | None:
     if node.steps:
         raise TensorError(f"What {node.name} makes is given other contents afterwards.")
     try:
-        unusual = _describe(node)
+        unusual = _describe(node, _MOST_WRAPPINGS)
     except (IndexError, TypeError, ValueError, AttributeError, TensorError, Untaken):
         raise TensorError(f"{node.name} is called with malformed arguments.") from None
     for sizes in (unusual.shape, unusual.stride):  # nothing checked them against a storage
@@ -336,24 +318,23 @@ def unusual_tensor(node: Node) -> UnusualTensor | None:
     return unusual
 
 
-def _describe(node: Any) -> UnusualTensor:
+def _describe(node: Any, left: int) -> UnusualTensor:
     """What the rebuild function of the innermost tensor tells: parameters and subclasses are wrapped around one."""
-    for _ in range(MAX_WRAPPINGS):
-        if type(node) is Entry:
-            return UnusualTensor("subclass", node.dtype, node.shape, node.stride)
-        if node.name in _PARAMETERS:
-            node = node.args[0]
-        elif node.name not in FROM_TYPE:
-            return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
-        elif (kind := _DISTRIBUTED.get(node.args[1].name)) and node.args[1].module.startswith("torch.distributed."):
-            return replace(_UNUSUAL["torch._utils._rebuild_wrapper_subclass"](node.args[2]), kind=kind)
-        else:
-            node = Object("reduce", node.args[0], node.args[2])
-    raise TensorError("A tensor is wrapped in too many others.")
+    need(left > 0)
+    if type(node) is Entry:
+        return UnusualTensor("subclass", node.dtype, node.shape, node.stride)
+    if node.name in _PARAMETERS:
+        return _describe(node.args[0], left - 1)
+    if node.name not in FROM_TYPE:
+        return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
+    function, cls, args, _ = node.args
+    if cls.name in _DISTRIBUTED and cls.module.startswith("torch.distributed."):
+        return replace(_UNUSUAL["torch._utils._rebuild_wrapper_subclass"](args), kind=_DISTRIBUTED[cls.name])
+    return _describe(Object("reduce", function, args), left - 1)
 
 
 def unwrapped(node: Object) -> Object:
-    for _ in range(MAX_WRAPPINGS):
+    for _ in range(_MOST_WRAPPINGS):
         inner = node.args[0] if node.name in _PARAMETERS and type(node.args) is tuple else None
         if type(inner) is not Object:
             break
@@ -362,21 +343,20 @@ def unwrapped(node: Object) -> Object:
 
 
 def _quantized(args: Any) -> UnusualTensor:
-    storage, offset, size, stride, scheme, grad, hooks = args
+    storage, offset, size, stride, (scheme, *numbers), grad, hooks = args
     view: Any = rebuild_tensor_v2((storage, offset, size, stride, grad, hooks))
     need(view.dtype.family == "quantized" and grad is False)
-    sizes = view.shape
-    if scheme[0] == Global("torch", "per_tensor_affine"):
-        _, scale, zero = scheme
+    if scheme == Global("torch", "per_tensor_affine"):
+        scale, zero = numbers
         need(type(scale) in (float, int) and type(zero) is int)
     else:
-        _, scales, zeros, axis = scheme
-        need(scheme[0] in _PER_CHANNEL and type(axis) is int and 0 <= axis < len(sizes))
-        need(_length(scales) == _length(zeros) == sizes[axis])
-    return UnusualTensor("quantized", view.dtype, sizes, view.stride)
+        scales, zeros, axis = numbers
+        need(scheme in _PER_CHANNEL and type(axis) is int and 0 <= axis < len(view.shape))
+        need(_length(scales) == _length(zeros) == view.shape[axis])
+    return UnusualTensor("quantized", view.dtype, view.shape, view.stride)
 
 
-_PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
+_PER_CHANNEL = named("torch:per_channel_affine,per_channel_affine_float_qparams")
 
 
 def _length(node: Any) -> int:
@@ -397,25 +377,27 @@ def sparse_parts(args: Any) -> SparseParts:
     count = 1 if name == "sparse_coo" else 2
     need(name.startswith("sparse_") and len(parts) in ((3, 4) if count == 1 else (4,)) and parts[3:] != (None,))
     indices, values, shape = parts[:count], parts[count], sizes_of(parts[count + 1])
-    need(all(type(part) is Entry for part in (*indices, values)) and shape is not None)
-    if count == 1 and shape is not None:  # a row of indices for each sparse dimension, a column for each value
+    if shape is None or not all(type(part) is Entry for part in (*indices, values)):
+        raise Untaken
+    if count == 1:  # a row of indices for each sparse dimension, a column for each value
         rows = indices[0].shape[:1]
         need((*rows, *values.shape) == (*indices[0].shape, *shape[sum(rows) :]) and sum(rows) <= len(shape))
-    return SparseParts(name, indices, values, cast("tuple[int, ...]", shape))
+    return SparseParts(name, indices, values, shape)
+
+
+def _of_dtype(kind: str, dtype: Node, size: Node, stride: Node) -> UnusualTensor:
+    return UnusualTensor(kind, dtype_of(dtype), sizes_of(size), sizes_of(stride))
 
 
 def _meta(args: Any) -> UnusualTensor:
-    dtype, size, stride, grad = args
-    sizes, steps = sizes_of(size), sizes_of(stride)
-    need(sizes is not None and steps is not None and type(grad) is bool)
-    return UnusualTensor("meta", dtype_of(dtype), sizes, steps)
+    made = _of_dtype("meta", *args[:3])
+    need(made.shape is not None and made.stride is not None and type(args[3]) is bool)
+    return made
 
 
 def _from_cpu_tensor(args: Any) -> UnusualTensor:
     """`tensor.to(dtype, device)`, which may lay out anew what is not contiguous."""
-    tensor = args[0]
-    stride = tensor.stride if tensor.is_contiguous else None
-    return UnusualTensor("device", dtype_of(args[1]), tensor.shape, stride)
+    return UnusualTensor("device", dtype_of(args[1]), args[0].shape, args[0].stride if args[0].is_contiguous else None)
 
 
 SPARSE = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_sparse_csr_tensor")
@@ -424,9 +406,7 @@ _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     **dict.fromkeys(SPARSE, lambda args: UnusualTensor("sparse", (parts := sparse_parts(args)).values.dtype, parts.shape)),
     "torch._utils._rebuild_nested_tensor": lambda args: UnusualTensor("nested", args[0].dtype),
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_wrapper_subclass": lambda args: UnusualTensor(
-        "subclass", dtype_of(args[1]), sizes_of(args[2]), sizes_of(args[3])
-    ),
+    "torch._utils._rebuild_wrapper_subclass": lambda args: _of_dtype("subclass", *args[1:4]),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
 }
 _DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}
