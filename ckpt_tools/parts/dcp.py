@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, TypeGuard
+from operator import add
+from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
@@ -22,15 +23,15 @@ from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.parts.merge import Merger, Piece, along
+from ckpt_tools.parts.merge import Merger, Piece
 from ckpt_tools.parts.names import COMMON
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
+from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.modules import attributes
@@ -47,7 +48,7 @@ from ckpt_tools.tree.nodes import (
     as_dict,
     contiguous_stride,
 )
-from ckpt_tools.values.boxes import Sizes, assemble, extent
+from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major
 
@@ -57,8 +58,7 @@ _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath
              "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     file: str
     offset: int
     length: int
@@ -68,7 +68,11 @@ class _Place:
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    record, machine = _record(files.open(names[0]))
+    source = files.open(names[0])
+    with limits.of_file(source.size):
+        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        record = machine.load()
+    validate(record)
     fields = _fields(record, "Metadata")
     reader, paths, lost = _Reader(files, _places(fields), partial), _paths(fields.get("planner_data")), {}
     nested = _Nested()
@@ -96,22 +100,13 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     ]  # fmt: skip
     decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
-    decoded.locator, decoded.misplaced = reader.locate, reader.misplaced
-    if reader.missing:
-        decoded.lost = lost
-        decoded.warnings.append(partly(f"{len(reader.missing)} files are", sorted(reader.missing)))
+    decoded.locator, decoded.misplaced, decoded.lost = reader.locate, reader.misplaced, lost
+    partly(decoded, sorted(reader.missing))
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
-def _record(source: Source) -> tuple[Node, Machine]:
-    def no_storages(pid: Node) -> Node:
-        raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
-
-    with limits.of_file(source.size):
-        machine = Machine(source.read(0, source.size), MAKERS, no_storages)
-        record = machine.load()
-    validate(record)
-    return record, machine
+def _no_storages(_: Node) -> Node:
+    raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
 
 
 def _fields(node: Node, kind: str) -> dict[str, Node]:
@@ -158,11 +153,11 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
     """Name -> its path in the nested dicts and lists that were saved; empty where they were flat."""
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in node.items if type(node) is Dict else ():
-        steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
-        is_path = type(path) is tuple and len(steps) == len(path) and steps and type(steps[0]) is str
-        if type(name) is not str or not is_path or ".".join(map(str, steps)) != name:  # torch reads what is saved under that
+        steps = tuple(step for step in path if _is_step(step)) if type(path) is tuple else ()
+        # torch reads what is saved under the name
+        if type(name) is not str or not steps or type(steps[0]) is not str or steps != path or dotted(steps) != name:
             raise DamagedFileError(f"The metadata has {name!r} under the path of another name, or a path that cannot be read.")
-        found[name] = tuple(steps)
+        found[name] = steps
     return found
 
 
@@ -195,7 +190,7 @@ class _Nested:
             holder.items += [None] * missing
             holder.items[key] = value
         else:
-            raise DamagedFileError(f"The metadata puts two things at {'.'.join(map(str, path))!r}.")
+            raise DamagedFileError(f"The metadata puts two things at {dotted(path)!r}.")
         self.known[path] = value
 
 
@@ -281,35 +276,31 @@ class _Reader:
         source = self.files.open(place.file)
         if not prod(sizes):
             return Range(source, 0, 0)
-        if not is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
-            return self._safetensors(name, dtype, sizes, place)
-        decoded = self._archive(name, place)
-        entry = decoded.root
+        what = f"{source.path}, at byte {place.offset}: the chunk of {name!r} is"
+        if is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
+            decoded = self._archive(name, place)
+            entry = decoded.root
+            if decoded.byteorder == "big":
+                raise UnsupportedContainerError(f"{what} big-endian.")
+        else:  # FileSystemWriter wrote it with SerializationFormat.SAFETENSORS: by name, one file a rank
+            key = place.file, place.offset
+            if key not in self.safetensors:
+                window = Window(source, place.offset, source.size - place.offset)
+                self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
+            entry = self.safetensors[key].get(name)
         if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
-            raise TensorError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is not what .metadata says.")
+            raise TensorError(f"{what} not what .metadata says.")
         content = row_major(entry)
-        if decoded.byteorder == "big":
-            raise UnsupportedContainerError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is big-endian.")
         of = content.of if isinstance(content, Part) else content
-        if not isinstance(content, Range) or not isinstance(of, RecordRange) or not isinstance(window := of.source, Window):
+        if not isinstance(content, Range) or not isinstance(of, Range) or not isinstance(of.source, Window):
             return content
         # as a range of the file, which the kernel can copy; its CRC-32 stays known
-        record = replace(of.record, name=f"a chunk of {name!r} in {window.path.name}")
-        whole = RecordRange(source, window.start + of.offset, of.length, record)
-        return whole if of is content else Part(source, window.start + content.offset, content.length, whole)
-
-    def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
-        """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""
-        source = self.files.open(place.file)
-        if (key := (place.file, place.offset)) not in self.safetensors:
-            window = Window(source, place.offset, source.size - place.offset)
-            self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
-        entry = self.safetensors[key].get(name)
-        if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
-            raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
-        content = entry.storage.content
-        assert isinstance(content, Range)
-        return Range(source, place.offset + content.offset, content.length)
+        start = of.source.start
+        whole = Range(source, start + of.offset, of.length)
+        if isinstance(of, RecordRange):
+            record = replace(of.record, name=f"a chunk of {name!r} in {source.path.name}")
+            whole = RecordRange(source, whole.offset, of.length, record)
+        return whole if of is content else Part(source, start + content.offset, content.length, whole)
 
     def locate(self, root: Node) -> Node:
         """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""
@@ -348,36 +339,29 @@ def decode_safetensors(names: Sequence[str], files: Files) -> Checkpoint:
     for file in names:
         decoded = safetensors.decode(files.open(file))
         parts.append(decoded)
-        offsets = _sharding_info(decoded)
+        try:
+            info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
+            offsets = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
+            if not all(type(at) is int for row in offsets.values() for at in row):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
         for name, entry in safetensors.entries_of(decoded).items():
-            found.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(entry.shape)), entry))
-    keys = Keys()
-    items: list[Pair] = [(name, _whole(name, pieces, keys)) for name, pieces in found.items()]
+            found.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(entry.shape)), entry, file))
+    merger = Merger()
+    items: list[Pair] = [(name, _whole(name, pieces, merger)) for name, pieces in found.items()]
     metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
     return joined("dcp", Dict(items), files, parts, metadata)
 
 
-def _sharding_info(decoded: Checkpoint) -> dict[str, Sizes]:
-    try:
-        info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
-        found = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
-        if not all(type(at) is int for offsets in found.values() for at in offsets):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
-    return found
-
-
-def _whole(name: str, pieces: Sequence[Piece], keys: Keys) -> Entry:
-    dtype = pieces[0].entry.dtype
-    if any(piece.entry.dtype is not dtype or len(piece.offsets) != len(piece.sizes) for piece in pieces):
+def _whole(name: str, pieces: Sequence[Piece], merger: Merger) -> Entry:
+    if len({len(row) for piece in pieces for row in (piece.offsets, piece.sizes)}) > 1:
         raise TensorError(f"The parts of {name!r} in several files do not fit together.")
-    shape = extent([(piece.offsets, piece.sizes) for piece in pieces])
-    if prod(shape) > MAX_ELEMENTS:
-        raise TensorError(f"The parts of {name!r} make an impossible shape.")
-    parts = [(piece.offsets, piece.sizes, piece.entry.storage.content) for piece in pieces]
-    content = assemble(name, shape, dtype.itemsize, parts)
-    return Entry(Storage(keys.next(), dtype, content.length, "cpu", content), dtype, shape, contiguous_stride(shape), 0)
+    shape = tuple(map(max, *(map(add, piece.offsets, piece.sizes) for piece in pieces), (0,) * len(pieces[0].sizes)))
+    made = merger.tensor(name, pieces[0].entry.dtype, shape, pieces)
+    if merger.replicas:
+        raise TensorError(f"Two files hold the same part of {name!r}.")
+    return made
 
 
 # --- torch_dist: what Megatron-core adds, `common.pt` with `args` beside it, and layers that are one tensor
@@ -444,7 +428,7 @@ def model_of(root: Node, layers: int) -> Dict:
 
 def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
     """Every tensor; the two halves of a gated matrix as one, where the first of them stands."""
-    merger = Merger(Keys())
+    merger = Merger()
     for key, entry in entries.items():
         match = _HALF.fullmatch(key)
         if match is None:
@@ -454,4 +438,4 @@ def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
         if first is None or second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
             raise PartError(f"{key!r} is one half of a matrix, and the other is missing or of another shape.")
         if entry is first:
-            yield match["name"], along(merger, match["name"], 0, [[(0, first), (1, second)]])
+            yield match["name"], merger.along(match["name"], 0, [[(0, first), (1, second)]])

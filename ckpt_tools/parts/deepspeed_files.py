@@ -12,7 +12,7 @@ from math import prod
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.io.content import read
-from ckpt_tools.parts.merge import Merger, along
+from ckpt_tools.parts.merge import Held, Merger
 from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Pair
@@ -120,27 +120,23 @@ def _malformed(file: str, why: str) -> PartError:
 # --- experts and layers, in files of their own
 
 
-def check_experts(model: ModelState, there: AbstractSet[tuple[int, int]]) -> None:
-    """Every layer has the files of all its experts, as many as the model file says."""
+def with_experts(model: ModelState, found: Mapping[tuple[int, ...], tuple[str, Node]]) -> Dict:
+    """The 16-bit weights with those of the experts, each behind what else its mixture has; `found`: by layer and expert."""
     rows = [count for count in listed_in(model.root.get("num_experts")) if type(count) is int]
     for layer, count in enumerate(rows[:_MOST_LAYERS]):
-        for expert in range(min(count, _MOST_LAYERS)):
-            if (layer, expert) not in there:
-                raise PartError(f"Experts are missing: layer_{layer}_expert_{expert}_*.", fix="Get the files of all experts.")
-
-
-def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
-    """The 16-bit weights with those of the experts, each behind what else its mixture has."""
-    names = {name for name, _ in module.items if type(name) is str}
+        if missing := [expert for expert in range(min(count, _MOST_LAYERS)) if (layer, expert) not in found]:
+            raise PartError(f"Experts are missing: layer_{layer}_expert_{missing[0]}_*.", fix="Get the files of all experts.")
+    module = model.module
+    names = set(module.named)
     last = {str(name).partition(_MIXTURE)[0]: number for number, (name, _) in enumerate(module.items) if _MIXTURE in str(name)}
     placed: list[tuple[int, Pair]] = list(enumerate(module.items))
-    for file, root in found:
+    for _, (file, root) in sorted(found.items()):
         for name, value in root.items if type(root) is Dict else [(None, None)]:
             match = EXPERT.fullmatch(name) if isinstance(name, str) else None
-            if match is None or type(value) is not Entry:
-                raise PartError(f"{file} holds something else than an expert's tensors.")
-            if match.string in names:
-                raise PartError(f"{file} holds {name!r}, which another file holds too.")
+            if match is None or type(value) is not Entry or match.string in names:
+                raise PartError(
+                    f"{file} holds something else than an expert's tensors, or {name!r}, which another file holds too."
+                )
             names.add(match.string)
             placed.append((last.get(match["layer"], len(module.items)), (name, value)))
     root = Dict([item for _, item in sorted(placed, key=lambda row: row[0])], ordered=True)
@@ -197,13 +193,13 @@ class Rules:
     def _fits(self, name: str, *kinds: str) -> bool:
         return any(pattern.match(name) for kind in kinds for pattern in self.patterns[kind])
 
-    def join(self, merger: Merger, name: str, held: Sequence[tuple[int, Entry]]) -> Entry:
+    def join(self, merger: Merger, name: str, held: Held) -> Entry:
         """One tensor of what each slice has of it."""
         if self._fits(name, _UNSUPPORTED):
             raise PartError(f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.")
         if name in self.buffers or self._fits(name, *_WHOLE) or not held[0][1].shape:
             return merger.replicated(name, held)
-        return along(merger, name, 1 if self._fits(name, _ROWS) else 0, [held], count=2 if self._fits(name, _SWIGLU) else 1)
+        return merger.along(name, int(self._fits(name, _ROWS)), [held], count=2 if self._fits(name, _SWIGLU) else 1)
 
 
 def _patterns(node: Node) -> list[re.Pattern[str]]:

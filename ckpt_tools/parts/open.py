@@ -19,7 +19,7 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
-from ckpt_tools.parts.names import is_index
+from ckpt_tools.parts.names import folder_of_files, is_index
 from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.options import natural
@@ -77,7 +77,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
         source = open_remote(os.fspath(path))
     elif os.path.isdir(path):
-        source = Files(Path(path), families.folder_of_files(Path(path)))
+        source = Files(Path(path), folder_of_files(Path(path)))
     else:
         source = Source(path)
     name = families.weights_of(source.folder, source.names()) if isinstance(source, Files) else None
