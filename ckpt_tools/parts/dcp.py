@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from math import prod
 from operator import add
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
@@ -35,19 +35,7 @@ from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import (
-    MAX_ELEMENTS,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    as_dict,
-    contiguous_stride,
-)
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Pair, Storage
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major
@@ -70,16 +58,16 @@ class _Place(NamedTuple):
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     source = files.open(names[0])
     with limits.of_file(source.size):
-        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        # it has no storages; it describes tensors only
+        machine = Machine(source.read(0, source.size), MAKERS, lambda _: _need(None, "refers to a storage"))
         record = machine.load()
     validate(record)
     fields = _fields(record, "Metadata")
     reader, paths, lost = _Reader(files, _places(fields), partial), _paths(fields.get("planner_data")), {}
     nested = _Nested()
     for name, node in _pairs(fields, "state_dict_metadata"):
-        if type(name) is not str:
-            raise DamagedFileError("The metadata describes something that has no name.")
-        path = paths.get(name, (name,))
+        _need(type(name) is str, "describes something that has no name")
+        path = paths.get(name := str(name), (name,))
         try:
             nested.put(path, reader.value(name, node))
         except PartError as error:
@@ -105,32 +93,32 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
-def _no_storages(_: Node) -> Node:
-    raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
+def _need(holds: object, what: str, why: str = "") -> None:
+    if not holds:
+        raise DamagedFileError(f"The metadata {what}.", why=why)
 
 
-def _fields(node: Node, kind: str) -> dict[str, Node]:
+def _fields(node: Any, kind: str) -> dict[str, Node]:
     """The attributes of a record of torch's class `kind`."""
     function = node.function if type(node) is Object else None
     known = type(function) is Global and function.module.startswith(_MODULE) and function.name == kind
-    if type(node) is not Object or not known or type(node.state) is not Dict:
-        raise DamagedFileError(f"The metadata has something else where a {kind} is expected.")
-    if len(node.steps) > 1 or node.args != ():  # Python keeps of the first what the second does not name
-        raise DamagedFileError(f"The metadata has a {kind} that is given attributes more than once.", why=TWO_FILES)
-    return node.state.named
+    _need(known and type(node.state) is Dict, f"has something else where a {kind} is expected")
+    # Python keeps of the first what the second does not name
+    _need(len(node.steps) == 1 and node.args == (), f"has a {kind} that is given attributes more than once", TWO_FILES)
+    named: dict[str, Node] = node.state.named
+    return named
 
 
 def _pairs(fields: Mapping[str, Node], what: str) -> list[tuple[Node, Node]]:
     node = fields.get(what)
-    if type(node) is not Dict:
-        raise DamagedFileError(f"The metadata has no {what}.")
-    return node.items
+    _need(type(node) is Dict, f"has no {what}")
+    return nodes.as_dict(node).items
 
 
 def _sizes(node: Node) -> Sizes:
-    found = sizes_of(node)
-    if found is None or any(size < 0 for size in found) or prod(found) > MAX_ELEMENTS or len(found) > nodes.MAX_DIMENSIONS:
-        raise DamagedFileError("The metadata has an impossible size.")
+    found = sizes_of(node) or ()
+    good = sizes_of(node) is not None and min(found, default=0) >= 0 and len(found) <= nodes.MAX_DIMENSIONS
+    _need(good and prod(found) <= nodes.MAX_ELEMENTS, "has an impossible size")
     return found
 
 
@@ -138,14 +126,12 @@ def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place
     found = {}
     for key, value in _pairs(fields, "storage_data"):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name, offsets = index.get("fqn"), index.get("offset")
-        file, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
-        if type(name) is not str or type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise DamagedFileError("The metadata has a place that cannot be read.")
+        name, offsets, *place = index.get("fqn"), index.get("offset"), *map(info.get, ("relative_path", "offset", "length"))
+        _need([*map(type, (name, *place))] == [str, str, int, int], "has a place that cannot be read")
         if info.get("transform_descriptors") not in (None, ()):
             what = f"{name!r} was transformed when it was saved (compressed, for example)."
             raise UnsupportedContainerError(what, fix="Load it with the program that saved it, and save it without extensions.")
-        found[name, None if offsets is None else _sizes(offsets)] = _Place(file, offset, length)
+        found[str(name), None if offsets is None else _sizes(offsets)] = _Place._make(cast(list[Any], place))
     return found
 
 
@@ -238,7 +224,7 @@ class _Reader:
 
         made = Computed(nbytes, lambda: chunks(content()), part=lambda start, length: range_of(content(), start, length))
         storage = Storage(self.keys.next(), dtype, nbytes, "cpu", made)
-        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        entry = Entry(storage, dtype, shape, nodes.contiguous_stride(shape), 0, requires_grad)
         nodes.check(entry, repr(name))
         self.waiting[id(made)] = (made, content)
         self.tied[same] = entry
@@ -318,15 +304,12 @@ class _Reader:
         return exchange.replace(root, swap)
 
 
-def _properties(node: Node) -> tuple[DType, bool]:
+def _properties(node: Any) -> tuple[DType, bool]:
     """dtype and requires_grad of a TensorProperties, whose state is a tuple in that order with the layout between."""
-    function = node.function if type(node) is Object else None
-    known = type(function) is Global and function.name == "TensorProperties"
-    state = node.state if type(node) is Object and known else None
-    if type(state) is not tuple or len(state) < 3 or type(state[2]) is not bool:
-        raise DamagedFileError("The metadata has a tensor without properties.")
-    layout = state[1].args if type(state[1]) is Object else ()
-    if layout not in ((), ("torch.strided",)):
+    known = type(node) is Object and type(node.function) is Global and node.function.name == "TensorProperties"
+    state = node.state if known and type(node.state) is tuple else ()
+    _need(len(state) > 2 and type(state[2]) is bool, "has a tensor without properties")
+    if type(state[1]) is Object and state[1].args not in ((), ("torch.strided",)):
         raise UnsupportedContainerError("The distributed checkpoint holds a sparse tensor, which ckpt does not read.")
     return dtype_of(state[0]), state[2]
 
@@ -423,7 +406,7 @@ def model_of(root: Node, layers: int) -> Dict:
         for number, (rest, stack) in product(range(layers), rests.items()):
             offset = stack.offset + number * stack.stride[0]
             numbered[f"{name}.{number}.{rest}"] = replace(stack, shape=stack.shape[1:], stride=stack.stride[1:], offset=offset)
-    return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
+    return nodes.as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
 
 
 def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
