@@ -187,19 +187,13 @@ ROWS = {
 
 def layout_of(folder: str | os.PathLike[str], names: Sequence[str]) -> Found | None:
     """The one checkpoint that a folder with these files is; None where it is not one."""
-    for name, row in ROWS.items():
-        if row.find is not None and (found := row.find(Path(folder), names)):
-            return Found(name, Path(folder), tuple(found))
-    return None
+    rows = ((name, row.find(Path(folder), sorted(names))) for name, row in ROWS.items() if row.find is not None)
+    return next((Found(name, Path(folder), tuple(found)) for name, found in rows if found), None)
 
 
 def find_layout(folder: str | os.PathLike[str]) -> Found | None:
     folder = by_name.folder_of_files(Path(folder))
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
-    return layout_of(folder, names)
+    return layout_of(folder, Files(folder, folder).names())
 
 
 def is_whole(folder: Path) -> bool:
@@ -223,19 +217,15 @@ def steps_of(place: str | os.PathLike[str]) -> list[Path]:
 
 def files_of(source: Source, head: bytes, names: Callable[[], list[str]]) -> Found | None:
     """The files that one file stands for, by what is in it: an index of shards."""
-    for name, row in ROWS.items():
-        if row.stands_for is not None and (found := row.stands_for(source, head, names)):
-            return Found(name, source.path.parent, tuple(found))
-    return None
+    rows = ((name, row.stands_for(source, head, names)) for name, row in ROWS.items() if row.stands_for is not None)
+    return next((Found(name, source.path.parent, tuple(found)) for name, found in rows if found), None)
 
 
 def siblings(path: Path, known: Sequence[Global] = ()) -> Found | None:
     """The files of the checkpoint that a local file is one of, by its name and its globals, as far as they are there."""
     names = os.listdir(path.parent)
-    for name, row in ROWS.items():
-        if row.beside is not None and (found := row.beside(path, names, known)) is not None:
-            return Found(name, *found)
-    return None
+    rows = ((name, row.beside(path, names, known)) for name, row in ROWS.items() if row.beside is not None)
+    return next((Found(name, *found) for name, found in rows if found is not None), None)
 
 
 def others(checkpoint: Checkpoint) -> Found | None:
@@ -278,16 +268,15 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
     """The one file of weights in the folder of a model as transformers, diffusers and accelerate save it; None for another."""
     found = [name for name in names if name in (*by_name.ONE_FILE, training.FSDP_FILE)]
     alone = _CONFIG in names or found == [name for name in names if name.endswith(_OTHERS) and not training.is_state(name)]
-    return found[0] if alone and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
+    return found[0] if alone and len(found) == 1 and layout_of(folder, names) is None else None
 
 
 def layout(folder: Path, names: list[str]) -> Found:
-    found = layout_of(folder, sorted(names))
-    if found is not None:
+    if (found := layout_of(folder, names)) is not None:
         return found
-    fix = "Name a checkpoint in it."
-    folders = [name for name in sorted(names) if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
-    inside = [*folders, *(name for name in sorted(names) if name.endswith(_OTHERS) and name not in folders)]
+    fix, names = "Name a checkpoint in it.", sorted(names)
+    folders = [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+    inside = [*folders, *(name for name in names if name.endswith(_OTHERS) and name not in folders)]
     if _ADAPTER in names:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:
