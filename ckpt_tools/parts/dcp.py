@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from math import prod
 from operator import add
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
@@ -46,6 +46,9 @@ _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath
              "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
 
 
+Path: TypeAlias = tuple[str | int, ...]
+
+
 class _Place(NamedTuple):
     file: str
     offset: int
@@ -64,17 +67,16 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     validate(record)
     fields = _fields(record, "Metadata")
     reader, paths, lost = _Reader(files, _places(fields), partial), _paths(fields.get("planner_data")), {}
-    nested = _Nested()
     for name, node in _pairs(fields, "state_dict_metadata"):
         _need(type(name) is str, "describes something that has no name")
         path = paths.get(name := str(name), (name,))
         try:
-            nested.put(path, reader.value(name, node))
+            reader.put(path, reader.value(name, node))
         except PartError as error:
             if type(path[-1]) is int:  # what stands behind it in the list would move up
                 raise
             lost[name] = error.what.rstrip(".")
-    root = nested.root
+    root = reader.root
     if lost and not root.items:
         name, why = next(iter(lost.items()))
         raise PartError(f"Nothing is whole in the files that are there: {name!r} {why}.")
@@ -129,55 +131,22 @@ def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place
         name, offsets, *place = index.get("fqn"), index.get("offset"), *map(info.get, ("relative_path", "offset", "length"))
         _need([*map(type, (name, *place))] == [str, str, int, int], "has a place that cannot be read")
         if info.get("transform_descriptors") not in (None, ()):
-            what = f"{name!r} was transformed when it was saved (compressed, for example)."
-            raise UnsupportedContainerError(what, fix="Load it with the program that saved it, and save it without extensions.")
+            raise UnsupportedContainerError(f"{name!r} was transformed when it was saved.", fix="Save it without extensions.")
         found[str(name), None if offsets is None else _sizes(offsets)] = _Place._make(cast(list[Any], place))
     return found
 
 
-def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
+def _paths(node: Node) -> dict[str, Path]:
     """Name -> its path in the nested dicts and lists that were saved; empty where they were flat."""
-    found: dict[str, tuple[str | int, ...]] = {}
+    found: dict[str, Path] = {}
     for name, path in node.items if type(node) is Dict else ():
-        steps = tuple(step for step in path if _is_step(step)) if type(path) is tuple else ()
+        steps: Any = path if type(path) is tuple and {str, int}.issuperset(map(type, path)) else ()
+        good = steps and type(steps[0]) is str and all(type(step) is str or 0 <= step <= limits.RECORDS.value for step in steps)
         # torch reads what is saved under the name
-        if type(name) is not str or not steps or type(steps[0]) is not str or steps != path or dotted(steps) != name:
+        if type(name) is not str or not good or dotted(steps) != name:
             raise DamagedFileError(f"The metadata has {name!r} under the path of another name, or a path that cannot be read.")
         found[name] = steps
     return found
-
-
-def _is_step(node: Node) -> TypeGuard[str | int]:
-    return type(node) is str or (type(node) is int and 0 <= node <= limits.RECORDS.value)
-
-
-class _Nested:
-    """Nested dicts and lists, put together from paths; as `set_element` of torch's `_traverse.py` does."""
-
-    def __init__(self) -> None:
-        self.root = Dict()
-        self.known: dict[tuple[str | int, ...], Node] = {(): self.root}
-        self.filler = 0
-
-    def put(self, path: tuple[str | int, ...], value: Node) -> None:
-        for end in range(1, len(path)):
-            if path[:end] not in self.known:
-                self._set(path[:end], List() if type(path[end]) is int else Dict())
-        self._set(path, value)
-
-    def _set(self, path: tuple[str | int, ...], value: Node) -> None:
-        holder, key = self.known[path[:-1]], path[-1]
-        if path not in self.known and type(holder) is Dict and type(key) is str:
-            holder.items.append((key, value))
-        elif path not in self.known and type(holder) is List and type(key) is int:
-            missing = max(0, key + 1 - len(holder.items))
-            self.filler += missing
-            limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
-            holder.items += [None] * missing
-            holder.items[key] = value
-        else:
-            raise DamagedFileError(f"The metadata puts two things at {dotted(path)!r}.")
-        self.known[path] = value
 
 
 class _Reader:
@@ -195,6 +164,25 @@ class _Reader:
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, Callable[[], Content]]] = {}  # by id: what finds the chunks of a content
         self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
+        self.root, self.filler = Dict(), 0
+        self.known: dict[Path, Node] = {(): self.root}
+
+    def put(self, path: Path, value: Node) -> None:
+        """Put a value into nested dicts and lists, as `set_element` of torch's `_traverse.py` does."""
+        if path[:-1] not in self.known:
+            self.put(path[:-1], List() if type(path[-1]) is int else Dict())
+        holder, key = self.known[path[:-1]], path[-1]
+        if path not in self.known and type(holder) is Dict and type(key) is str:
+            holder.items.append((key, value))
+        elif path not in self.known and type(holder) is List and type(key) is int:
+            missing = max(0, key + 1 - len(holder.items))
+            self.filler += missing
+            limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
+            holder.items += [None] * missing
+            holder.items[key] = value
+        else:
+            raise DamagedFileError(f"The metadata puts two things at {dotted(path)!r}.")
+        self.known[path] = value
 
     def value(self, name: str, node: Node) -> Node:
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":

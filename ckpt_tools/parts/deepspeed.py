@@ -83,8 +83,8 @@ class _Model:
         self.rules: Rules | None = None  # how tensor parallel ranks are joined
         if len(self.slices) > 1 and not layers:
             if self.first.model.rules is None:
-                what = f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut."
-                raise PartError(what, why="They have no universal_checkpoint_info.", fix=_SAVE)
+                what = "These are tensor parallel parts, and nothing says how they were cut (no universal_checkpoint_info)."
+                raise PartError(what, fix=_SAVE)
             self.rules = Rules(self.first.model.rules, self.first.model.buffers)
         self.layers: Mapping[str, Node] | None = None  # the 16-bit weights of a pipeline
         if layers:

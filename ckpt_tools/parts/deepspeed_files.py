@@ -63,7 +63,9 @@ class OptimizerState:
         counts = tuple(count for count in listed_in(said.get("partition_count")) if type(count) is int)
         self.flat = tuple(row for row in rows if type(row) is Entry and len(row.shape) == 1 and row.is_contiguous)
         if min(counts, default=0) < 1 or len(self.flat) != len(rows) or (not self.is_stage_3 and _STAGE_2 not in said):
-            raise _malformed(file, f"it has no part of the weights ({_STAGE_2}, {_STAGE_3}), it is not rows, or no partition_count")
+            raise _malformed(
+                file, f"it has no part of the weights ({_STAGE_2}, {_STAGE_3}), it is not rows, or no partition_count"
+            )
         self.world = max(counts)
         self.counts = counts if len(counts) == len(rows) else (self.world,) * len(rows)
         paddings = [sizes_of(group) for group in listed_in(said.get("param_alignment_paddings"))]

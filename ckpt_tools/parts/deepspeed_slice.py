@@ -71,8 +71,7 @@ class Group:
             wrong = wrong or ({} if numel <= total <= longest * count else dict(held))
         if wrong:
             counts = listed([f"rank {rank} holds {found}" for rank, found in sorted(wrong.items())])
-            what = f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; another has, or needs, {part}."
-            raise PartError(what)
+            raise PartError(f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; others hold {part}.")
         return replace(self, part=max(part, 1))
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
@@ -225,8 +224,7 @@ class Slice:
 
     def module(self) -> Dict:
         if self.is_stage_3:
-            fix = "Take the fp32 ones, and cast them: `dtype='bf16'`."
-            raise PartError("ZeRO 3 saves no 16-bit weights: the model files hold tensors without elements.", fix=fix)
+            raise PartError("ZeRO 3 saves no 16-bit weights.", fix="Take the fp32 ones, and cast them: `dtype='bf16'`.")
         return self.model.module
 
     def optimizer(self) -> tuple[dict[str, Dict], list[tuple[list[Pair], list[str]]]]:

@@ -64,18 +64,15 @@ class Merger:
         boxes: dict[tuple[Sizes, Sizes], Piece] = {}
         for piece in (piece for piece in pieces if piece.entry.numel):
             if piece.entry.dtype.name != dtype.name:
-                there = f"{piece.entry.dtype.name} on {_shown([piece.rank])}"
-                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
+                raise PartError(f"{name!r} is {dtype.name}, and {piece.entry.dtype.name} on {_shown([piece.rank])}.", rest=True)
             first = boxes.setdefault((piece.offsets, piece.sizes), piece)
             if first is not piece:
                 self.replicas.append((name, first, piece))
         held, whole = {box: piece.entry for box, piece in boxes.items()}, shape if measured is None else measured
         if (count := sum(entry.numel for entry in held.values())) < prod(whole):
             where = f"on {_shown(piece.rank for piece in pieces)}" if pieces else "here"
-            why = "A part is missing, or is of another job."
-            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why, rest=True)
-        views = ((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items())
-        key = (dtype.name, shape, tuple(views))
+            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", rest=True)
+        key = (dtype.name, shape, *((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items()))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
         content = assemble(name, whole, dtype.itemsize, ((*box, row_major(entry)) for box, entry in held.items()))
@@ -106,8 +103,7 @@ class Merger:
                 fits = len(entry.shape) > axis and at_axis(entry.shape, 0) == at_axis(first.shape, 0)
                 if not fits or entry.shape[axis] % count:
                     what = f"{list(entry.shape)} on {_shown([rank])}, and {list(first.shape)} on {_shown([start])}"
-                    among = f", of {count} each" if count > 1 else ""
-                    raise PartError(f"{name!r} is {what}.", why=f"They should be parts along dimension {axis}{among}.")
+                    raise PartError(f"{name!r} is {what}.", why=f"They should be {count} parts each along dimension {axis}.")
             at = 0
             for number, (rank, entry) in product(range(count), held):
                 size = entry.shape[axis] // count
@@ -228,8 +224,7 @@ def check_not_twice(parts: Mapping[str, Sequence[Entry]]) -> None:
             continue
         first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), file)
         if first != file and all(map(same_bytes, _in_rows(parts[first]), plain)):
-            what = f"{first} and {file} hold the very same numbers of what was cut among them."
-            raise PartError(what, fix="One file is there twice: get the file of each of them again.")
+            raise PartError(f"{first} and {file} hold the very same numbers of what was cut among them: one is there twice.")
 
 
 def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
@@ -240,9 +235,8 @@ def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
         finite = [pair for pair in zip(numbers, _numbers(cast), strict=False) if all(map(isfinite, pair))]
         far = sum(abs(one - other) > _NEAR * max(abs(one), abs(other)) + 1e-6 for one, other in finite)
         if 2 * far > len(numbers):
-            shown = f"{far} of the first {len(numbers)} elements of {name!r} are others"
-            what = f"{file} does not hold the weights that the model file has: {shown}."
-            raise PartError(what, fix="Get the files of one save again.")
+            what = f"{file} does not hold the weights that the model file has: {far} of the first {len(numbers)} of {name!r}"
+            raise PartError(f"{what} are others.", fix="Get the files of one save again.")
 
 
 def _numbers(entry: Entry) -> Sequence[float]:

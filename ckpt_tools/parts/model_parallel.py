@@ -132,8 +132,7 @@ def decode_megatron(names: Sequence[str], files: Files) -> Checkpoint:
     if left:
         made.warnings.append(Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged"))
     if extra := sum(chunk.left_out for part in parts for chunk in part.chunks):
-        text = f"{extra} values of the model that are not tensors (_extra_state): left out"
-        made.warnings.append(Warned("left-out", text))
+        made.warnings.append(Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state): left out"))
     made.warnings += [Warned("padded-vocabulary", merging.padding, severity="info")] if merging.padding else []
     return made
 
@@ -277,7 +276,7 @@ class _Merging:
             return 0, 3 if kind == "query_key_value" and is_first else 1
         if kind in _ROWS or (kind == "dense" and parent.endswith("attention")):
             return (1, 1) if role == "weight" else None
-        raise PartError(f"Nothing says how {name!r} was cut: it is {list(held[0].shape)} on each of {len(held)} ranks.")
+        raise PartError(f"Nothing says how {name!r} was cut: {list(held[0].shape)} on each of {len(held)} ranks.")
 
     def _is_gated(self, name: str, part: Entry, kind: str) -> bool:
         """Whether the MLP's first matrix is two, a gate and the rest: with twice the rows that the second has columns."""
@@ -367,5 +366,5 @@ class _Consolidated:
             return reached[0]
         if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
-        what = f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.files)} ranks."
-        raise PartError(what, fix="" if self.width is not None else "params.json tells the width: put it beside the files.")
+        fix = "" if self.width is not None else f"{_PARAMS} tells the width: put it beside the files."
+        raise PartError(f"Nothing says how {name!r} was cut: {list(shape)} on each of {len(self.files)} ranks.", fix=fix)

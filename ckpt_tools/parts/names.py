@@ -234,13 +234,13 @@ def check_world(there: Mapping[int, str], world: int, called: Callable[[int], st
     count = world - len(there)
     if count and (not partial or world > MOST_MISSING):
         shown = listed(list(islice(missing, 5)), rest=count - 5)  # a file may say any number
-        fix = "Get the others too: a model needs the parts of all ranks."
-        raise PartError(f"{count} of {world} parts are missing: {shown}.", fix=fix, rest=True)
+        raise PartError(f"{count} of {world} parts are missing: {shown}.", fix="Get the others too.", rest=True)
     return list(missing)
 
 
 def check_same(what: str, said: Mapping[str, object]) -> None:
     first = next(iter(said), "")
     if other := next((file for file, value in said.items() if value != said[first]), None):
-        why = "They were saved at different steps, or by several jobs."
-        raise PartError(f"{first} and {other} do not have the same {what}.", why=why)
+        raise PartError(
+            f"{first} and {other} do not have the same {what}.", why="Their steps differ, or they are of several jobs."
+        )

@@ -98,14 +98,15 @@ class _Merging:
         for where, value in values[self.first].items():
             ranks = [rank for rank, own in values.items() if where not in own or not _same(own[where], value)]
             if ranks and where and where[-1] in _STEPS:
-                what = f"{dotted(where)!r} is {value!r} on rank {self.first}, and another on {these_ranks(ranks)}."
-                raise PartError(what, why="They were saved at different steps.")
+                raise PartError(
+                    f"{dotted(where)!r} is of different steps: {value!r} on rank {self.first}, not on {these_ranks(ranks)}."
+                )
             self.differing += [dotted(where)] if ranks else []
 
     def _merged(self, where: Where, name: str, held: Mapping[int, Node]) -> Node:
         """The tensor that ranks hold at one place."""
         if missing := [rank for rank in self.names if rank not in held]:
-            fix = "Are these files of one job? Stages of a pipeline are not parts of one another."
+            fix = "Are these files of one job?"
             raise PartError(f"{name!r} is not on {these_ranks(missing)}.", fix=fix, rest=is_named(where))
         entries = [(rank, node) for rank, node in held.items() if type(node) is Entry]
         if len(entries) == len(held):
@@ -142,8 +143,7 @@ class _Merging:
             world = max(part.world, last + 1)
             rest = not self.named_world and world <= by_name.MOST_MISSING  # of names that do not tell how many there were
             if not (rest and self.merger.partial):
-                what = f"{name!r} in {file} is of a job of {world} ranks; here are files of {self.world}."
-                raise PartError(what, rest=rest)
+                raise PartError(f"{name!r} is of a job of {world} ranks in {file}; here are files of {self.world}.", rest=rest)
             self.world = world
         return part
 
@@ -196,8 +196,7 @@ def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
         raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
     if content.get("version") != _VERSION:
-        what = f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read."
-        raise UnsupportedContainerError(what, fix="Load it with torch_checkpointing, and save it again.")
+        raise UnsupportedContainerError(f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.")
     described, names = content["metadata"], files.names()
     world: Any = content.get("world_size")
     if type(world) is not int or not 0 < world <= MOST_RANKS:

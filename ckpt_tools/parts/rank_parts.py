@@ -118,8 +118,7 @@ class PartReader:
             order = _shard_order(spec.get("shard_order"), placements)
             offsets, sizes = box_at(shape, mesh.shape, placements, mesh.coordinate, order)
             if entry.shape != sizes:
-                what = f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {mesh.rank}"
-                raise TensorError(f"{what}; its place {list(mesh.coordinate)} in the mesh stands for {list(sizes)}.")
+                raise TensorError(f"A DTensor holds {list(entry.shape)} on rank {mesh.rank}, whose place is for {list(sizes)}.")
             held = (Piece(offsets, entry),)
         return Part("dtensor", dtype, shape, held, mesh.rank, mesh.world, mesh, placements, rebuilt_from[6] is True)
 

@@ -174,8 +174,7 @@ def read_loose(
 ) -> tuple[dict[str, Checkpoint], list[str]]:
     """The structure of every shard, in the order of their numbers, and the names of those that are missing."""
     if not splits and any(name.endswith(SUFFIX) for name in files.names()):
-        what = f"{files.folder} has shards without an index, and what a write of it left that was interrupted."
-        raise PartError(what, fix="Write it again.")
+        raise PartError(f"{files.folder} has shards without an index, and what an interrupted write left: write it again.")
     said = {name: found for name in names if (found := shard_name(name)) is not None}
     kind = said[names[0]]
     there = by_rank((found.number - 1, name) for name, found in said.items())
@@ -236,8 +235,9 @@ def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     for number, (name, decoded) in enumerate(found.items()):
         said = [decoded.metadata.get(key, "?")[:9] for key in ("split.no", "split.count")]
         if decoded.container != "gguf" or said != [str(number), str(len(found))]:
-            what = f"{name} is not number {number + 1} of {len(found)}, as its name says."
-            raise PartError(what, why=f"It calls itself number {said[0]}, counted from 0, of {said[1]}.")
+            raise PartError(
+                f"{name} is not number {number + 1} of {len(found)}: it calls itself {said[0]} (from 0) of {said[1]}."
+            )
     made = _one_after_another("gguf", found, files)
     types = {key: kind for key, kind in gguf.types_in(made.metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in made.metadata.items() if not key.startswith("split.") and key != safetensors.GGUF_TYPES}

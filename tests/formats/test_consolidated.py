@@ -135,7 +135,7 @@ def test_a_name_that_is_not_known(tmp_path: Path) -> None:
     """Where the model's width is reached decides; where that does not tell, the tensor is refused by its name."""
     state = llama() | {"layers.0.extra.weight": torch.randn(5, DIM)}
     save(tmp_path / "in", 2, state)
-    with pytest.raises(PartError, match=r"Nothing says where 'layers\.0\.extra\.weight' was cut: it is \[5, 12\] on each of 2"):
+    with pytest.raises(PartError, match=r"Nothing says how 'layers\.0\.extra\.weight' was cut: \[5, 12\] on each of 2"):
         load_state_dict(tmp_path / "in")
     for rank in range(2):
         change(rank, lambda state: state.update({"layers.0.extra.weight": torch.ones(5, DIM // 2)}))(tmp_path / "in")
