@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, TypeGuard
+from operator import add
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PartError, TensorError, UnsupportedContainerError
@@ -22,32 +23,20 @@ from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.formats.zip_directory import RecordRange
 from ckpt_tools.io.content import Computed, Content, Part, Range, chunks
-from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.parts.merge import Merger, Piece, along
+from ckpt_tools.parts.merge import Merger, Piece
 from ckpt_tools.parts.names import COMMON
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
+from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import (
-    MAX_ELEMENTS,
-    Dict,
-    Entry,
-    Global,
-    List,
-    Node,
-    Object,
-    Pair,
-    Storage,
-    as_dict,
-    contiguous_stride,
-)
-from ckpt_tools.values.boxes import Sizes, assemble, extent
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Pair, Storage
+from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major
 
@@ -57,8 +46,10 @@ _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath
              "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+Path: TypeAlias = tuple[str | int, ...]
+
+
+class _Place(NamedTuple):
     file: str
     offset: int
     length: int
@@ -68,21 +59,24 @@ class _Place:
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    record, machine = _record(files.open(names[0]))
+    source = files.open(names[0])
+    with limits.of_file(source.size):
+        # it has no storages; it describes tensors only
+        machine = Machine(source.read(0, source.size), MAKERS, lambda _: _need(None, "refers to a storage"))
+        record = machine.load()
+    validate(record)
     fields = _fields(record, "Metadata")
     reader, paths, lost = _Reader(files, _places(fields), partial), _paths(fields.get("planner_data")), {}
-    nested = _Nested()
     for name, node in _pairs(fields, "state_dict_metadata"):
-        if type(name) is not str:
-            raise DamagedFileError("The metadata describes something that has no name.")
-        path = paths.get(name, (name,))
+        _need(type(name) is str, "describes something that has no name")
+        path = paths.get(name := str(name), (name,))
         try:
-            nested.put(path, reader.value(name, node))
+            reader.put(path, reader.value(name, node))
         except PartError as error:
             if type(path[-1]) is int:  # what stands behind it in the list would move up
                 raise
             lost[name] = error.what.rstrip(".")
-    root = nested.root
+    root = reader.root
     if lost and not root.items:
         name, why = next(iter(lost.items()))
         raise PartError(f"Nothing is whole in the files that are there: {name!r} {why}.")
@@ -96,46 +90,37 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
     ]  # fmt: skip
     decoded.globals = [*unexpected, *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
-    decoded.locator, decoded.misplaced = reader.locate, reader.misplaced
-    if reader.missing:
-        decoded.lost = lost
-        decoded.warnings.append(partly(f"{len(reader.missing)} files are", sorted(reader.missing)))
+    decoded.locator, decoded.misplaced, decoded.lost = reader.locate, reader.misplaced, lost
+    partly(decoded, sorted(reader.missing))
     return complete(decoded, files) if COMMON in files.names() else decoded
 
 
-def _record(source: Source) -> tuple[Node, Machine]:
-    def no_storages(pid: Node) -> Node:
-        raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
-
-    with limits.of_file(source.size):
-        machine = Machine(source.read(0, source.size), MAKERS, no_storages)
-        record = machine.load()
-    validate(record)
-    return record, machine
+def _need(holds: object, what: str, why: str = "") -> None:
+    if not holds:
+        raise DamagedFileError(f"The metadata {what}.", why=why)
 
 
-def _fields(node: Node, kind: str) -> dict[str, Node]:
+def _fields(node: Any, kind: str) -> dict[str, Node]:
     """The attributes of a record of torch's class `kind`."""
     function = node.function if type(node) is Object else None
     known = type(function) is Global and function.module.startswith(_MODULE) and function.name == kind
-    if type(node) is not Object or not known or type(node.state) is not Dict:
-        raise DamagedFileError(f"The metadata has something else where a {kind} is expected.")
-    if len(node.steps) > 1 or node.args != ():  # Python keeps of the first what the second does not name
-        raise DamagedFileError(f"The metadata has a {kind} that is given attributes more than once.", why=TWO_FILES)
-    return node.state.named
+    _need(known and type(node.state) is Dict, f"has something else where a {kind} is expected")
+    # Python keeps of the first what the second does not name
+    _need(len(node.steps) == 1 and node.args == (), f"has a {kind} that is given attributes more than once", TWO_FILES)
+    named: dict[str, Node] = node.state.named
+    return named
 
 
 def _pairs(fields: Mapping[str, Node], what: str) -> list[tuple[Node, Node]]:
     node = fields.get(what)
-    if type(node) is not Dict:
-        raise DamagedFileError(f"The metadata has no {what}.")
-    return node.items
+    _need(type(node) is Dict, f"has no {what}")
+    return nodes.as_dict(node).items
 
 
 def _sizes(node: Node) -> Sizes:
-    found = sizes_of(node)
-    if found is None or any(size < 0 for size in found) or prod(found) > MAX_ELEMENTS or len(found) > nodes.MAX_DIMENSIONS:
-        raise DamagedFileError("The metadata has an impossible size.")
+    found = sizes_of(node) or ()
+    good = sizes_of(node) is not None and min(found, default=0) >= 0 and len(found) <= nodes.MAX_DIMENSIONS
+    _need(good and prod(found) <= nodes.MAX_ELEMENTS, "has an impossible size")
     return found
 
 
@@ -143,60 +128,25 @@ def _places(fields: Mapping[str, Node]) -> dict[tuple[str, Sizes | None], _Place
     found = {}
     for key, value in _pairs(fields, "storage_data"):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name, offsets = index.get("fqn"), index.get("offset")
-        file, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
-        if type(name) is not str or type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise DamagedFileError("The metadata has a place that cannot be read.")
+        name, offsets, *place = index.get("fqn"), index.get("offset"), *map(info.get, ("relative_path", "offset", "length"))
+        _need([*map(type, (name, *place))] == [str, str, int, int], "has a place that cannot be read")
         if info.get("transform_descriptors") not in (None, ()):
-            what = f"{name!r} was transformed when it was saved (compressed, for example)."
-            raise UnsupportedContainerError(what, fix="Load it with the program that saved it, and save it without extensions.")
-        found[name, None if offsets is None else _sizes(offsets)] = _Place(file, offset, length)
+            raise UnsupportedContainerError(f"{name!r} was transformed when it was saved.", fix="Save it without extensions.")
+        found[str(name), None if offsets is None else _sizes(offsets)] = _Place._make(cast(list[Any], place))
     return found
 
 
-def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
+def _paths(node: Node) -> dict[str, Path]:
     """Name -> its path in the nested dicts and lists that were saved; empty where they were flat."""
-    found: dict[str, tuple[str | int, ...]] = {}
+    found: dict[str, Path] = {}
     for name, path in node.items if type(node) is Dict else ():
-        steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
-        is_path = type(path) is tuple and len(steps) == len(path) and steps and type(steps[0]) is str
-        if type(name) is not str or not is_path or ".".join(map(str, steps)) != name:  # torch reads what is saved under that
+        steps: Any = path if type(path) is tuple and {str, int}.issuperset(map(type, path)) else ()
+        good = steps and type(steps[0]) is str and all(type(step) is str or 0 <= step <= limits.RECORDS.value for step in steps)
+        # torch reads what is saved under the name
+        if type(name) is not str or not good or dotted(steps) != name:
             raise DamagedFileError(f"The metadata has {name!r} under the path of another name, or a path that cannot be read.")
-        found[name] = tuple(steps)
+        found[name] = steps
     return found
-
-
-def _is_step(node: Node) -> TypeGuard[str | int]:
-    return type(node) is str or (type(node) is int and 0 <= node <= limits.RECORDS.value)
-
-
-class _Nested:
-    """Nested dicts and lists, put together from paths; as `set_element` of torch's `_traverse.py` does."""
-
-    def __init__(self) -> None:
-        self.root = Dict()
-        self.known: dict[tuple[str | int, ...], Node] = {(): self.root}
-        self.filler = 0
-
-    def put(self, path: tuple[str | int, ...], value: Node) -> None:
-        for end in range(1, len(path)):
-            if path[:end] not in self.known:
-                self._set(path[:end], List() if type(path[end]) is int else Dict())
-        self._set(path, value)
-
-    def _set(self, path: tuple[str | int, ...], value: Node) -> None:
-        holder, key = self.known[path[:-1]], path[-1]
-        if path not in self.known and type(holder) is Dict and type(key) is str:
-            holder.items.append((key, value))
-        elif path not in self.known and type(holder) is List and type(key) is int:
-            missing = max(0, key + 1 - len(holder.items))
-            self.filler += missing
-            limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
-            holder.items += [None] * missing
-            holder.items[key] = value
-        else:
-            raise DamagedFileError(f"The metadata puts two things at {'.'.join(map(str, path))!r}.")
-        self.known[path] = value
 
 
 class _Reader:
@@ -214,6 +164,25 @@ class _Reader:
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, Callable[[], Content]]] = {}  # by id: what finds the chunks of a content
         self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
+        self.root, self.filler = Dict(), 0
+        self.known: dict[Path, Node] = {(): self.root}
+
+    def put(self, path: Path, value: Node) -> None:
+        """Put a value into nested dicts and lists, as `set_element` of torch's `_traverse.py` does."""
+        if path[:-1] not in self.known:
+            self.put(path[:-1], List() if type(path[-1]) is int else Dict())
+        holder, key = self.known[path[:-1]], path[-1]
+        if path not in self.known and type(holder) is Dict and type(key) is str:
+            holder.items.append((key, value))
+        elif path not in self.known and type(holder) is List and type(key) is int:
+            missing = max(0, key + 1 - len(holder.items))
+            self.filler += missing
+            limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
+            holder.items += [None] * missing
+            holder.items[key] = value
+        else:
+            raise DamagedFileError(f"The metadata puts two things at {dotted(path)!r}.")
+        self.known[path] = value
 
     def value(self, name: str, node: Node) -> Node:
         if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
@@ -243,7 +212,7 @@ class _Reader:
 
         made = Computed(nbytes, lambda: chunks(content()), part=lambda start, length: range_of(content(), start, length))
         storage = Storage(self.keys.next(), dtype, nbytes, "cpu", made)
-        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        entry = Entry(storage, dtype, shape, nodes.contiguous_stride(shape), 0, requires_grad)
         nodes.check(entry, repr(name))
         self.waiting[id(made)] = (made, content)
         self.tied[same] = entry
@@ -281,32 +250,27 @@ class _Reader:
         source = self.files.open(place.file)
         if not prod(sizes):
             return Range(source, 0, 0)
-        if not is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
-            return self._safetensors(name, dtype, sizes, place)
-        decoded = self._archive(name, place)
-        entry = decoded.root
+        what = f"{source.path}, at byte {place.offset}: the chunk of {name!r} is"
+        if is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
+            decoded = self._archive(name, place)
+            entry = decoded.root
+            if decoded.byteorder == "big":
+                raise UnsupportedContainerError(f"{what} big-endian.")
+        else:  # FileSystemWriter wrote it with SerializationFormat.SAFETENSORS: by name, one file a rank
+            key = place.file, place.offset
+            if key not in self.safetensors:
+                window = Window(source, place.offset, source.size - place.offset)
+                self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
+            entry = self.safetensors[key].get(name)
         if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
-            raise TensorError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is not what .metadata says.")
+            raise TensorError(f"{what} not what .metadata says.")
         content = row_major(entry)
-        if decoded.byteorder == "big":
-            raise UnsupportedContainerError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is big-endian.")
         of = content.of if isinstance(content, Part) else content
         if isinstance(of, RecordRange):
             of.record.name = f"a chunk of {name!r} in {source.path.name}"
+        if isinstance(content, Range) and isinstance(content.source, Window):  # as a range of the file, which the kernel copies
+            return Range(source, place.offset + content.offset, content.length)
         return content
-
-    def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
-        """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""
-        source = self.files.open(place.file)
-        if (key := (place.file, place.offset)) not in self.safetensors:
-            window = Window(source, place.offset, source.size - place.offset)
-            self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
-        entry = self.safetensors[key].get(name)
-        if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
-            raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
-        content = entry.storage.content
-        assert isinstance(content, Range)
-        return Range(source, place.offset + content.offset, content.length)
 
     def locate(self, root: Node) -> Node:
         """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""
@@ -324,15 +288,12 @@ class _Reader:
         return exchange.replace(root, swap)
 
 
-def _properties(node: Node) -> tuple[DType, bool]:
+def _properties(node: Any) -> tuple[DType, bool]:
     """dtype and requires_grad of a TensorProperties, whose state is a tuple in that order with the layout between."""
-    function = node.function if type(node) is Object else None
-    known = type(function) is Global and function.name == "TensorProperties"
-    state = node.state if type(node) is Object and known else None
-    if type(state) is not tuple or len(state) < 3 or type(state[2]) is not bool:
-        raise DamagedFileError("The metadata has a tensor without properties.")
-    layout = state[1].args if type(state[1]) is Object else ()
-    if layout not in ((), ("torch.strided",)):
+    known = type(node) is Object and type(node.function) is Global and node.function.name == "TensorProperties"
+    state = node.state if known and type(node.state) is tuple else ()
+    _need(len(state) > 2 and type(state[2]) is bool, "has a tensor without properties")
+    if type(state[1]) is Object and state[1].args not in ((), ("torch.strided",)):
         raise UnsupportedContainerError("The distributed checkpoint holds a sparse tensor, which ckpt does not read.")
     return dtype_of(state[0]), state[2]
 
@@ -345,36 +306,29 @@ def decode_safetensors(names: Sequence[str], files: Files) -> Checkpoint:
     for file in names:
         decoded = safetensors.decode(files.open(file))
         parts.append(decoded)
-        offsets = _sharding_info(decoded)
+        try:
+            info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
+            offsets = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
+            if not all(type(at) is int for row in offsets.values() for at in row):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
         for name, entry in safetensors.entries_of(decoded).items():
-            found.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(entry.shape)), entry))
-    keys = Keys()
-    items: list[Pair] = [(name, _whole(name, pieces, keys)) for name, pieces in found.items()]
+            found.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(entry.shape)), entry, file))
+    merger = Merger()
+    items: list[Pair] = [(name, _whole(name, pieces, merger)) for name, pieces in found.items()]
     metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
     return joined("dcp", Dict(items), files, parts, metadata)
 
 
-def _sharding_info(decoded: Checkpoint) -> dict[str, Sizes]:
-    try:
-        info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
-        found = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
-        if not all(type(at) is int for offsets in found.values() for at in offsets):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
-    return found
-
-
-def _whole(name: str, pieces: Sequence[Piece], keys: Keys) -> Entry:
-    dtype = pieces[0].entry.dtype
-    if any(piece.entry.dtype is not dtype or len(piece.offsets) != len(piece.sizes) for piece in pieces):
+def _whole(name: str, pieces: Sequence[Piece], merger: Merger) -> Entry:
+    if len({len(row) for piece in pieces for row in (piece.offsets, piece.sizes)}) > 1:
         raise TensorError(f"The parts of {name!r} in several files do not fit together.")
-    shape = extent([(piece.offsets, piece.sizes) for piece in pieces])
-    if prod(shape) > MAX_ELEMENTS:
-        raise TensorError(f"The parts of {name!r} make an impossible shape.")
-    parts = [(piece.offsets, piece.sizes, piece.entry.storage.content) for piece in pieces]
-    content = assemble(name, shape, dtype.itemsize, parts)
-    return Entry(Storage(keys.next(), dtype, content.length, "cpu", content), dtype, shape, contiguous_stride(shape), 0)
+    shape = tuple(map(max, *(map(add, piece.offsets, piece.sizes) for piece in pieces), (0,) * len(pieces[0].sizes)))
+    made = merger.tensor(name, pieces[0].entry.dtype, shape, pieces)
+    if merger.replicas:
+        raise TensorError(f"Two files hold the same part of {name!r}.")
+    return made
 
 
 # --- torch_dist: what Megatron-core adds, `common.pt` with `args` beside it, and layers that are one tensor
@@ -436,12 +390,12 @@ def model_of(root: Node, layers: int) -> Dict:
         for number, (rest, stack) in product(range(layers), rests.items()):
             offset = stack.offset + number * stack.stride[0]
             numbered[f"{name}.{number}.{rest}"] = replace(stack, shape=stack.shape[1:], stride=stack.stride[1:], offset=offset)
-    return as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
+    return nodes.as_dict(Keys().renew(Dict(list(_gated(numbered)), ordered=True)))
 
 
 def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
     """Every tensor; the two halves of a gated matrix as one, where the first of them stands."""
-    merger = Merger(Keys())
+    merger = Merger()
     for key, entry in entries.items():
         match = _HALF.fullmatch(key)
         if match is None:
@@ -451,4 +405,4 @@ def _gated(entries: dict[str, Entry]) -> Iterator[tuple[str, Node]]:
         if first is None or second is None or (second.shape, second.dtype.name) != (first.shape, first.dtype.name):
             raise PartError(f"{key!r} is one half of a matrix, and the other is missing or of another shape.")
         if entry is first:
-            yield match["name"], along(merger, match["name"], 0, [[(0, first), (1, second)]])
+            yield match["name"], merger.along(match["name"], 0, [[(0, first), (1, second)]])

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.base import Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.deepspeed_files import ModelState, OptimizerState, Rules, check_experts, with_experts, with_layers
+from ckpt_tools.parts.deepspeed_files import ModelState, OptimizerState, Rules, with_experts, with_layers
 from ckpt_tools.parts.deepspeed_slice import Slice
-from ckpt_tools.parts.merge import Merger, check_same, check_world, merged
-from ckpt_tools.parts.names import ZeroFiles
-from ckpt_tools.parts.sharded import partly
+from ckpt_tools.parts.merge import Held, Merger, merged
+from ckpt_tools.parts.names import by_rank, check_same, check_world, zero_files
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair
@@ -33,20 +32,17 @@ _OF_PARTS = frozenset((
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    found = ZeroFiles(names)
-    if found.doubled:
-        raise PartError(f"{some(found.doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    model = _Model(found, files, partial)
+    model = _Model(names, files, partial)
 
     def compare() -> None:
         for own in model.slices.values():
             own.check_evidence(model.layers)
-        if wrong := [name for own in model.slices.values() for name in own.differing_buffers()]:
-            text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
+        if wrong := sorted(name for own in model.slices.values() for name in own.differing_buffers()):
+            text = f"buffers differ between ranks, the first rank's are taken: {some(wrong)}"
             made.warnings.append(Warned("parts-differ", text))
 
-    made = merged(CONTAINER, model.merger.leave_out(model.weights), files, model.read_files, model.merger, compare)
-    made.warnings += [partly("files of ranks are", list(model.missing))] if model.missing else []
+    root = model.merger.leave_out(model.weights)
+    made = merged(CONTAINER, root, files, model.read_files, model.merger, list(model.missing), compare)
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
     made.unusual = []  # these are said of the ranks' files, not of the whole
     made.others = {"module": model.module}
@@ -65,129 +61,104 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 class _Model:
     """The files of a folder as one model: of one slice, of tensor parallel ranks, or of the stages of a pipeline."""
 
-    def __init__(self, found: ZeroFiles, files: Files, partial: bool) -> None:
-        self.found, self.files, self.partial = found, files, partial
+    def __init__(self, names: Sequence[str], files: Files, partial: bool) -> None:
+        self.files, self.partial, self.merger = files, partial, Merger(partial=partial)
         self.missing: dict[str, None] = {}  # files that are not there
-        self.keys, self.read_files = Keys(), list[Checkpoint]()
-        self.experts, layers = found.kinds["expert"], found.kinds["layer"]
-        if self.experts and (layers or len(found.slices) > 1):
-            raise PartError(
-                "These are experts of a mixture whose model is cut in another way too, which is not read.", fix=_SAVE
-            )
-        if found.kinds["optimizer"] and (unnamed := [*found.kinds["expert-optimizer"].values()]):
+        self.read_files: list[Checkpoint] = []
+        self.found = by_rank((said, name) for name, said in zero_files(names).items())
+        numbers = sorted({said[-1] for kind, said in self.found if kind in ("optimizer", "model", "whole")})
+        experts, layers = self._of("expert"), self._of("layer")
+        if (experts and (layers or len(numbers) > 1)) or any(part for _, part in layers):
+            what = "These are experts of a mixture, or stages of a pipeline, whose model is cut in another way too"
+            raise PartError(f"{what}, which is not read.", fix=_SAVE)
+        if self._of("optimizer") and (unnamed := [*self._of("expert-optimizer").values()]):
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
-        self.slices = {number: self._slice(number) for number in found.slices}
+        self.slices = {f"mp_rank_{number:02d}": self._slice(number) for number in numbers}
         self.first = next(iter(self.slices.values()))
-        self._check_slices(in_stages=bool(layers))
-        self.rules = self._rules()
-        self.merger = Merger(self.keys, {number: f"mp_rank_{number:02d}" for number in self.slices}, partial=partial)
+        check_same("step and number of ranks", {called: (own.model.step, own.world) for called, own in self.slices.items()})
+        said = self.first.model.root.get("mp_world_size")
+        there = {number: f"mp_rank_{number:02d}" for number in numbers}
+        world = said if type(said) is int else numbers[-1] + 1
+        self.missing |= dict.fromkeys(check_world(there, world, "mp_rank_{:02d}_*".format, partial=partial and bool(layers)))
+        self.rules: Rules | None = None  # how tensor parallel ranks are joined
+        if len(self.slices) > 1 and not layers:
+            if self.first.model.rules is None:
+                what = "These are tensor parallel parts, and nothing says how they were cut (no universal_checkpoint_info)."
+                raise PartError(what, fix=_SAVE)
+            self.rules = Rules(self.first.model.rules, self.first.model.buffers)
         self.layers: Mapping[str, Node] | None = None  # the 16-bit weights of a pipeline
         if layers:
             shapes = {name: shape for own in self.slices.values() for row in own.model.shapes for name, shape in row.items()}
-            roots = {name: (key[0], self._root_of(name, renewed=True)) for key, name in sorted(layers.items())}
-            self.layers = with_layers(roots, shapes)
-            self._check_layers(shapes)
+            self.layers = with_layers({name: (key[0], self._root(name)) for key, name in sorted(layers.items())}, shapes)
+            # what is frozen, and buffers, are in these alone
+            have = {name.partition(".")[0] for name in self.layers}
+            used = dict.fromkeys(number for name in shapes if (number := name.partition(".")[0]).isdecimal())
+            if gone := [f"layer_{int(number):02d}-model_states.pt" for number in used if number not in have]:
+                self.missing |= dict.fromkeys(gone)
+                if not partial:
+                    raise PartError(f"Layers have no file: {listed(gone)}.", fix="Get the files of all layers.", rest=True)
 
     # --- reading
 
-    def _root_of(self, name: str, *, renewed: bool = False) -> Node:
+    def _of(self, kind: str, number: int | None = None) -> dict[tuple[int, ...], str]:
+        """The files of a kind, in one slice or all, by the numbers in their names."""
+        found = sorted((said, name) for (own, said), name in self.found.items() if own == kind)
+        return {said: name for said, name in found if number in (None, said[-1])}
+
+    def _root(self, name: str, *, renewed: bool = True) -> Node:
         self.read_files.append(decode_file(self.files.open(name)))
         root = self.read_files[-1].root
-        return self.keys.renew(root) if renewed else root
+        return self.merger.keys.renew(root) if renewed else root
 
     def _slice(self, number: int) -> Slice:
-        names = self.found.of_slice("optimizer", number)
-        optimizers = {rank: OptimizerState(name, self._root_of(name)) for rank, name in names.items()}
-        check_same("number of ranks", {state.file: state.world for state in optimizers.values()})
-        check_same("number of the optimizer's steps", {state.file: state.steps for state in optimizers.values()})
-        world = next((state.world for state in optimizers.values()), 1)
-        if optimizers:
-            self._check_ranks(number, "optim", optimizers, world)
-        models = self._models(number, optimizers, world)
-        if not optimizers and any(model.shapes for model in models.values()):
+        names = self._of("optimizer", number)
+        optimizers = {said[0]: OptimizerState(name, self._root(name, renewed=False)) for said, name in names.items()}
+        facts = {state.file: (state.world, state.steps, len(state.flat), state.counts) for state in optimizers.values()}
+        check_same("number of ranks, of the optimizer's steps and of groups", facts)
+        first = next(iter(optimizers.values()), None)
+        world, is_stage_3 = (first.world, first.is_stage_3) if first is not None else (1, False)
+        models, others = self._of("model", number), self._of("whole", number)
+        if not is_stage_3:
+            models, others = others, models
+        if others or any(state.is_stage_3 != is_stage_3 for state in optimizers.values()):
+            raise PartError(f"{listed([*others.values(), *names.values()])} are of different stages of ZeRO.")
+        if not models:
+            file = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
+            raise PartError(f"{file} is missing, which says the names and shapes of the weights.", fix="Get it too.")
+        missing: list[str] = []
+        for cut in (names, models) if is_stage_3 else (names,) if names else ():
+            there = {said[0]: name for said, name in cut.items()}
+            missing += check_world(there, world, f"zero_pp_rank_{{}}_mp_rank_{number:02d}_*".format, partial=self.partial)
+        self.missing |= dict.fromkeys(missing)
+        read = dict[int, ModelState]()
+        for said, name in models.items():
+            read[said[0]] = ModelState(name, self._root(name, renewed=not read), in_layers=bool(self._of("layer")))
+        own = next(iter(read.values()))
+        if experts := self._of("expert"):
+            own.module = with_experts(own, {said[:2]: (name, self._root(name)) for said, name in experts.items()})
+        if first is None and any(model.shapes for model in read.values()):
             raise PartError(
                 "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
                 fix="Get the files of all ranks. A model file by itself, in a folder of its own, is the 16-bit weights.",
             )
-        return Slice(models, optimizers, Merger(self.keys, partial=self.partial), world)
-
-    def _check_ranks(self, number: int, kind: str, there: Collection[int], world: int) -> None:
-        what = f"The checkpoint has {world} files *_{kind}_states.pt, one a rank"
-        missing = check_world(what, there, world, partial=self.partial)
-        self.missing |= dict.fromkeys(f"zero_pp_rank_{rank}_mp_rank_{number:02d}_*" for rank in missing)
-
-    def _models(self, number: int, optimizers: Mapping[int, OptimizerState], world: int) -> dict[int, ModelState]:
-        """The model files by rank: one for all but under stage 3."""
-        is_stage_3 = any(state.is_stage_3 for state in optimizers.values())
-        kinds = ("model", "whole") if is_stage_3 else ("whole", "model")
-        names, others = (self.found.of_slice(kind, number) for kind in kinds)
-        if others:
-            raise PartError(f"{next(iter(others.values()))} is of another stage of ZeRO than the optimizer's parts.")
-        if not names:
-            missing = f"{'zero_pp_rank_0_' if is_stage_3 else ''}mp_rank_{number:02d}_model_states.pt"
-            raise PartError(f"{missing} is missing, which says the names and shapes of the weights.", fix="Get it too.")
-        models = dict[int, ModelState]()
-        for rank, name in names.items():
-            root = self._root_of(name, renewed=not models)
-            models[rank] = ModelState(name, root, in_layers=bool(self.found.kinds["layer"]))
-        if self.experts:
-            first = models[min(models)]
-            check_experts(first, {(layer, expert) for layer, expert, _ in self.experts})
-            roots = [(file, self._root_of(file, renewed=True)) for _, file in sorted(self.experts.items())]
-            first.module = with_experts(first.module, roots)
-        if is_stage_3:
-            self._check_ranks(number, "model", models, world)
-        worlds = {model.file: model.world for model in models.values() if model.world is not None}
-        check_same("number of ranks", {state.file: world for state in optimizers.values()} | (worlds if optimizers else {}))
-        check_same("'global_steps'", {model.file: model.step for model in models.values()})
-        check_same("parameters", {model.file: (model.shapes, model.frozen) for model in models.values()})
-        return models
-
-    def _check_slices(self, *, in_stages: bool) -> None:
-        """All are there, of one step, and of as many ranks."""
-        steps = {f"mp_rank_{number:02d}": (own.model.step, own.world) for number, own in self.slices.items()}
-        check_same("step and number of ranks", steps)
-        said = self.first.model.root.get("mp_world_size")
-        count = said if type(said) is int else max(self.slices) + 1
-        what = f"The checkpoint has {count} slices mp_rank_*, one a stage of the pipeline or tensor parallel rank"
-        missing = check_world(what, self.slices, count, partial=self.partial and in_stages)
-        self.missing |= dict.fromkeys(f"mp_rank_{number:02d}_*" for number in missing)
-
-    def _rules(self) -> Rules | None:
-        """How tensor parallel ranks are joined; None for the stages of a pipeline, and for one slice."""
-        if layers := self.found.kinds["layer"]:
-            if any(rank for _, rank in layers):
-                raise PartError(
-                    "These are stages of a pipeline, each cut among tensor parallel ranks, which is not read.", fix=_SAVE
-                )
-            return None
-        if len(self.slices) == 1:
-            return None
-        if self.first.model.rules is None:
-            what = f"These are tensor parallel parts, of {len(self.slices)} ranks, and nothing says how they were cut."
-            raise PartError(what, why="They have no universal_checkpoint_info.", fix=_SAVE)
-        return Rules(self.first.model.rules, self.first.model.buffers)
-
-    def _check_layers(self, names: Collection[str]) -> None:
-        """Each layer with weights in the optimizer has its file: what is frozen, and buffers, are in there alone."""
-        there = {name.partition(".")[0] for name in self.layers or ()}
-        numbers = dict.fromkeys(number for name in names if (number := name.partition(".")[0]).isdecimal())
-        if missing := [f"layer_{int(number):02d}-model_states.pt" for number in numbers if number not in there]:
-            self.missing |= dict.fromkeys(missing)
-            if not self.partial:
-                raise PartError(f"Layers have no file: {listed(missing)}.", fix="Get the files of all layers.", rest=True)
+        worlds = {model.file: model.world for model in read.values() if model.world is not None} if optimizers else {}
+        check_same("number of ranks", {state.file: world for state in optimizers.values()} | worlds)
+        check_same(
+            "'global_steps' and parameters", {model.file: (model.step, model.shapes, model.frozen) for model in read.values()}
+        )
+        return Slice(read, optimizers, self.merger, world, missing)
 
     # --- what it gives
 
     @functools.cached_property
     def weights(self) -> Dict:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
-        roots = {number: own.weights for number, own in self.slices.items()}
-        is_one = len(roots) == 1 and self.layers is None
-        found = self.first.weights.named if is_one else self._joined(roots)
-        for own in self.slices.values():
-            self.merger.lost |= {name: why for name, why in own.merger.lost.items() if name not in found}
-        return self.first.weights if is_one else Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
+        if len(self.slices) == 1 and self.layers is None:
+            return self.first.weights
+        found = self._joined({called: own.weights for called, own in self.slices.items()})
+        for name in found.keys() & self.merger.lost.keys():  # another stage has it
+            del self.merger.lost[name]
+        return Dict([*({**(self.layers or {}), **found}).items()], ordered=True)
 
     def module(self) -> Node:
         self.merger.lost.clear()  # which is said of the fp32 weights
@@ -197,7 +168,7 @@ class _Model:
             return Dict(list(self.layers.items()), ordered=True)
         if len(self.slices) == 1:
             return self.first.module()
-        found = self._joined({number: own.module() for number, own in self.slices.items()})
+        found = self._joined({called: own.module() for called, own in self.slices.items()})
         return self.merger.compared(Dict(list(found.items()), ordered=True))
 
     @property
@@ -206,14 +177,15 @@ class _Model:
 
     def optimizer(self) -> Dict:
         """The optimizer's state dict by the parameters' names, as torch's `get_optimizer_state_dict` gives it."""
-        every = {number: own.optimizer() for number, own in self.slices.items()}
-        held: dict[str, dict[int, Dict]] = {}
-        for number, (states, _) in every.items():
+        every = {called: own.optimizer() for called, own in self.slices.items()}
+        merger = Merger(self.merger.keys)
+        held: dict[str, dict[str, Dict]] = {}
+        for called, (states, _) in every.items():
             for name, values in states.items():
-                held.setdefault(name, {})[number] = values
-        state: list[Pair] = [(name, self._state(name, values)) for name, values in held.items()]
-        self.merger.check_replicas()
-        _, first = every[min(every)]
+                held.setdefault(name, {})[called] = values
+        state: list[Pair] = [(name, self._state(merger, name, values)) for name, values in held.items()]
+        merger.compared(None)
+        _, first = next(iter(every.values()))
         rows = list[Node]()
         for at, (own, _) in enumerate(first):
             names = dict.fromkeys(name for _, groups in every.values() if at < len(groups) for name in groups[at][1])
@@ -226,34 +198,34 @@ class _Model:
         state: list[Pair] = [("optimizer", self.optimizer())] if self.has_state else []
         return Dict([("model", self.weights), *state, *rest])
 
-    def _state(self, name: str, held: Mapping[int, Dict]) -> Dict:
+    def _state(self, merger: Merger, name: str, held: Mapping[str, Dict]) -> Dict:
         """The optimizer's state of one parameter: what has its shape is joined as it is."""
-        (first, *_) = held.values()
         rows = list[Pair]()
-        for key, value in first.items:
-            own = [(number, values.get(key)) for number, values in held.items()] if type(key) is str else []
+        for key, value in next(iter(held.values())).items:
+            own = [(called, values.get(key)) for called, values in held.items()] if type(key) is str else []
             is_cut = type(value) is Entry and value.shape and own and all(type(entry) is Entry for _, entry in own)
-            rows.append((key, self._one(name, own) if is_cut else value))
+            rows.append((key, self._one(merger, name, own) if is_cut else value))
         return Dict(rows)
 
-    def _joined(self, roots: Mapping[int, Dict]) -> dict[str, Node]:
-        every: dict[str, list[tuple[int, Node]]] = {}
-        for number, root in roots.items():
+    def _joined(self, roots: Mapping[str, Dict]) -> dict[str, Node]:
+        every: dict[str, list[tuple[str, Node]]] = {}
+        for called, root in roots.items():
             for name, value in root.named.items():
-                every.setdefault(name, []).append((number, value))
-        made = {name: self.merger.unless_lost(name, functools.partial(self._one, name, held)) for name, held in every.items()}
+                every.setdefault(name, []).append((called, value))
+        one = functools.partial(self._one, self.merger)
+        made = {name: self.merger.unless_lost(name, functools.partial(one, name, held)) for name, held in every.items()}
         return {name: value for name, value in made.items() if value is not DROP}
 
-    def _one(self, name: str, held: Sequence[tuple[int, Node]]) -> Node:
+    def _one(self, merger: Merger, name: str, held: Sequence[tuple[str, Node]]) -> Node:
         """One tensor, or value, of what the slices have under a name."""
         if len(held) == 1 and self.rules is None:
             return held[0][1]
-        entries = [(number, entry) for number, entry in held if type(entry) is Entry]
+        entries: Held = [(called, entry) for called, entry in held if type(entry) is Entry]
         if self.rules is not None and len(held) < len(self.slices):
-            lacking = [f"mp_rank_{number:02d}" for number in self.slices if number not in dict(held)]
+            lacking = [called for called in self.slices if called not in dict(held)]
             raise PartError(f"{name!r} is not whole: {listed(lacking)} do not have it.", rest=True)
         if not entries:
             return held[0][1]
         if len(entries) < len(held):
             raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
-        return self.merger.replicated(name, entries) if self.rules is None else self.rules.join(self.merger, name, entries)
+        return merger.replicated(name, entries) if self.rules is None else self.rules.join(merger, name, entries)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import prod
+from operator import itemgetter
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.io.content import read
-from ckpt_tools.parts.merge import Merger, along
+from ckpt_tools.parts.merge import Held, Merger
 from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Pair
@@ -30,22 +31,23 @@ class ModelState:
     """What a model file says. `shapes`: of the parameters in the optimizer, by group."""
 
     def __init__(self, file: str, root: Node, *, in_layers: bool = False) -> None:
-        module = root.get("module") if type(root) is Dict else None
-        module = Dict(ordered=True) if module is None and in_layers else module
+        said = _named(root)
+        module = Dict(ordered=True) if in_layers and said.get("module") is None else said.get("module")
         if type(root) is not Dict or type(module) is not Dict:
             raise _malformed(file, "it has no weights (`module`)")
-        world, step, rules = (root.get(key) for key in ("dp_world_size", "global_steps", "universal_checkpoint_info"))
         self.file, self.root, self.module = file, root, module
-        self.buffers = frozenset(name for name in listed_in(root.get("buffer_names")) if type(name) is str)
-        self.shapes = tuple(_shapes(file, group) for group in listed_in(root.get("param_shapes")))
-        self.frozen = _shapes(file, root.get("frozen_param_shapes"))
-        self.fragments = {name: entry for name, entry in _items(root.get("frozen_param_fragments")) if type(entry) is Entry}
-        self.shared = {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str}
-        self.world = world if type(world) is int else None
-        self.step = step if type(step) is int else None
+        self.buffers = frozenset(name for name in listed_in(said.get("buffer_names")) if type(name) is str)
+        self.shapes = tuple(_shapes(file, group) for group in listed_in(said.get("param_shapes")))
+        self.frozen = _shapes(file, said.get("frozen_param_shapes"))
+        self.fragments = {name: row for name, row in _named(said.get("frozen_param_fragments")).items() if type(row) is Entry}
+        self.shared = {name: holder for name, holder in _named(said.get("shared_params")).items() if type(holder) is str}
+        self.world, self.step = (
+            size if type(size) is int else None for size in map(said.get, ("dp_world_size", "global_steps"))
+        )
+        rules = said.get("universal_checkpoint_info")
         self.rules = rules if type(rules) is Dict else None
-        self.names = [name for group in self.shapes for name in group]
-        if len(self.names) != len(set(self.names)):
+        names = [name for group in self.shapes for name in group]
+        if len(names) != len(set(names)):
             raise _malformed(file, "a parameter is in two groups")
 
 
@@ -53,31 +55,29 @@ class OptimizerState:
     """What one rank's optimizer file says. `flat`: its row of each group's weights; `counts`: how many ranks share a group."""
 
     def __init__(self, file: str, root: Node) -> None:
-        state = root.get("optimizer_state_dict") if type(root) is Dict else None
-        if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
-            raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
-        if "ds_zero_partition_groups" in state:
+        said = _named(_named(root).get("optimizer_state_dict"))
+        self.file, self.is_stage_3 = file, _STAGE_3 in said
+        rows = listed_in(said.get(_STAGE_3 if self.is_stage_3 else _STAGE_2))
+        if "ds_zero_partition_groups" in said:
             raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
-        self.file, self.is_stage_3 = file, _STAGE_3 in state
-        counts = tuple(count for count in listed_in(state.get("partition_count")) if type(count) is int)
-        rows = listed_in(state.get(_STAGE_3 if self.is_stage_3 else _STAGE_2))
+        counts = tuple(count for count in listed_in(said.get("partition_count")) if type(count) is int)
         self.flat = tuple(row for row in rows if type(row) is Entry and len(row.shape) == 1 and row.is_contiguous)
-        said = state.get("param_alignment_paddings")
-        paddings = [sizes_of(group) for group in listed_in(said)]
-        if min(counts, default=0) < 1 or len(self.flat) != len(rows):
-            raise _malformed(file, "its weights are not rows, or it has no partition_count")
-        if any(group is None or min(group, default=0) < 0 for group in paddings):
-            raise _malformed(file, "its param_alignment_paddings are not numbers")
-        self.paddings = None if said is None else tuple(group for group in paddings if group is not None)
+        if min(counts, default=0) < 1 or len(self.flat) != len(rows) or (not self.is_stage_3 and _STAGE_2 not in said):
+            raise _malformed(
+                file, f"it has no part of the weights ({_STAGE_2}, {_STAGE_3}), it is not rows, or no partition_count"
+            )
         self.world = max(counts)
         self.counts = counts if len(counts) == len(rows) else (self.world,) * len(rows)
-        inner = state.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
-        own = inner.get("state") if type(inner) is Dict else None
+        paddings = [sizes_of(group) for group in listed_in(said.get("param_alignment_paddings"))]
+        if any(group is None or min(group, default=0) < 0 for group in paddings):
+            raise _malformed(file, "its param_alignment_paddings are not numbers")
+        self.paddings = tuple(group for group in paddings if group is not None)
+        inner = said.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
+        own = _named(inner).get("state")
         # an elastic checkpoint of old versions has a list of states
         found = enumerate(inner.items) if type(inner) is List else own.items if type(own) is Dict else ()
         self.states = {number: one for number, one in found if type(number) is int and type(one) is Dict}
-        groups = inner.get("param_groups") if type(inner) is Dict else None
-        self.groups = tuple(group for group in listed_in(groups) if type(group) is Dict)
+        self.groups = tuple(group for group in listed_in(_named(inner).get("param_groups")) if type(group) is Dict)
 
     @property
     def steps(self) -> list[object]:
@@ -93,13 +93,11 @@ class OptimizerState:
 
 
 def _shapes(file: str, node: Node) -> dict[str, Sizes]:
-    shapes = {}
-    for name, value in _items(node):
-        shape = sizes_of(value)
-        if shape is None or min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS:
-            raise _malformed(file, f"the shape of {name!r} is not one")
-        shapes[name] = shape
-    return shapes
+    shapes = {name: sizes_of(value) for name, value in _named(node).items()}
+    good = {name: shape for name, shape in shapes.items() if shape is not None and min(shape, default=0) >= 0}
+    if wrong := [name for name in shapes if name not in good or prod(good[name]) > MAX_ELEMENTS]:
+        raise _malformed(file, f"the shape of {wrong[0]!r} is not one")
+    return good
 
 
 def listed_in(node: Node) -> Sequence[Node]:
@@ -109,8 +107,8 @@ def listed_in(node: Node) -> Sequence[Node]:
     return node if type(node) is tuple else () if node is None else (node,)
 
 
-def _items(node: Node) -> Iterator[tuple[str, Node]]:
-    return ((name, value) for name, value in (node.items if type(node) is Dict else ()) if type(name) is str)
+def _named(node: Node) -> dict[str, Node]:
+    return node.named if type(node) is Dict else {}
 
 
 def _malformed(file: str, why: str) -> PartError:
@@ -120,32 +118,27 @@ def _malformed(file: str, why: str) -> PartError:
 # --- experts and layers, in files of their own
 
 
-def check_experts(model: ModelState, there: AbstractSet[tuple[int, int]]) -> None:
-    """Every layer has the files of all its experts, as many as the model file says."""
+def with_experts(model: ModelState, found: Mapping[tuple[int, ...], tuple[str, Node]]) -> Dict:
+    """The 16-bit weights with those of the experts, each behind what else its mixture has; `found`: by layer and expert."""
     rows = [count for count in listed_in(model.root.get("num_experts")) if type(count) is int]
     for layer, count in enumerate(rows[:_MOST_LAYERS]):
-        for expert in range(min(count, _MOST_LAYERS)):
-            if (layer, expert) not in there:
-                raise PartError(f"Experts are missing: layer_{layer}_expert_{expert}_*.", fix="Get the files of all experts.")
-
-
-def with_experts(module: Dict, found: Sequence[tuple[str, Node]]) -> Dict:
-    """The 16-bit weights with those of the experts, each behind what else its mixture has."""
-    names = {name for name, _ in module.items if type(name) is str}
-    last = {str(name).partition(_MIXTURE)[0]: number for number, (name, _) in enumerate(module.items) if _MIXTURE in str(name)}
-    placed: list[tuple[int, Pair]] = list(enumerate(module.items))
-    for file, root in found:
+        if missing := [expert for expert in range(min(count, _MOST_LAYERS)) if (layer, expert) not in found]:
+            raise PartError(f"Experts are missing: layer_{layer}_expert_{missing[0]}_*.", fix="Get the files of all experts.")
+    items = model.module.items
+    last = {str(name).partition(_MIXTURE)[0]: number for number, (name, _) in enumerate(items) if _MIXTURE in str(name)}
+    names, placed = set(model.module.named), list[tuple[int, Pair]](enumerate(items))
+    for _, (file, root) in sorted(found.items()):
         for name, value in root.items if type(root) is Dict else [(None, None)]:
             match = EXPERT.fullmatch(name) if isinstance(name, str) else None
-            if match is None or type(value) is not Entry:
-                raise PartError(f"{file} holds something else than an expert's tensors.")
-            if match.string in names:
-                raise PartError(f"{file} holds {name!r}, which another file holds too.")
+            if match is None or type(value) is not Entry or match.string in names:
+                raise PartError(
+                    f"{file} holds something else than an expert's tensors, or what another file holds too: {name!r}."
+                )
             names.add(match.string)
-            placed.append((last.get(match["layer"], len(module.items)), (name, value)))
-    root = Dict([item for _, item in sorted(placed, key=lambda row: row[0])], ordered=True)
-    root.attributes = module.attributes
-    return root
+            placed.append((last.get(match["layer"], len(items)), (name, value)))
+    made = Dict([item for _, item in sorted(placed, key=itemgetter(0))], ordered=True)
+    made.attributes = model.module.attributes
+    return made
 
 
 def with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> dict[str, Node]:
@@ -197,13 +190,13 @@ class Rules:
     def _fits(self, name: str, *kinds: str) -> bool:
         return any(pattern.match(name) for kind in kinds for pattern in self.patterns[kind])
 
-    def join(self, merger: Merger, name: str, held: Sequence[tuple[int, Entry]]) -> Entry:
+    def join(self, merger: Merger, name: str, held: Held) -> Entry:
         """One tensor of what each slice has of it."""
         if self._fits(name, _UNSUPPORTED):
             raise PartError(f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.")
         if name in self.buffers or self._fits(name, *_WHOLE) or not held[0][1].shape:
             return merger.replicated(name, held)
-        return along(merger, name, 1 if self._fits(name, _ROWS) else 0, [held], count=2 if self._fits(name, _SWIGLU) else 1)
+        return merger.along(name, int(self._fits(name, _ROWS)), [held], count=2 if self._fits(name, _SWIGLU) else 1)
 
 
 def _patterns(node: Node) -> list[re.Pattern[str]]:

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState, listed_in
-from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice, check_same
-from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice
+from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP, Drop
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair
 from ckpt_tools.values.boxes import Sizes
@@ -71,8 +71,7 @@ class Group:
             wrong = wrong or ({} if numel <= total <= longest * count else dict(held))
         if wrong:
             counts = listed([f"rank {rank} holds {found}" for rank, found in sorted(wrong.items())])
-            what = f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; another has, or needs, {part}."
-            raise PartError(what)
+            raise PartError(f"The parts do not add up: {counts} elements of {some(list(self.shapes))}; others hold {part}.")
         return replace(self, part=max(part, 1))
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
@@ -102,11 +101,16 @@ class Group:
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
     """The groups of parameters, each with the rows that it lies in."""
-    said = {state.file: (len(state.flat), state.is_stage_3, state.counts) for state in optimizers.values()}
-    check_same("groups of weights, cut among as many ranks", said)
     first, ranks = next(iter(optimizers.values())), range(world)
     if not first.is_stage_3:
-        found = list(_groups_in_rows(model, first, world))
+        paddings = first.paddings or tuple((0,) * len(shapes) for shapes in model.shapes)
+        if len(first.flat) != len(model.shapes) or list(map(len, paddings)) != list(map(len, model.shapes)):
+            raise PartError(f"{model.file} has {len(model.shapes)} groups of parameters, and {first.file} has other ones.")
+        found = [
+            Group(names, (number,), holders, paddings[number])
+            for number, shapes in enumerate(model.shapes)
+            for holders, names in _holders(model, shapes, first.counts[number], world)
+        ]
     else:
         found = [Group(shapes, (number,), ranks) for number, shapes in enumerate(model.shapes)]
         needed = [sum(-(-prod(shape) // world) for shape in group.shapes.values()) for group in found]
@@ -118,15 +122,6 @@ def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world
                        for rank in group.ranks if rank in optimizers})
         for group in found
     ]  # fmt: skip
-
-
-def _groups_in_rows(model: ModelState, first: OptimizerState, world: int) -> Iterator[Group]:
-    paddings = first.paddings or tuple((0,) * len(shapes) for shapes in model.shapes)
-    if len(first.flat) != len(model.shapes) or list(map(len, paddings)) != list(map(len, model.shapes)):
-        raise PartError(f"{model.file} has {len(model.shapes)} groups of parameters, and {first.file} has other ones.")
-    for number, (shapes, padding) in enumerate(zip(model.shapes, paddings, strict=True)):
-        for ranks, names in _holders(model, shapes, first.counts[number], world):
-            yield Group(names, (number,), ranks, padding)
 
 
 def _holders(
@@ -161,15 +156,13 @@ class Slice:
     """What the files of one slice say: a tensor parallel rank, a stage of a pipeline, or all of the model."""
 
     def __init__(
-        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], merger: Merger, world: int
-    ) -> None:
-        self.models, self.optimizers, self.merger, self.world = models, optimizers, merger, world
-        self.model = next(iter(models.values()))
-        self.first = next(iter(optimizers.values()), None)
+        self, models: Mapping[int, ModelState], optimizers: Mapping[int, OptimizerState], merger: Merger, world: int,
+        missing: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.models, self.optimizers, self.merger, self.world, self.missing = models, optimizers, merger, world, missing
+        self.model, self.first = next(iter(models.values())), next(iter(optimizers.values()), None)
         self.is_stage_3 = self.first is not None and self.first.is_stage_3
         self.groups = groups_of(self.model, optimizers, world) if optimizers else []
-        there = set(optimizers) & set(models) if self.is_stage_3 else set(optimizers)
-        self.missing = [rank for rank in range(world) if rank not in there] if optimizers else []
 
     @cached_property
     def weights(self) -> Dict:
@@ -193,7 +186,7 @@ class Slice:
                 made[name] = value
         for name in shared:
             if name not in made:
-                made[name] = made[self._holder_of(name, made)]
+                made[name] = made[_holder(name, shared, made)]
         order = dict.fromkeys((*module, *made))
         root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
         for name in order:
@@ -219,28 +212,19 @@ class Slice:
     def _frozen(self) -> Iterator[Made]:
         """The weights that are not trained: whole under stage 2, a part on each rank under stage 3."""
         for name, shape in self.model.frozen.items():
-            parts = {rank: model.fragments.get(name) for rank, model in self.models.items()}
-            rows = {rank: [_flat(entry)] for rank, entry in parts.items() if entry is not None}
+            parts = {rank: entry for rank, model in self.models.items() if (entry := model.fragments.get(name)) is not None}
+            if not all(entry.is_contiguous for entry in parts.values()):  # as DeepSpeed never saves one
+                raise PartError(f"The frozen weight {name!r} does not lie row by row.")
+            rows = {rank: [replace(entry, shape=(entry.numel,), stride=(1,))] for rank, entry in parts.items()}
             group = Group({name: shape}, (0,), range(self.world) if self.is_stage_3 else list(self.models))
             group.checked({rank: entry.numel for rank, (entry,) in rows.items()})
             yield from self._cut(group, rows)
-
-    def _holder_of(self, name: str, made: Collection[str]) -> str:
-        """The weight that a tied name stands for."""
-        holder, seen = self.model.shared[name], {name}
-        while holder not in made and holder in self.model.shared and holder not in seen:
-            seen.add(holder)
-            holder = self.model.shared[holder]
-        if holder not in made:
-            raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint.")
-        return holder
 
     # --- what is there beside the weights
 
     def module(self) -> Dict:
         if self.is_stage_3:
-            fix = "Take the fp32 ones, and cast them: `dtype='bf16'`."
-            raise PartError("ZeRO 3 saves no 16-bit weights: the model files hold tensors without elements.", fix=fix)
+            raise PartError("ZeRO 3 saves no 16-bit weights.", fix="Take the fp32 ones, and cast them: `dtype='bf16'`.")
         return self.model.module
 
     def optimizer(self) -> tuple[dict[str, Dict], list[tuple[list[Pair], list[str]]]]:
@@ -248,7 +232,7 @@ class Slice:
         if self.first is None or not self.first.states:
             raise PartError("The files have no optimizer state.")
         if self.missing:
-            raise PartError(f"The optimizer's state needs the files of all ranks; missing: {these_ranks(self.missing)}.")
+            raise PartError(f"The optimizer's state needs the files of all ranks; missing: {listed(self.missing)}.")
         state = dict(pair for group in self.groups for pair in self._states(group))
         names: dict[int, list[str]] = {}
         for group in self.groups:
@@ -287,9 +271,9 @@ class Slice:
     # --- what the bytes say
 
     def check_evidence(self, module: Mapping[str, Node] | None) -> None:
-        """Against the names of the optimizer's files."""
+        """Against the names of the optimizer's files: that none is there twice, and the 16-bit weights are those rounded."""
         for group in self.groups:
-            check_not_twice(self._flat_of(group), self.merger.shown)
+            check_not_twice({self.optimizers[rank].file: rows for rank, rows in self._flat_of(group).items()})
         check_casts(self._casts(self.model.module.named if module is None else module))
 
     def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:
@@ -301,27 +285,29 @@ class Slice:
                 assert type(cast) is Entry, "seen above"
                 if cast.numel >= piece.offsets[0] + piece.sizes[0]:
                     run = replace(cast, shape=piece.sizes, stride=(1,), offset=cast.offset + piece.offsets[0])
-                    yield self.optimizers[piece.rank].file, name, piece.entry, run
+                    yield self.optimizers[int(piece.rank)].file, name, piece.entry, run
 
     def differing_buffers(self) -> Iterator[str]:
         """Compare the buffers of all ranks, which each of them may count by itself (batch norm)."""
-        _, *others = self.models.values()
         for name in self.model.buffers:
-            own = self.model.module.get(name)
-            if type(own) is Entry and not all(_same(own, model.module.get(name)) for model in others):
+            every = [entry for model in self.models.values() if type(entry := model.module.get(name)) is Entry]
+            if type(self.model.module.get(name)) is Entry and (
+                len(every) < len(self.models)
+                or len({(entry.shape, entry.dtype.name) for entry in every}) > 1
+                or not all(same_bytes(every[0], other) for other in every[1:] if other.numel)
+            ):
                 yield name
 
 
-def _same(one: Entry, other: Node) -> bool:
-    alike = type(other) is Entry and (one.shape, one.dtype.name) == (other.shape, other.dtype.name)
-    return alike and type(other) is Entry and (not one.numel or same_bytes(one, other))
-
-
-def _flat(entry: Entry) -> Entry:
-    """A tensor as a row of its elements; one that does not lie row-major is as DeepSpeed never saves it."""
-    if not entry.is_contiguous:
-        raise PartError("A frozen weight does not lie row by row.")
-    return Entry(entry.storage, entry.dtype, (entry.numel,), (1,), entry.offset)
+def _holder(name: str, shared: Mapping[str, str], made: Collection[str]) -> str:
+    """The weight that a tied name stands for, through others of the kind."""
+    holder, seen = shared[name], {name}
+    while holder not in made and holder in shared and holder not in seen:
+        seen.add(holder)
+        holder = shared[holder]
+    if holder not in made:
+        raise PartError(f"{name!r} is tied to {holder!r}, which is not in the checkpoint.")
+    return holder
 
 
 def _place(node: Node) -> tuple[object, ...]:

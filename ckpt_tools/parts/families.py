@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS
@@ -61,10 +61,8 @@ class Found(NamedTuple):
     def decode(self, files: Files, *, partial: bool = False) -> Checkpoint:
         """Read the structure of the files; no tensor bytes. `partial`: what is whole without those that are missing."""
         row = ROWS[self.family]
-        decode = getattr(import_module(row.module), row.decode)
-        decoded = decode(self.names, files, partial=True) if partial else decode(self.names, files)
-        assert isinstance(decoded, Checkpoint)
-        return decoded
+        decode: Callable[..., Checkpoint] = getattr(import_module(row.module), row.decode)
+        return decode(self.names, files, partial=True) if partial else decode(self.names, files)
 
 
 # --- which files belong together
@@ -72,34 +70,31 @@ class Found(NamedTuple):
 
 def _index(folder: Path, names: Sequence[str]) -> Sequence[str]:
     """The index of shards, or the metadata of a distributed checkpoint."""
-    indexes = (*(name for name in names if name == by_name.DCP_METADATA), *by_name.indexes(names))
-    if len(indexes) > 1:
-        raise _several(folder, indexes)
-    return indexes
-
-
-def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
-    items = by_name.item_groups(names) if by_name.ITEM_METADATA in names else {}
-    return (by_name.ITEM_METADATA, *(name for group in items.values() for name in group.values())) if items else ()
+    indexes = (*by_name.matching(names, re.escape(by_name.DCP_METADATA)), *by_name.indexes(names))
+    return indexes if len(indexes) < 2 else _several(folder, indexes)
 
 
 def _shards(folder: Path, names: Sequence[str]) -> Sequence[str]:
     groups = by_name.shard_groups(names)
     if len(groups) > 1:
-        raise _several(folder, [group[0] for group in groups])
+        _several(folder, [group[0] for group in groups])
     return groups[0] if groups and not groups[0][0].endswith(".gguf") else ()
 
 
 def _consolidated(folder: Path, names: Sequence[str]) -> Sequence[str]:
     found = by_name.matching(names, by_name.CONSOLIDATED)
-    if found and (whole := [name for name in names if name in by_name.ONE_FILE]):
-        raise _several(folder, [*found[:4], *whole])
-    return found
+    whole = [name for name in names if name in by_name.ONE_FILE]
+    return _several(folder, [*found[:4], *whole]) if found and whole else found
 
 
-def _several(folder: Path, names: Sequence[str]) -> NotACheckpointError:
+def _several(folder: Path, names: Sequence[str]) -> NoReturn:
     what = f"{folder} holds several checkpoints: {', '.join(names[:5])}."
-    return NotACheckpointError(what, fix=f"Name one of them: {folder / names[-1]}")
+    raise NotACheckpointError(what, fix=f"Name one of them: {folder / names[-1]}")
+
+
+def _items(_: Path, names: Sequence[str]) -> Sequence[str]:
+    groups = by_name.item_groups(names) if by_name.ITEM_METADATA in names else ()
+    return (by_name.ITEM_METADATA, *(name for group in groups for name in group.every)) if groups else ()
 
 
 # --- a file that stands for others, and the files beside one
@@ -127,25 +122,25 @@ def _beside_consolidated(path: Path, names: Sequence[str], _: Sequence[Global]) 
 
 
 def _beside_zero(path: Path, names: Sequence[str], _: Sequence[Global]) -> Beside | None:
-    found = by_name.ZeroFiles(names) if by_name.zero_kind(path.name) else None
-    return (path.parent, found.names, len(found.kinds["optimizer"])) if found is not None and found.names else None
+    found = by_name.zero_files(names) if by_name.zero_kind(path.name)[0] not in ("", "expert-optimizer") else {}
+    return (path.parent, tuple(found), sum(kind == "optimizer" for kind, _ in found.values())) if found else None
 
 
 def _beside_rank(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
     group = by_name.group_of(path.name, names)
     if group is None and any(str(name) == "torch.distributed.tensor.DTensor" for name in known):
-        group = by_name.item_group_of(path.name, names)
-    return (path.parent, group.every, len(group.names)) if group is not None else None
+        group = by_name.group_of(path.name, names, items=True)
+    return (path.parent, group.every, len(group.ranks)) if group is not None else None
 
 
 def _beside_item(path: Path, names: Sequence[str], known: Sequence[Global]) -> Beside | None:
     """The files of one item, where the metadata.pkl beside them says so; others have such names too."""
-    group = by_name.item_group_of(path.name, names) if by_name.ITEM_METADATA in names else None
+    group = by_name.group_of(path.name, names, items=True) if by_name.ITEM_METADATA in names else None
     if group is None:
         return None
     from ckpt_tools.parts.rank_files import describes
 
-    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.names)) if describes(path, group) else None
+    return (path.parent, (by_name.ITEM_METADATA, *group.every), len(group.ranks)) if describes(path, group) else None
 
 
 # --- the table
@@ -163,7 +158,7 @@ ROWS = {
         "ckpt_tools.parts.dcp", lambda _, names: by_name.matching(names, by_name.DCP_SAFETENSORS), decode="decode_safetensors"
     ),
     "deepspeed": Family(
-        "ckpt_tools.parts.deepspeed", lambda _, names: by_name.ZeroFiles(names).names,
+        "ckpt_tools.parts.deepspeed", lambda _, names: tuple(by_name.zero_files(names)),
         beside=_beside_zero, part=parts.of_zero, partial=True,
     ),
     "items": Family(
@@ -192,24 +187,13 @@ ROWS = {
 
 def layout_of(folder: str | os.PathLike[str], names: Sequence[str]) -> Found | None:
     """The one checkpoint that a folder with these files is; None where it is not one."""
-    for name, row in ROWS.items():
-        if row.find is not None and (found := row.find(Path(folder), names)):
-            return Found(name, Path(folder), tuple(found))
-    return None
+    rows = ((name, row.find(Path(folder), sorted(names))) for name, row in ROWS.items() if row.find is not None)
+    return next((Found(name, Path(folder), tuple(found)) for name, found in rows if found), None)
 
 
 def find_layout(folder: str | os.PathLike[str]) -> Found | None:
-    folder = folder_of_files(Path(folder))
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
-    return layout_of(folder, names)
-
-
-def folder_of_files(folder: Path) -> Path:
-    """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts."""
-    return by_name.checkpoint_folder(by_name.iteration_folder(folder))
+    folder = by_name.folder_of_files(Path(folder))
+    return layout_of(folder, Files(folder, folder).names())
 
 
 def is_whole(folder: Path) -> bool:
@@ -233,19 +217,15 @@ def steps_of(place: str | os.PathLike[str]) -> list[Path]:
 
 def files_of(source: Source, head: bytes, names: Callable[[], list[str]]) -> Found | None:
     """The files that one file stands for, by what is in it: an index of shards."""
-    for name, row in ROWS.items():
-        if row.stands_for is not None and (found := row.stands_for(source, head, names)):
-            return Found(name, source.path.parent, tuple(found))
-    return None
+    rows = ((name, row.stands_for(source, head, names)) for name, row in ROWS.items() if row.stands_for is not None)
+    return next((Found(name, source.path.parent, tuple(found)) for name, found in rows if found), None)
 
 
 def siblings(path: Path, known: Sequence[Global] = ()) -> Found | None:
     """The files of the checkpoint that a local file is one of, by its name and its globals, as far as they are there."""
     names = os.listdir(path.parent)
-    for name, row in ROWS.items():
-        if row.beside is not None and (found := row.beside(path, names, known)) is not None:
-            return Found(name, *found)
-    return None
+    rows = ((name, row.beside(path, names, known)) for name, row in ROWS.items() if row.beside is not None)
+    return next((Found(name, *found) for name, found in rows if found is not None), None)
 
 
 def others(checkpoint: Checkpoint) -> Found | None:
@@ -288,16 +268,15 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
     """The one file of weights in the folder of a model as transformers, diffusers and accelerate save it; None for another."""
     found = [name for name in names if name in (*by_name.ONE_FILE, training.FSDP_FILE)]
     alone = _CONFIG in names or found == [name for name in names if name.endswith(_OTHERS) and not training.is_state(name)]
-    return found[0] if alone and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
+    return found[0] if alone and len(found) == 1 and layout_of(folder, names) is None else None
 
 
 def layout(folder: Path, names: list[str]) -> Found:
-    found = layout_of(folder, sorted(names))
-    if found is not None:
+    if (found := layout_of(folder, names)) is not None:
         return found
-    fix = "Name a checkpoint in it."
-    folders = [name for name in sorted(names) if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
-    inside = [*folders, *(name for name in sorted(names) if name.endswith(_OTHERS) and name not in folders)]
+    fix, names = "Name a checkpoint in it.", sorted(names)
+    folders = [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+    inside = [*folders, *(name for name in names if name.endswith(_OTHERS) and name not in folders)]
     if _ADAPTER in names:
         fix = f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     elif models := [name for name in inside if not training.is_state(name)] or inside:

@@ -1,15 +1,15 @@
 """The core of every family of parts: tensors put together from the boxes of them that ranks hold, in blocks as they are read.
 
-What several ranks hold is taken from the first; `check_replicas` compares it, before anything is written."""
+What several ranks hold is taken from the first; `Merger.compared` compares it, before anything is written."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite, prod
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Keys
@@ -17,7 +17,7 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.io.content import read
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.sharded import joined
+from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.text import dotted, listed, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
@@ -27,7 +27,8 @@ from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
-_Rank = TypeVar("_Rank")
+Rank: TypeAlias = int | str  # as messages name it: a number, a folder
+Held: TypeAlias = Sequence[tuple[Rank, Entry]]  # what each rank holds of one tensor, in their order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class Piece:
 
     offsets: Sizes
     entry: Entry
-    rank: int = 0
+    rank: Rank = 0
 
     @property
     def sizes(self) -> Sizes:
@@ -49,8 +50,8 @@ class Merger:
     With `partial` what is not whole goes into `lost` by name, with the reason, and `leave_out` removes it.
     """
 
-    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None, *, partial: bool = False) -> None:
-        self.keys, self.called, self.partial = keys, called or {}, partial
+    def __init__(self, keys: Keys | None = None, *, partial: bool = False) -> None:
+        self.keys, self.partial = keys or Keys(), partial
         self.lost: dict[str, str] = {}
         self.tied: dict[Any, Entry] = {}
         self.replicas: list[tuple[str, Piece, Piece]] = []
@@ -63,18 +64,15 @@ class Merger:
         boxes: dict[tuple[Sizes, Sizes], Piece] = {}
         for piece in (piece for piece in pieces if piece.entry.numel):
             if piece.entry.dtype.name != dtype.name:
-                there = f"{piece.entry.dtype.name} on {self.shown(piece.rank)}"
-                raise PartError(f"{name!r} is {dtype.name}, and {there}.", rest=True)
+                raise PartError(f"{name!r} is {dtype.name}, and {piece.entry.dtype.name} on {_shown([piece.rank])}.", rest=True)
             first = boxes.setdefault((piece.offsets, piece.sizes), piece)
             if first is not piece:
                 self.replicas.append((name, first, piece))
         held, whole = {box: piece.entry for box, piece in boxes.items()}, shape if measured is None else measured
         if (count := sum(entry.numel for entry in held.values())) < prod(whole):
-            where = f"on {self.shown(*sorted({piece.rank for piece in pieces}))}" if pieces else "here"
-            why = "A part is missing, or is of another job."
-            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", why=why, rest=True)
-        views = ((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items())
-        key = (dtype.name, shape, tuple(views))
+            where = f"on {_shown(piece.rank for piece in pieces)}" if pieces else "here"
+            raise PartError(f"{name!r} is not whole: {count} of its {prod(whole)} elements are {where}.", rest=True)
+        key = (dtype.name, shape, *((box, entry.storage, entry.offset, entry.stride) for box, entry in held.items()))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
         content = assemble(name, whole, dtype.itemsize, ((*box, row_major(entry)) for box, entry in held.items()))
@@ -83,31 +81,49 @@ class Merger:
         self.tied[key] = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
         return self.tied[key]
 
-    def replicated(self, name: str, entries: Sequence[tuple[int, Entry]]) -> Entry:
+    def replicated(self, name: str, held: Held) -> Entry:
         """A tensor that every rank has whole: the first rank's, with the others to be compared."""
-        rank, first = entries[0]
-        own = Piece((0,) * len(first.shape), first, rank)
-        for other, entry in entries[1:]:
-            if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
-                raise self._disagreeing([name], [rank, other], "have different shapes or dtypes")
-            self.replicas.append((name, own, Piece(own.offsets, entry, other)))
-        return first
+        own, *others = [Piece((0,) * len(entry.shape), entry, rank) for rank, entry in held]
+        for other in others:
+            if (other.sizes, other.entry.dtype.name) != (own.sizes, own.entry.dtype.name):
+                raise _disagreeing([name], [own.rank, other.rank], "have different shapes or dtypes")
+            self.replicas.append((name, own, other))
+        return own.entry
 
-    def shown(self, *ranks: int) -> str:
-        return these_ranks([self.called.get(rank, rank) for rank in ranks])
+    def along(self, name: str, axis: int, groups: Sequence[Held], *, count: int = 1) -> Entry:
+        """One tensor out of the runs along a dimension that ranks hold; `count` runs each, first all first ones."""
 
-    def check_replicas(self) -> None:
-        if wrong := self._differing():
-            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+        def at_axis(shape: Sizes, size: int) -> Sizes:
+            return (*shape[:axis], size, *shape[axis + 1 :])
 
-    def _differing(self) -> dict[str, set[int]]:
-        """The names of which ranks hold different values, with these ranks."""
-        wrong: dict[str, set[int]] = {}
+        start, first = groups[0][0]
+        pieces, whole = list[Piece](), 0
+        for held in groups:
+            for rank, entry in held:
+                fits = len(entry.shape) > axis and at_axis(entry.shape, 0) == at_axis(first.shape, 0)
+                if not fits or entry.shape[axis] % count:
+                    what = f"{list(entry.shape)} on {_shown([rank])}, and {list(first.shape)} on {_shown([start])}"
+                    raise PartError(f"{name!r} is {what}.", why=f"They should be {count} parts each along dimension {axis}.")
+            at = 0
+            for number, (rank, entry) in product(range(count), held):
+                size = entry.shape[axis] // count
+                run = replace(entry, shape=at_axis(entry.shape, size), offset=entry.offset + number * size * entry.stride[axis])
+                pieces.append(Piece(at_axis((0,) * len(first.shape), at), run, rank))
+                at += size
+            whole = max(whole, at)
+        return self.tensor(name, first.dtype, at_axis(first.shape, whole), pieces, requires_grad=first.requires_grad)
+
+    def compared(self, root: Node) -> Node:
+        """The tree, once what several ranks hold was read and compared."""
+        wrong: dict[str, dict[Rank, None]] = {}
         for name, one, other in self.replicas:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
-                wrong.setdefault(name, set()).update((one.rank, other.rank))
+                wrong.setdefault(name, {}).update({one.rank: None, other.rank: None})
         self.replicas.clear()
-        return wrong
+        if wrong and not self.partial:
+            raise _disagreeing(list(wrong), [rank for ranks in wrong.values() for rank in ranks])
+        self.lost |= {name: f"different values on {_shown(ranks)}" for name, ranks in wrong.items()}
+        return self.leave_out(root)
 
     # --- what is not whole
 
@@ -118,17 +134,8 @@ class Merger:
         except PartError as error:
             if not (self.partial and error.rest):
                 raise
-            self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
+            self.lost.setdefault(name, error.what.removeprefix(f"{name!r} ").rstrip("."))
             return DROP
-
-    def compared(self, root: Node) -> Node:
-        """The tree, once what several ranks hold was read and compared."""
-        if not self.partial:
-            self.check_replicas()
-            return root
-        wrong = self._differing()
-        self.lost |= {name: f"different values on {self.shown(*sorted(ranks))}" for name, ranks in wrong.items()}
-        return self.leave_out(root)
 
     def leave_out(self, root: Node, inside: Where = ()) -> Node:
         """The tree without what is lost, and without what is the same tensor under another name; `inside`: where it will be."""
@@ -138,88 +145,27 @@ class Merger:
         gone = {id(tensor.node): self.lost[name] for name, tensor in tensors if name in self.lost}
         out = [(name, tensor) for name, tensor in tensors if id(tensor.node) in gone]
         if not inside and len(out) == len(tensors):
-            (name, why), *more = self.lost.items()
-            raise PartError(f"No tensor is whole in these files: {name!r} ({why}){f', and {len(more)} more' if more else ''}.")
+            name, why = next(iter(self.lost.items()))
+            raise PartError(f"No tensor is whole in these files: {name!r} ({why}), and {len(self.lost) - 1} more.")
         self.lost |= {name: gone[id(tensor.node)] for name, tensor in out}
         if fixed := [name for name, tensor in out if not is_named(tensor.where)]:
             raise PartError(f"{fixed[0]!r} cannot be left out of its list: {self.lost[fixed[0]]}.")
         return exchange.replace(root, lambda node: DROP if id(node) in gone else node)
 
-    def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
-        shown = listed([self.called.get(rank, rank) for rank in ranks])
-        fix = "Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well."
-        return PartError(f"The ranks {shown} {what} for {some(names)}.", fix=fix, rest=True)
+
+def _shown(ranks: Iterable[Rank]) -> str:
+    every = list(dict.fromkeys(ranks))
+    return these_ranks(every) if type(every[0]) is int else listed(every)
+
+
+def _disagreeing(names: Sequence[str], ranks: Sequence[Rank], what: str = "hold different values") -> PartError:
+    fix = "Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well."
+    return PartError(f"{_shown(ranks)} {what} for {some(names)}.", fix=fix, rest=True)
 
 
 def is_named(where: Where) -> bool:
     """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
     return bool(where) and type(where[-1]) is str
-
-
-def by_rank(rows: Iterable[tuple[_Rank, str]]) -> dict[_Rank, str]:
-    """The files by what they say that they are; each is there once."""
-    found: dict[_Rank, str] = {}
-    for rank, name in rows:
-        if found.setdefault(rank, name) != name:
-            raise PartError(f"{found[rank]} and {name} are one part, under two names.", fix="Remove one of the two.")
-    return found
-
-
-def check_same(what: str, said: Mapping[str, object]) -> None:
-    first = next(iter(said), "")
-    if other := next((file for file, value in said.items() if value != said[first]), None):
-        why = "They were saved at different steps, or by several jobs."
-        raise PartError(f"{first} and {other} do not have the same {what}.", why=why)
-
-
-_NAMED = 100  # missing ranks, of which more are only counted: a file may say any number
-MOST_MISSING = 1 << 16  # a world, where some of its ranks are missing
-
-
-def check_world(what: str, there: Collection[int], world: int, *, partial: bool = False) -> list[int]:
-    """No rank is there but those of the world, and all of them; those that are missing, if some may be (`partial`)."""
-    missing = [rank for rank in range(min(world, len(there) + _NAMED)) if rank not in there]
-    beyond = sorted(rank for rank in there if rank >= world)
-    if not beyond and (not missing or (partial and world <= MOST_MISSING)):
-        return [rank for rank in range(world) if rank not in there] if missing else []
-    wrong = f"{these_ranks(beyond)} would be beyond it"
-    if missing:
-        wrong = f"missing: {these_ranks(missing, rest=max(0, world - len(there) - len(missing)))}"
-    raise PartError(
-        f"{what}; {wrong}.", why=f"{len(there)} of {world} are there.",
-        fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
-    )  # fmt: skip
-
-
-# --- runs: what ranks hold one behind the other
-
-
-Held = Sequence[tuple[int, Entry]]  # ranks in the order of their runs, and what each holds
-
-
-def along(merger: Merger, name: str, axis: int, groups: Sequence[Held], *, count: int = 1) -> Entry:
-    """One tensor out of the runs along a dimension that ranks hold, in their order; `count` runs each, first all first ones."""
-
-    def at_axis(shape: Sizes, size: int) -> Sizes:
-        return (*shape[:axis], size, *shape[axis + 1 :])
-
-    start, first = groups[0][0]
-    for rank, entry in (row for held in groups for row in held):
-        fits = len(entry.shape) > axis and at_axis(entry.shape, 0) == at_axis(first.shape, 0)
-        if not fits or entry.shape[axis] % count:
-            among = f", of {count} each" if count > 1 else ""
-            shown = f"{list(entry.shape)} on {merger.shown(rank)}, and {list(first.shape)} on {merger.shown(start)}"
-            raise PartError(f"{name!r} is {shown}.", why=f"They should be parts along dimension {axis}{among}.")
-    pieces, none = list[Piece](), (0,) * len(first.shape)
-    for held in groups:
-        at = 0
-        for number, (rank, entry) in product(range(count), held):
-            size = entry.shape[axis] // count
-            offset = entry.offset + number * size * entry.stride[axis]
-            pieces.append(Piece(at_axis(none, at), replace(entry, shape=at_axis(entry.shape, size), offset=offset), rank))
-            at += size
-    whole = at_axis(first.shape, max(sum(entry.shape[axis] for _, entry in held) for held in groups))
-    return merger.tensor(name, first.dtype, whole, pieces, requires_grad=first.requires_grad)
 
 
 # --- several files as one
@@ -231,16 +177,17 @@ def merged(
     files: Files,
     parts: Sequence[Checkpoint],
     merger: Merger,
-    also: Callable[[], None] | None = None,
+    missing: Sequence[str] = (),
+    also: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """One Checkpoint of what ranks hold, which is compared before anything is made of it; `also` compares more."""
     made = joined(container, root, files, parts, {})
     made.has_checksums = False  # those of the ranks' records are not looked at
     made.lost = merger.lost
+    partly(made, missing)
 
     def compared(root: Node) -> Node:
-        if also is not None:
-            also()
+        also()
         return merger.compared(root)
 
     made.locator = compared
@@ -254,6 +201,7 @@ def merged(
 _LOOKED_AT = 1024  # elements of a part
 _VARIED = 16  # different elements, which no padding has, and no norm or bias that was never trained
 _NEAR = 1 / 32  # relative; a cast to bfloat16 is off by 1/256, wherever it is rounded to
+_CODES = {"float32": "f", "float16": "e", "bfloat16": "f"}
 
 
 def _head(entry: Entry) -> bytes:
@@ -265,38 +213,35 @@ def _in_rows(entries: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.numel and entry.is_contiguous and not entry.lazy_bits]
 
 
-def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int], str]) -> None:
-    """No two ranks hold the very same numbers of what was cut among them."""
-    known: dict[object, int] = {}
-    for rank, entries in parts.items():
+def check_not_twice(parts: Mapping[str, Sequence[Entry]]) -> None:
+    """No two files hold the very same numbers of what was cut among them."""
+    known: dict[object, str] = {}
+    for file, entries in parts.items():
         plain = _in_rows(entries)
         largest = max(plain, key=lambda entry: entry.numel, default=None)
         data, width = (_head(largest), largest.dtype.itemsize) if largest is not None else (b"", 1)
         if len({data[at : at + width] for at in range(0, len(data), width)}) < _VARIED:
             continue
-        first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), rank)
-        if first != rank and all(map(same_bytes, _in_rows(parts[first]), plain)):
-            what = f"{shown(first)} and {shown(rank)} hold the very same numbers of what was cut among them."
-            raise PartError(what, fix="One file is there twice: get the file of each of them again.")
+        first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), file)
+        if first != file and all(map(same_bytes, _in_rows(parts[first]), plain)):
+            raise PartError(f"{first} and {file} hold the very same numbers of what was cut among them: one is there twice.")
 
 
 def check_casts(pairs: Iterable[tuple[str, str, Entry, Entry]]) -> None:
     """Numbers and their 16-bit cast, which another file holds, are the same but for rounding."""
     for file, name, own, cast in pairs:
-        numbers, casts = _numbers(own), _numbers(cast)
+        numbers = _numbers(own)
         # of infinities and of what a cast makes zero nothing is said
-        finite = [pair for pair in zip(numbers, casts, strict=False) if all(map(isfinite, pair))]
+        finite = [pair for pair in zip(numbers, _numbers(cast), strict=False) if all(map(isfinite, pair))]
         far = sum(abs(one - other) > _NEAR * max(abs(one), abs(other)) + 1e-6 for one, other in finite)
         if 2 * far > len(numbers):
-            shown = f"{far} of the first {len(numbers)} elements of {name!r} are others"
-            what = f"{file} does not hold the weights that the model file has: {shown}."
-            raise PartError(what, fix="Get the files of one save again.")
+            what = f"{file} does not hold the weights that the model file has: {far} of the first {len(numbers)} of {name!r}"
+            raise PartError(f"{what} are others.", fix="Get the files of one save again.")
 
 
 def _numbers(entry: Entry) -> Sequence[float]:
     """The first elements; none where they do not lie in a row, or are not a model's numbers."""
-    code = {"float32": "f", "float16": "e", "bfloat16": "f"}.get(entry.dtype.name)
-    if code is None or not _in_rows([entry]):
+    if (code := _CODES.get(entry.dtype.name)) is None or not _in_rows([entry]):
         return ()
     data = _head(entry)
     if entry.dtype.name == "bfloat16":  # the upper half of a float32

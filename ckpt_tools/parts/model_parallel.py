@@ -7,21 +7,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import product
 from math import prod
 
-from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
-from ckpt_tools.formats.base import Keys, Warned
+from ckpt_tools.formats.base import Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
-from ckpt_tools.io.output import Source
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import Held, Merger, along, by_rank, check_not_twice, check_same, check_world, merged
-from ckpt_tools.parts.names import MP_RANK
-from ckpt_tools.parts.sharded import partly, renewed
-from ckpt_tools.text import listed, some, these_ranks
+from ckpt_tools.parts.merge import Held, Merger, Rank, check_not_twice, merged
+from ckpt_tools.parts.names import MP_RANK, by_rank, check_same, check_world
+from ckpt_tools.parts.sharded import read_json, renewed
+from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.visit import walk
@@ -45,6 +42,8 @@ _WHOLE = re.compile(
 
 @dataclass(slots=True)
 class Chunk:
+    """The tensors of a virtual stage on one rank; how many layers are below each prefix, and how many experts."""
+
     tensors: dict[str, Entry] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     experts: int = 0
@@ -91,9 +90,10 @@ def _whole_name(name: str, layers: Mapping[str, int], experts: int, tied: bool) 
 # --- Megatron-LM: the parts
 
 _KINDS = ("tensor", "pipeline", "expert")
+_SIZES = tuple(f"{kind}_model_parallel_size" for kind in _KINDS)
 _LEFT_OUT = ("optimizer", "rng_state")  # cut as the ranks are, and of no use to another number of them
 _OPTIMIZER = "distrib_optim.pt"
-_AGREEING = (*(f"{kind}_model_parallel_size" for kind in _KINDS), "num_layers", "num_experts", "padded_vocab_size", "swiglu")
+_AGREEING = (*_SIZES, "num_layers", "num_experts", "padded_vocab_size", "swiglu")
 _MODEL = re.compile(r"model(\d{0,4})")
 _MOST = 100_000
 
@@ -104,42 +104,41 @@ Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parall
 class _Part:
     folder: str
     place: Place
-    decoded: Checkpoint
     root: Dict
     arguments: Dict
     chunks: list[Chunk]
 
 
 def decode_megatron(names: Sequence[str], files: Files) -> Checkpoint:
-    keys, parts = Keys(), list[_Part]()
+    merger, parts, decoded = Merger(), list[_Part](), [decode_file(files.open(name)) for name in sorted(names)]
     sizes: Place = (1, 1, 1)
-    for name in sorted(names):
-        decoded = decode_file(files.open(name))
-        root = keys.renew(decoded.root)
+    for name, part in zip(sorted(names), renewed(decoded, merger.keys), strict=True):
+        root, folder = part.root, name.partition("/")[0]
         arguments = root.get("args") if type(root) is Dict else None
         state = arguments if type(arguments) is Dict else attributes(arguments)
         if type(root) is not Dict or state is None:
             raise PartError(f"{name} carries no args, so that nothing says into how many parts the model was cut.")
-        folder = name.partition("/")[0]
         sizes = _sizes(folder, state) if not parts else sizes
-        parts.append(_Part(folder, _place(folder, sizes), decoded, root, state, _chunks(name, root)))
-    _check_world(sizes, parts)
-    _check_agreeing(parts)
-    merging = _Merging(parts, sizes, keys)
-    made = merged("megatron", merging.run(), files, [part.decoded for part in parts], merging.merger)
+        models = {int(match[1] or 0): key for key in root.named if (match := _MODEL.fullmatch(key))}
+        if sorted(models) != [*range(len(models))] or not models:
+            raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
+        chunks = [_chunk_of(f"{name}: {models[number]}", root.get(models[number])) for number in range(len(models))]
+        parts.append(_Part(folder, _place(folder, sizes), root, state, chunks))
+    _check_agreeing(parts, sizes)
+    merging = _Merging(parts, sizes, merger)
+    made = merged("megatron", merging.run(), files, decoded, merger)
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
-    left += [_OPTIMIZER] if any((part.decoded.source.path.parent / _OPTIMIZER).exists() for part in parts) else []
+    left += [_OPTIMIZER] if any((part.source.path.parent / _OPTIMIZER).exists() for part in decoded) else []
     if left:
         made.warnings.append(Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged"))
     if extra := sum(chunk.left_out for part in parts for chunk in part.chunks):
-        text = f"{extra} values of the model that are not tensors (_extra_state): left out"
-        made.warnings.append(Warned("left-out", text))
+        made.warnings.append(Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state): left out"))
     made.warnings += [Warned("padded-vocabulary", merging.padding, severity="info")] if merging.padding else []
     return made
 
 
 def _sizes(folder: str, arguments: Dict) -> Place:
-    found = [arguments.get(f"{kind}_model_parallel_size") for kind in _KINDS]
+    found = [arguments.get(kind) for kind in _SIZES]
     sizes = [size for size in (1 if size is None else size for size in found) if type(size) is int and 1 <= size <= _MOST]
     if len(sizes) != len(found):
         raise PartError(f"The args in {folder} say an impossible number of ranks: {listed(found)}.")
@@ -168,33 +167,25 @@ def _folder(place: Sequence[int], sizes: Place) -> str:
     return f"mp_rank_{place[0]:02d}{stage}{experts}"
 
 
-def _chunks(name: str, root: Dict) -> list[Chunk]:
-    """The tensors of a rank: of each of its virtual stages, in order."""
-    found = {int(match[1] or 0): key for key in root.named if (match := _MODEL.fullmatch(key))}
-    if sorted(found) != [*range(len(found))] or not found:
-        raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
-    return [_chunk_of(f"{name}: {found[number]}", root.get(found[number])) for number in sorted(found)]
-
-
-def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
-    places, world = by_rank((part.place, part.folder) for part in parts), prod(sizes)
-    if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
-        raise PartError(f"{some(beyond)} are beyond the {world} ranks that the args of the job say.")
-    if missing := list(islice((place for place in product(*map(range, sizes)) if place not in places), 5)):
-        shown = listed([_folder(place, sizes) for place in missing], rest=world - len(places) - len(missing))
-        raise PartError(f"{shown}: missing. {len(places)} of {world} parts are there.", fix="Get the others too.")
-
-
-def _check_agreeing(parts: Sequence[_Part]) -> None:
-    """All are of one job at one step, and each is the rank that its name says."""
+def _check_agreeing(parts: Sequence[_Part], sizes: Place) -> None:
+    """All ranks are there, of one job at one step, and each is the rank that its name says."""
+    _, stages, experts = sizes
+    there = by_rank((part.place, part.folder) for part in parts)
+    numbers = {  # in the order of the places; of one that is not there, one beyond
+        (tensor * stages + stage) * experts + expert if stage < stages and expert < experts else prod(sizes): folder
+        for (tensor, stage, expert), folder in there.items()
+    }
+    check_world(
+        numbers, prod(sizes), lambda at: _folder((at // experts // stages, at // experts % stages, at % experts), sizes)
+    )
     for kind in _AGREEING:
         check_same(kind, {part.folder: part.arguments.get(kind) for part in parts})
     for key in ("iteration", "checkpoint_version"):
         check_same(key, {part.folder: part.root.get(key) for part in parts})
     check_same("number of virtual stages", {part.folder: len(part.chunks) for part in parts})
     for part in parts:
-        rank, size = part.arguments.get("rank"), parts[0].arguments.get("tensor_model_parallel_size")
-        if type(rank) is int and type(size) is int and rank % size != part.place[0]:
+        rank = part.arguments.get("rank")
+        if type(rank) is int and rank % sizes[0] != part.place[0]:
             raise PartError(f"{part.folder} holds the part of rank {rank}, by its args.", why="Its name says another.")
 
 
@@ -204,12 +195,11 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
 class _Merging:
     """The tensors of all ranks on their way into one state dict."""
 
-    def __init__(self, parts: Sequence[_Part], sizes: Place, keys: Keys) -> None:
-        self.parts, self.sizes = parts, sizes
-        self.merger = Merger(keys, {number: part.folder for number, part in enumerate(parts)})
+    def __init__(self, parts: Sequence[_Part], sizes: Place, merger: Merger) -> None:
+        self.parts, self.sizes, self.merger = parts, sizes, merger
         self.first, self.arguments = parts[0].root, parts[0].arguments
         self.padding = ""
-        self.held: dict[str, dict[Place, tuple[int, Entry]]] = {}
+        self.held: dict[str, dict[Place, tuple[Rank, Entry]]] = {}
 
     def run(self) -> Node:
         """The merged tree: the first rank's, with the whole model in it, and args that say that it is one part."""
@@ -222,24 +212,23 @@ class _Merging:
                 items += [("model", model)] if key in ("model", "model0") else []
             elif key not in _LEFT_OUT:
                 items.append((key, value))
-        sizes = [f"{kind}_model_parallel_size" for kind in _KINDS]
         rows = self.arguments.items
-        rows[:] = [(key, 1 if key in sizes and value is not None else value) for key, value in rows]
+        rows[:] = [(key, 1 if key in _SIZES and value is not None else value) for key, value in rows]
         return Dict(items)
 
     def _hold(self) -> None:
         """Note of each name in the whole model who holds a part of it, in the order of the layers."""
         offsets: dict[str, int] = {}
         for virtual, stage in product(range(len(self.parts[0].chunks)), range(self.sizes[1])):
-            members = [(number, part, part.chunks[virtual]) for number, part in enumerate(self.parts) if part.place[1] == stage]
-            check_same("numbers of layers and experts", {part.folder: (own.layers, own.experts) for _, part, own in members})
+            members = [(part, part.chunks[virtual]) for part in self.parts if part.place[1] == stage]
+            check_same("numbers of layers and experts", {part.folder: (own.layers, own.experts) for part, own in members})
             # the head of a later stage is a copy of the embedding, which is on the first
             tied = stage > 0 and self.arguments.get("untie_embeddings_and_output_weights") is False
-            for number, part, chunk in members:
+            for part, chunk in members:
                 for name, entry in chunk.tensors.items():
                     whole = _whole_name(name, offsets, part.place[2] * chunk.experts, tied)
-                    self.held.setdefault(whole, {})[part.place] = (number, entry)
-            for prefix, count in members[0][2].layers.items():
+                    self.held.setdefault(whole, {})[part.place] = (part.folder, entry)
+            for prefix, count in members[0][1].layers.items():
                 offsets[prefix] = offsets.get(prefix, 0) + count
         if len(offsets) > 1 and self.sizes[1] > 1:
             raise PartError(f"Layers of several kinds ({listed(list(offsets))}) in a pipeline are not read.")
@@ -257,11 +246,19 @@ class _Merging:
                 if type(real) is int and real < rows:
                     self.padding = f"{rows - real} rows of the vocabulary are padding ({rows} for {real} tokens); they are kept"
 
-    def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
-        groups = self._groups(name, held)
+    def _merged(self, name: str, held: Mapping[Place, tuple[Rank, Entry]]) -> Entry:
+        # those together that cut one tensor among them: each of the tensor parallel ranks once
+        stages = sorted({(stage, experts) for _, stage, experts in held})
+        every = (
+            stages if _EXPERT.fullmatch(name) else product(dict.fromkeys(stage for stage, _ in stages), range(self.sizes[2]))
+        )
+        if missing := [place for own in every for at in range(self.sizes[0]) if (place := (at, *own)) not in held]:
+            folders = listed([_folder(place, self.sizes) for place in missing])
+            raise PartError(f"{name!r} is not in {folders}, and is on other ranks.")
+        groups: list[Held] = [[held[at, stage, experts] for at in range(self.sizes[0])] for stage, experts in stages]
         cut = self._cut_of(name, [entry for _, entry in groups[0]]) if self.sizes[0] > 1 else None
         if cut is not None:
-            return along(self.merger, name, cut[0], groups, count=cut[1])
+            return self.merger.along(name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _cut_of(self, name: str, held: Sequence[Entry]) -> tuple[int, int] | None:
@@ -279,29 +276,16 @@ class _Merging:
             return 0, 3 if kind == "query_key_value" and is_first else 1
         if kind in _ROWS or (kind == "dense" and parent.endswith("attention")):
             return (1, 1) if role == "weight" else None
-        raise PartError(f"Nothing says how {name!r} was cut: it is {list(held[0].shape)} on each of {len(held)} ranks.")
+        raise PartError(f"Nothing says how {name!r} was cut: {list(held[0].shape)} on each of {len(held)} ranks.")
 
     def _is_gated(self, name: str, part: Entry, kind: str) -> bool:
         """Whether the MLP's first matrix is two, a gate and the rest: with twice the rows that the second has columns."""
         other = re.sub(r"bias(\d*)$", r"weight\1", name).replace(kind, _GATED[kind])
-        _, second = next(iter(self.held.get(other, {}).values()), (0, None))
-        rows, columns = (
-            part.shape[0] if part.shape else 0,
-            second.shape[1] if second is not None and len(second.shape) == 2 else -1,
-        )
+        shape = next((entry.shape for _, entry in self.held.get(other, {}).values()), ())
+        rows, columns = part.shape[0] if part.shape else 0, shape[1] if len(shape) == 2 else -1
         if rows not in (columns, 2 * columns):
             raise PartError(f"{name!r} has {rows} rows on a rank, and the matrix behind it {columns} columns: they do not fit.")
         return rows == 2 * columns
-
-    def _groups(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> list[Held]:
-        """What the ranks hold, those together that cut one tensor among them: each of the tensor parallel ranks once."""
-        stages = sorted({(stage, experts) for _, stage, experts in held})
-        wanted = [(stage, experts) for stage in dict.fromkeys(stage for stage, _ in stages) for experts in range(self.sizes[2])]
-        for stage, experts in stages if _EXPERT.fullmatch(name) else wanted:
-            if missing := [place for at in range(self.sizes[0]) if (place := (at, stage, experts)) not in held]:
-                folders = listed([_folder(place, self.sizes) for place in missing])
-                raise PartError(f"{name!r} is not in {folders}, and is on other ranks.")
-        return [[held[at, stage, experts] for at in range(self.sizes[0])] for stage, experts in stages]
 
 
 # --- Meta: consolidated.00.pth and so on, flat state dicts of the same names; params.json may tell the width
@@ -309,83 +293,61 @@ class _Merging:
 _META_COLUMNS = frozenset(("wq", "wk", "wv", "w1", "w3", "output"))
 _META_ROWS = frozenset(("wo", "w2"))
 _FREQUENCIES = "rope.freqs"
-_NAME = "consolidated.{:02d}.pth"
-_NORM, _ATTENTION = "norm.weight", "attention.wo.weight"
+_NORM, _ATTENTION, _PARAMS = "norm.weight", "attention.wo.weight", "params.json"
 
 
 def decode_consolidated(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     found = by_rank((int(name.split(".")[1]), name) for name in names)
-    world = max(found) + 1
-    missing = check_world(f"{names[-1]} is one of {world} parts at least", found, world, partial=partial)
-    keys, ranks = Keys(), sorted(found)
-    parts = renewed((decode_file(files.open(found[rank])) for rank in ranks), keys)
-    merger = Merger(keys, partial=partial)
-    model = _Consolidated(
-        dict(zip(ranks, map(_flat, parts), strict=True)), files, merger, [_NAME.format(rank) for rank in missing]
-    )
-    root = Dict([(name, model.merged(name)) for name in model.first], ordered=True)
-    made = merged("consolidated", merger.leave_out(root), files, parts, merger, model.check_not_twice)
-    made.warnings += [partly("files of ranks are", model.missing)] if model.missing else []
-    return made
-
-
-def _flat(part: Checkpoint) -> dict[str, Entry]:
-    items = part.root.items if type(part.root) is Dict else [(None, None)]
-    entries = {name: node for name, node in items if type(name) is str and type(node) is Entry}
-    if len(entries) != len(items):
-        raise PartError(f"{part.source.path.name} holds something else than one mapping of names to tensors.")
-    return entries
-
-
-def _read_params(source: Source) -> dict[str, int]:
-    limits.HEADER.check(source.size, f"params.json has {source.size} bytes.")
-    try:
-        content = load_json(source.read(0, source.size))
-    except ValueError as error:
-        raise DamagedFileError(f"{source.path} is not JSON.", why=f"{error}.") from None
-    rows = content if isinstance(content, dict) else {}
-    found = {key: rows[key] for key in ("dim", "n_heads", "head_dim") if rows.get(key) is not None}
-    if any(type(value) is not int or not 0 < value < 1 << 40 for value in found.values()):
-        raise DamagedFileError(f"{source.path} has a dimension that is not a number, or impossible.")
-    return found
+    missing = check_world(found, max(found) + 1, "consolidated.{:02d}.pth".format, partial=partial)
+    merger = Merger(partial=partial)
+    parts = renewed((decode_file(files.open(found[rank])) for rank in sorted(found)), merger.keys)
+    model = _Consolidated(parts, files, merger, missing)
+    root = merger.leave_out(Dict([(name, model.merged(name)) for name in model.first], ordered=True))
+    return merged("consolidated", root, files, parts, merger, model.missing, lambda: check_not_twice(model.cut))
 
 
 class _Consolidated:
     """The tensors of all ranks on their way into one state dict. `width`: of the whole model."""
 
-    def __init__(self, ranks: Mapping[int, Mapping[str, Entry]], files: Files, merger: Merger, missing: list[str]) -> None:
-        self.ranks, self.merger, self.missing = ranks, merger, missing
-        self.first = next(iter(ranks.values()))
-        self.cut: dict[int, list[Entry]] = {}
-        every = dict.fromkeys(name for tensors in ranks.values() for name in tensors)
-        for rank, tensors in ranks.items():
-            if missing := [name for name in every if name not in tensors]:
-                raise PartError(f"Rank {rank} does not have {some(missing)}, which others have.")
+    def __init__(self, parts: Sequence[Checkpoint], files: Files, merger: Merger, missing: list[str]) -> None:
+        self.merger, self.missing, self.cut = merger, missing, dict[str, list[Entry]]()
+        self.files: dict[str, dict[str, Entry]] = {}
+        for part in parts:
+            file, items = part.source.path.name, part.root.items if type(part.root) is Dict else [(None, None)]
+            self.files[file] = {name: node for name, node in items if type(name) is str and type(node) is Entry}
+            if len(self.files[file]) != len(items):
+                raise PartError(f"{file} holds something else than one mapping of names to tensors.")
+        self.first = next(iter(self.files.values()))
+        every = dict.fromkeys(name for tensors in self.files.values() for name in tensors)
+        for file, tensors in self.files.items():
+            if lacking := [name for name in every if name not in tensors]:
+                raise PartError(f"{file} does not have {some(lacking)}, which others have.")
         norm = self.first.get(_NORM)
         length = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
-        said = _read_params(files.open("params.json")) if "params.json" in files.names() else {}
-        self.width = said.get("dim", length)
-        if self.width is not None and length not in (None, self.width):
-            raise PartError(f"params.json says dim {self.width}, and {_NORM!r} has {length} elements.")
-        self._check_heads(said["n_heads"] * said["head_dim"] if {"n_heads", "head_dim"} <= set(said) else self.width)
+        said = read_json(files.open(_PARAMS)) if _PARAMS in files.names() else {}
+        sizes = {key: said.get(key) for key in ("dim", "n_heads", "head_dim")} if isinstance(said, dict) else {}
+        if any(size is not None and (type(size) is not int or not 0 < size < 1 << 40) for size in sizes.values()):
+            raise DamagedFileError(f"{_PARAMS} has a dimension that is not a number, or impossible.")
+        self.width: int | None = sizes.get("dim") or length
+        if length not in (None, self.width):
+            raise PartError(f"{_PARAMS} says dim {self.width}, and {_NORM!r} has {length} elements.")
+        heads, size = sizes.get("n_heads"), sizes.get("head_dim")
+        self._check_heads(heads * size if heads and size else self.width)
 
     def _check_heads(self, heads: int | None) -> None:
         """As many files are there as the model was cut into, by the matrices that tell it."""
         for name in (name for name in self.first if name.endswith(_ATTENTION)):
-            held = sum(tensors[name].shape[-1] for tensors in self.ranks.values() if tensors[name].shape)
+            held = sum(tensors[name].shape[-1] for tensors in self.files.values() if tensors[name].shape)
             whole = held if self.width is None or heads is None else heads
-            if held == whole or not (len(self.ranks) > 1 or self.missing or (held and whole % held == 0)):
+            if held == whole or not (len(self.files) > 1 or self.missing or (held and whole % held == 0)):
                 continue
             if not self.merger.partial or held > whole:
-                what = f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(list(self.ranks))}."
+                what = f"{name!r} is not whole: {held} of its {whole} columns are in {listed(list(self.files))}."
                 raise PartError(what, fix="Get all consolidated.*.pth of one model.", rest=held < whole)
             self.missing = self.missing or ["those behind the last"]
 
-    def check_not_twice(self) -> None:
-        check_not_twice(self.cut, _NAME.format)
-
     def merged(self, name: str) -> Entry:
-        held = [(rank, tensors[name]) for rank, tensors in self.ranks.items()]
+        held: Held = [(file, tensors[name]) for file, tensors in self.files.items()]
         kind = name.rpartition(".")[0].rpartition(".")[2]
         is_whole = name == _FREQUENCIES or kind.endswith("norm") or (kind in _META_ROWS and not name.endswith(".weight"))
         if is_whole or (len(held) == 1 and not self.missing):
@@ -393,16 +355,16 @@ class _Consolidated:
         if self.missing:
             self.merger.lost[name] = "cut among the ranks, of which some are missing"
             return held[0][1]
-        for rank, entry in held:
-            self.cut.setdefault(rank, []).append(entry)
+        for file, tensors in self.files.items():
+            self.cut.setdefault(file, []).append(tensors[name])
         axis = 0 if kind in _META_COLUMNS else 1 if kind in _META_ROWS else self._by_width(name, kind, held[0][1].shape)
-        return along(self.merger, name, axis, [held])
+        return self.merger.along(name, axis, [held])
 
     def _by_width(self, name: str, kind: str, shape: Sizes) -> int:
-        reached = [axis for axis, size in enumerate(shape) if size * len(self.ranks) == self.width]
+        reached = [axis for axis, size in enumerate(shape) if size * len(self.files) == self.width]
         if len(reached) == 1:
             return reached[0]
         if kind == "tok_embeddings" and len(shape) == 2 and shape[1] == self.width:
             return 0
-        what = f"Nothing says where {name!r} was cut: it is {list(shape)} on each of {len(self.ranks)} ranks."
-        raise PartError(what, fix="" if self.width is not None else "params.json tells the width: put it beside the files.")
+        fix = "" if self.width is not None else f"{_PARAMS} tells the width: put it beside the files."
+        raise PartError(f"Nothing says how {name!r} was cut: {list(shape)} on each of {len(self.files)} ranks.", fix=fix)

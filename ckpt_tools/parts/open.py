@@ -19,7 +19,7 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
-from ckpt_tools.parts.names import is_index
+from ckpt_tools.parts.names import folder_of_files, is_index
 from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.options import natural
@@ -77,7 +77,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
         source = open_remote(os.fspath(path))
     elif os.path.isdir(path):
-        source = Files(Path(path), families.folder_of_files(Path(path)))
+        source = Files(Path(path), folder_of_files(Path(path)))
     else:
         source = Source(path)
     name = families.weights_of(source.folder, source.names()) if isinstance(source, Files) else None
@@ -154,7 +154,7 @@ def open_whole(path: File, *, partial: bool = False) -> Checkpoint:
     `partial`: what is whole of it where files are missing, if its family can tell.
     """
     path = as_path(path)
-    found = _partial_at(path) if partial else None
+    found = partial_at(path) if partial else None
     if found is not None:
         checkpoint = _opened(Files(Path(path), found.folder), functools.partial(found.decode, partial=True))
     else:
@@ -179,12 +179,8 @@ def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
     return PartError(f"{checkpoint.path} is a part of a model, not a whole one: {part.found}.", fix=part.fix)
 
 
-def has_partial(path: str | os.PathLike[str]) -> bool:
-    """Whether of what is at a path that can be told which is whole where other files are missing."""
-    return _partial_at(path) is not None
-
-
-def _partial_at(path: str | os.PathLike[str]) -> Found | None:
+def partial_at(path: str | os.PathLike[str]) -> Found | None:
+    """The files at a path, if of them that can be told which is whole where others are missing."""
     place = Path(path)
     if is_address(path) or not place.exists():
         return None

@@ -135,9 +135,9 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
         world = size
     elif has_version and type(root.get("param_shapes")) in (List, Dict) and _is_zero_3(root.get("module")):
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
-    elif zero_kind(name) in ("expert", "layer"):
+    elif zero_kind(name)[0] in ("expert", "layer"):
         found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
-    elif "param_shapes" in root and zero_kind(name) and (_has_items(experts) or beside() is not None):
+    elif "param_shapes" in root and zero_kind(name)[0] and (_has_items(experts) or beside() is not None):
         what = "experts" if _has_items(experts) else "fp32 ones"
         found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
         fix = "Get the files of all ranks; in a folder of its own it is read alone."

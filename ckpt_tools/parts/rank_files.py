@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,10 +20,10 @@ from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
 from ckpt_tools.formats.single import HEAD, decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.merge import MOST_MISSING, Merger, Piece, check_world, is_named, merged
-from ckpt_tools.parts.names import ITEM_METADATA, Group, describes_items, group_of, item_group_of, item_groups
+from ckpt_tools.parts import names as by_name
+from ckpt_tools.parts.merge import Merger, Piece, is_named, merged
+from ckpt_tools.parts.names import ITEM_METADATA, Group, by_rank, check_world
 from ckpt_tools.parts.rank_parts import MOST_RANKS, Part, PartReader, Placement, box_at, forget_globals, row_of
-from ckpt_tools.parts.sharded import partly
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DTYPES
@@ -36,79 +36,77 @@ CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
-
+_CALLED = "rank {}".format
 
 # What something beside the files says of plain tensors at a place: the whole shape and the boxes; None for what all have whole
 Places: TypeAlias = Callable[[Where, Sequence[tuple[int, Entry]]], tuple[Sizes, list[Piece]] | None]
 
 
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
-    group = group_of(names[0], names) or item_group_of(names[0], names)
+    group = by_name.group_of(names[0], names) or by_name.group_of(names[0], names, items=True)
     assert group is not None, "they were found by their ranks"
-    return merge(group, files, Merger(Keys(), partial=partial))
+    return merge(group, files, Merger(partial=partial))
 
 
 def merge(group: Group, files: Files, merger: Merger, places: Places | None = None, inside: Where = ()) -> Checkpoint:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes. `inside`: where they will be."""
-    if doubled := sorted({*group.every} - {*group.names.values()}):
-        raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    world, ranks = group.world or max(group.names) + 1, sorted(group.names)
-    check_world(f"{group.names[ranks[0]]} is one of {world} parts", group.names, world, partial=merger.partial)
-    parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
-    parts[ranks[0]].root = merger.keys.renew(parts[ranks[0]].root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, merger, places, world, inside)
+    merging = _Merging(group, files, merger, places, inside)
     root = merger.leave_out(merging.run(), inside)
-    made = merged(CONTAINER, root, files, list(parts.values()), merger)
+    missing = [_CALLED(rank) for rank in range(merging.world) if rank not in merging.names]
+    made = merged(CONTAINER, root, files, merging.parts, merger, missing)
     forget_globals(made, merging.objects)
     if merging.differing:
         text = f"values differ between ranks, the first rank's are taken: {some(merging.differing)}"
         made.warnings.append(Warned("parts-differ", text))
-    if missing := [rank for rank in range(merging.world) if rank not in parts]:
-        made.warnings.append(partly(f"of {merging.world} ranks' files are", [these_ranks(missing)]))
     return made
 
 
 class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
-    def __init__(
-        self, group: Group, roots: Mapping[int, Node], merger: Merger, places: Places | None, world: int, inside: Where
-    ) -> None:
-        self.group, self.roots, self.ranks, self.world, self.inside = group, roots, sorted(roots), world, inside
+    def __init__(self, group: Group, files: Files, merger: Merger, places: Places | None, inside: Where) -> None:
+        self.names = dict(sorted(by_rank(group.rows).items()))
+        self.named_world, self.world, self.inside = group.world is not None, group.world or max(self.names) + 1, inside
+        check_world(self.names, self.world, _CALLED, partial=merger.partial)
         self.merger, self.places, self.reader = merger, places, PartReader()
+        self.parts = [decode_file(files.open(name)) for name in self.names.values()]
+        self.parts[0].root = merger.keys.renew(self.parts[0].root)
+        self.roots = {rank: part.root for rank, part in zip(self.names, self.parts, strict=True)}
+        self.first = next(iter(self.names))
         self.objects: list[Object] = []
         self.differing: list[str] = []
 
     def run(self) -> Node:
+        self._check_values()
         tensors = {rank: {found.where: found.node for found in find_tensors(root)} for rank, root in self.roots.items()}
-        if flat := [where for where in tensors[self.ranks[0]] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
+        if flat := [where for where in tensors[self.first] if where and str(where[-1]).rpartition(".")[2] in _FLAT]:
             what = "all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT"
             fix = "Load it where it was saved, and save it again with SHARDED_STATE_DICT or FULL_STATE_DICT."
             raise PartError(f"{dotted(flat[0])!r} is {what}.", fix=fix)
-        self._check_values()
         new = dict[int, Node]()
-        for where in dict.fromkeys(where for rank in self.ranks for where in tensors[rank]):
-            held = {rank: tensors[rank][where] for rank in self.ranks if where in tensors[rank]}
-            whole = self.merger.unless_lost(dotted((*self.inside, *where)), functools.partial(self._merged, where, held))
+        for where in dict.fromkeys(where for own in tensors.values() for where in own):
+            name = dotted((*self.inside, *where))
+            held = {rank: own[where] for rank, own in tensors.items() if where in own}
+            whole = self.merger.unless_lost(name, functools.partial(self._merged, where, name, held))
             if whole is not DROP:
-                new[id(held[self.ranks[0]])] = whole
-        return exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
+                new[id(held[self.first])] = whole
+        return exchange.replace(self.roots[self.first], lambda node: new.get(id(node), node))
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
-        values = {rank: dict(_values(root)) for rank, root in self.roots.items()}
-        for where, value in values[self.ranks[0]].items():
-            ranks = [rank for rank in self.ranks if where not in values[rank] or not _same(values[rank][where], value)]
+        values = {rank: _values(root) for rank, root in self.roots.items()}
+        for where, value in values[self.first].items():
+            ranks = [rank for rank, own in values.items() if where not in own or not _same(own[where], value)]
             if ranks and where and where[-1] in _STEPS:
-                what = f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on {these_ranks(ranks)}."
-                raise PartError(what, why="They were saved at different steps.")
+                raise PartError(
+                    f"{dotted(where)!r} is of different steps: {value!r} on rank {self.first}, not on {these_ranks(ranks)}."
+                )
             self.differing += [dotted(where)] if ranks else []
 
-    def _merged(self, where: Where, held: Mapping[int, Node]) -> Node:
+    def _merged(self, where: Where, name: str, held: Mapping[int, Node]) -> Node:
         """The tensor that ranks hold at one place."""
-        name = dotted((*self.inside, *where))
-        if missing := [rank for rank in self.ranks if rank not in held]:
-            fix = "Are these files of one job? Stages of a pipeline are not parts of one another."
+        if missing := [rank for rank in self.names if rank not in held]:
+            fix = "Are these files of one job?"
             raise PartError(f"{name!r} is not on {these_ranks(missing)}.", fix=fix, rest=is_named(where))
         entries = [(rank, node) for rank, node in held.items() if type(node) is Entry]
         if len(entries) == len(held):
@@ -121,16 +119,15 @@ class _Merging:
             return self.merger.replicated(name, entries)
         self.objects += [node for node in held.values() if type(node) is Object]
         parts = {rank: self._part(name, rank, node) for rank, node in held.items()}
-        one = parts[self.ranks[0]]
+        one = parts[self.first]
         for rank, part in parts.items():
             if (part.kind, part.shape) != (one.kind, one.shape):
-                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
-            self._check_world(name, rank, part)
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.first}.", rest=True)
         pieces = [replace(box, rank=rank) for rank, part in parts.items() for box in part.held]
         return self.merger.tensor(name, one.dtype, one.shape, pieces, requires_grad=one.requires_grad)
 
     def _part(self, name: str, rank: int, node: Node) -> Part:
-        file = self.group.names[rank]
+        file = self.names[rank]
         try:
             part = self.reader.read(node)
         except TensorError as error:
@@ -141,24 +138,19 @@ class _Merging:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
         if part.is_partial:
             raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
+        last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
+        if last >= self.world:
+            world = max(part.world, last + 1)
+            rest = not self.named_world and world <= by_name.MOST_MISSING  # of names that do not tell how many there were
+            if not (rest and self.merger.partial):
+                raise PartError(f"{name!r} is of a job of {world} ranks in {file}; here are files of {self.world}.", rest=rest)
+            self.world = world
         return part
 
-    def _check_world(self, name: str, rank: int, part: Part) -> None:
-        last = max(part.mesh.ranks if part.mesh is not None else (part.world - 1,), default=0)
-        if last < self.world:
-            return
-        other = max(part.world, last + 1)
-        rest = self.group.world is None and other <= MOST_MISSING  # of names that do not tell how many there were
-        if not (rest and self.merger.partial):
-            raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}.", rest=rest)
-        self.world = other
 
-
-def _values(root: Node) -> Iterator[tuple[Where, Node]]:
+def _values(root: Node) -> dict[Where, Node]:
     """Plain values by their paths, those inside objects left out."""
-    for where, node in walk(root, stop=lambda node: type(node) in (Object, Entry)):
-        if type(node) in PLAIN:
-            yield where, node
+    return {where: node for where, node in walk(root, stop=lambda node: type(node) in (Object, Entry)) if type(node) in PLAIN}
 
 
 def _same(one: Node, other: Node) -> bool:
@@ -173,16 +165,18 @@ _VERSION = "2.0"
 _LEVELS = 12
 _KINDS: dict[str, Any] = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
 _READ = ("TorchSerialization", "SafetensorsSerialization")
+_PATH = re.compile(r"\[.*\]", re.DOTALL)
 Row = Mapping[str, Any]
 
 
 def decode_items(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read every item's files and put its tensors together; where one of the files is named, its item is the whole tree."""
-    (described, groups), merger, keys = _items_of(files), Merger(Keys(), partial=partial), Keys()
+    (described, groups), merger = _items_of(files), Merger(partial=partial)
     if files.path != files.folder:
         only = next(name for name, group in groups.items() if files.path.name in group.every)
         return merge(groups[only], files, merger, _places(described.get(only)))
     parts = [merge(group, files, merger, _places(described.get(name)), (name,)) for name, group in groups.items()]
+    keys = Keys()
     root = Dict([(name, keys.renew(part.root)) for name, part in zip(groups, parts, strict=True)])
     return merged(CONTAINER, root, files, parts, merger)
 
@@ -190,7 +184,7 @@ def decode_items(names: Sequence[str], files: Files, *, partial: bool = False) -
 def describes(path: Path, group: Group) -> bool:
     with contextlib.closing(Files(path, path.parent)) as files:
         about = files.open(ITEM_METADATA)
-        if not describes_items(about.read(0, min(HEAD, about.size))):
+        if not by_name.describes_items(about.read(0, min(HEAD, about.size))):
             return False
         _, groups = _items_of(files)
     return group.stem == next((own.stem for own in groups.values() if path.name in own.every), None)
@@ -202,25 +196,25 @@ def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
     if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
         raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
     if content.get("version") != _VERSION:
-        what = f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read."
-        raise UnsupportedContainerError(what, fix="Load it with torch_checkpointing, and save it again.")
+        raise UnsupportedContainerError(f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.")
     described, names = content["metadata"], files.names()
     world: Any = content.get("world_size")
-    good, found = type(world) is int and 0 < world <= MOST_RANKS, dict[str, dict[int, str]]()
+    if type(world) is not int or not 0 < world <= MOST_RANKS:
+        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
+    found: dict[str, Group] = {}
     for name, item in described.items():
         layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
-        good = good and type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
+        good = type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
         if not good or layouts is None or not isinstance(item.get("nested_path_to_metadata"), dict):
             raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
-        wanted = {rank: _file(name, rank, layouts[rank]) for rank in range(world)}
-        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
-        if not found[name]:
+        wanted = [(rank, _file(name, rank, layouts[rank])) for rank in range(world)]
+        found[name] = Group(f"{name}_", [row for row in wanted if "/" in row[1] or row[1] in names], world)
+        if not found[name].rows:
             raise PartError(f"No file of the item {name!r} is there; {ITEM_METADATA} describes {world} of them.")
-    if not good:
-        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
-    others = {stem: group for stem, group in item_groups(names).items() if stem not in found and len(group) == world}
-    groups = {name: Group(f"{name}_", own, world, tuple(own.values())) for name, own in (found | others).items()}
-    return described, groups
+    for group in by_name.item_groups(names):
+        if len(group.ranks) == world:
+            found.setdefault(group.stem.removesuffix("_"), Group(group.stem, group.rows, world))
+    return described, found
 
 
 def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
@@ -252,46 +246,37 @@ def _places(item: Row | None) -> Places:
     """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
     every: dict[Where, Sequence[Row]] = {}
     for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
-        where = _where(text)
-        every[where] = rows
-        every.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
+        try:
+            path = json.loads(text) if isinstance(text, str) and _PATH.fullmatch(text) else None
+        except (ValueError, RecursionError):
+            path = None
+        if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
+            raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
+        every[tuple(path)] = rows
+        every.setdefault((".".join(map(str, path)),), rows)  # as safetensors has it
 
     def shares(where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Piece]] | None:
-        rows, name = every.get(where), ".".join(map(str, where))
-        if rows is None:
+        if (rows := every.get(where)) is None:
             return None
-        pieces, shapes = list[Piece](), list[Sizes]()
+        pieces, shapes = list[Piece](), set[Sizes]()
         for rank, entry in entries:
             try:
                 shape, found = _boxes(rows, rank, entry)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
-                raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
-            shapes.append(shape)
+                raise PartError(f"{dotted(where)!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
+            shapes.add(shape)
             pieces += found
-        if len(set(shapes)) > 1:
-            raise PartError(f"{ITEM_METADATA} gives {name!r} several shapes.")
-        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shapes[0] for piece in pieces)
-        return None if alike else (shapes[0], pieces)
+        if len(shapes) > 1:
+            raise PartError(f"{ITEM_METADATA} gives {dotted(where)!r} several shapes.")
+        alike = [(piece.rank, piece.entry) for piece in pieces] == entries and all(piece.sizes == shape for piece in pieces)
+        return None if alike else (shape, pieces)
 
     return shares
 
 
-_PATH = re.compile(r"\[.*\]", re.DOTALL)
-
-
-def _where(text: object) -> Where:
-    try:
-        path = json.loads(text) if isinstance(text, str) and _PATH.fullmatch(text) else None
-    except (ValueError, RecursionError):
-        path = None
-    if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
-        raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
-    return tuple(path)
-
-
 def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Piece]]:
     """The whole shape, and the boxes that one rank holds."""
-    packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
+    packed, *_ = (row["sharding_metadata"] for row in rows if rank in row["ranks"])
     kind, data = packed["type"], packed["data"]
     shape = _sizes(data["global_shape"])
     if prod(shape) > MAX_ELEMENTS or DTYPES[data["dtype"].removeprefix("torch.")] is not entry.dtype:
@@ -309,14 +294,16 @@ def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Pi
     position = ranks.index(rank)
     coordinate = tuple(position // prod(sizes[dim + 1 :]) % size for dim, size in enumerate(sizes))
     at, box = box_at(shape, sizes, placements, coordinate)
-    return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
-
-
-def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Piece:
-    if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
+    if box != entry.shape:
         raise ValueError("another shape")
-    if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
-        raise ValueError("more than is there")
+    return shape, [_view(rank, entry, at, (0,) * len(shape), box)]
+
+
+def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes) -> Piece:
+    """A box of the whole that is a box of what one rank holds."""
+    inside = all(start + size <= there for start, size, there in zip(local, sizes, entry.shape, strict=True))
+    if len(at) != len(entry.shape) or not inside:
+        raise ValueError("another shape, or more than is there")
     offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
     return Piece(at, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset), rank)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Literal, TypeAlias
+from operator import mul
+from typing import Any, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
@@ -16,7 +17,7 @@ from ckpt_tools.io.content import read
 from ckpt_tools.parts.merge import Piece
 from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, contiguous_stride
 from ckpt_tools.tree.visit import reachable
 
 Sizes: TypeAlias = tuple[int, ...]
@@ -98,16 +99,14 @@ class PartReader:
             raise TensorError("A distributed tensor has no dtype or shape.")
         read = self._dtensor if unusual.kind == "dtensor" else _sharded
         try:
-            return read(_args(unwrapped(node)), unusual.dtype, unusual.shape)
+            return read(unwrapped(node).args, unusual.dtype, unusual.shape)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise TensorError("A distributed tensor does not say where its part lies in the whole.") from None
 
     def _dtensor(self, args: Any, dtype: DType, shape: Sizes) -> Part:
         _, _, rebuilt_from, own_state = args
         state = _state(own_state)
-        entry, spec = state["_local_tensor"], _record(state["_spec"], "DTensorSpec")
-        if type(entry) is not Entry:
-            raise TensorError("The local part of a DTensor is not a plain tensor.")
+        entry, spec = _entry(state["_local_tensor"]), _record(state["_spec"], "DTensorSpec")
         if id(spec["mesh"]) not in self.meshes:
             self.meshes[id(spec["mesh"])] = _mesh(_record(spec["mesh"], "DeviceMesh"))
         mesh = self.meshes[id(spec["mesh"])]
@@ -119,8 +118,7 @@ class PartReader:
             order = _shard_order(spec.get("shard_order"), placements)
             offsets, sizes = box_at(shape, mesh.shape, placements, mesh.coordinate, order)
             if entry.shape != sizes:
-                what = f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {mesh.rank}"
-                raise TensorError(f"{what}; its place {list(mesh.coordinate)} in the mesh stands for {list(sizes)}.")
+                raise TensorError(f"A DTensor holds {list(entry.shape)} on rank {mesh.rank}, whose place is for {list(sizes)}.")
             held = (Piece(offsets, entry),)
         return Part("dtensor", dtype, shape, held, mesh.rank, mesh.world, mesh, placements, rebuilt_from[6] is True)
 
@@ -140,7 +138,7 @@ def box_at(
 ) -> tuple[Sizes, Sizes]:
     """Where the box of one rank begins in the whole tensor, and its sizes: what `torch.chunk` gives, cut by cut."""
     offsets, sizes = [0] * len(shape), list(shape)
-    for number in cut_order(mesh, placements) if order is None else order:
+    for number in _cut_order(mesh, placements) if order is None else order:
         dim, parts = placements[number].dim, mesh[number]
         chunk = -(-sizes[dim] // parts)
         start = min(coordinate[number] * chunk, sizes[dim])
@@ -148,11 +146,10 @@ def box_at(
     return tuple(offsets), tuple(sizes)
 
 
-def cut_order(mesh: Sizes, placements: Sequence[Placement]) -> list[int]:
+def _cut_order(mesh: Sizes, placements: Sequence[Placement]) -> list[int]:
     """In which order the dimensions of a mesh cut a tensor: from left to right, but for strided ones."""
     cuts: dict[int, list[int]] = {}
-    for number in reversed(range(len(placements))):
-        place = placements[number]
+    for number, place in reversed([*enumerate(placements)]):
         if place.kind not in ("shard", "strided"):
             continue
         later = cuts.setdefault(place.dim, [])
@@ -170,9 +167,8 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
     """The order that a spec of torch 2.10 and later says; None where the placements say it."""
     if node is None or any(place.kind == "strided" for place in placements):
         return None
-    cuts = [number for entry in row_of(node) for number in sizes_of(_args(entry)[1]) or ()]
-    wanted = [number for number, place in enumerate(placements) if place.kind == "shard"]
-    if sorted(cuts) != wanted:
+    cuts = [number for entry in row_of(node) for number in sizes_of(cast(Any, entry).args[1]) or ()]
+    if sorted(cuts) != [number for number, place in enumerate(placements) if place.kind == "shard"]:
         raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
     return cuts
 
@@ -180,10 +176,8 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
 def _placement(node: Node, dimensions: int) -> Placement:
     record = _record(node, "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "_MaskPartial")
     name = _class_name(node)
-    if name == "Replicate":
-        return Placement("replicate")
-    if "Partial" in name:
-        return Placement("partial")
+    if name == "Replicate" or "Partial" in name:
+        return Placement("replicate" if name == "Replicate" else "partial")
     dim, factor = record["dim"], record.get("split_factor", 1)
     dim = dim + dimensions if type(dim) is int and dim < 0 else dim
     if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
@@ -198,17 +192,15 @@ def _mesh(state: dict[str, Node]) -> Mesh:
     if "_layout" in state:
         shape, ranks, rank, world = _by_layout(state, coordinate)
     else:
-        ranks, tensor = _numbers(state.get("_flatten_mesh_list"), state["mesh"]), state["mesh"]
-        if type(tensor) is not Entry:
-            raise TensorError("The ranks of a mesh cannot be read.")
-        shape, world = tensor.shape, len(ranks)
+        ranks, shape = _numbers(state.get("_flatten_mesh_list"), state["mesh"]), _entry(state["mesh"]).shape
+        world = len(ranks)
     good = len(shape) <= _MOST_DIMENSIONS and min(shape, default=1) > 0 and prod(shape) == len(ranks)
     if not good or min(ranks, default=0) < 0 or len(set(ranks)) != len(ranks):
         raise TensorError("A mesh has impossible sizes or ranks.")
     if coordinate is not None:
         if len(coordinate) != len(shape) or any(not 0 <= at < size for at, size in zip(coordinate, shape, strict=True)):
             raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(shape)}.")
-        own = ranks[sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(coordinate))]
+        own = ranks[sum(map(mul, coordinate, contiguous_stride(shape)))]
         if rank not in (None, own):
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
@@ -218,29 +210,25 @@ def _mesh(state: dict[str, Node]) -> Mesh:
 def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes, Sizes, int | None, int]:
     """A mesh as torch 2.9 and later pickle it: sizes and strides over the ranks of the mesh that it is a part of."""
     everyone = _numbers(state.get("_flatten_rank_map"), state["_rank_map"])
-    shape, axes = _axes(_record(state["_layout"], "_MeshLayout"))
-    rank = state.get("_rank")
+    layout = _record(state["_layout"], "_MeshLayout")
+    if "axes" in layout:  # torch 2.13: each dimension has sizes and strides of its own
+        pairs = [_record(axis, "_FlatLayout") for axis in row_of(layout["axes"])]
+        rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
+    else:  # torch 2.9
+        rows = [((size,), (step,)) for size, step in zip(_ints(layout["shape"]), _ints(layout["stride"]), strict=True)]
+    shape, rank = tuple(prod(sizes) for sizes, _ in rows), state.get("_rank")
+    if len(shape) > _MOST_DIMENSIONS or any(min(sizes, default=1) < 1 for sizes, _ in rows) or prod(shape) > MOST_RANKS:
+        raise TensorError("A mesh has impossible sizes.")
     if type(rank) is not int or coordinate is None:
         return shape, everyone[: prod(shape)], None, len(everyone)
-    if prod(shape) > len(everyone) or len(coordinate) != len(axes):
+    if prod(shape) > len(everyone) or len(coordinate) != len(rows):
         raise TensorError("A mesh has more ranks than there are.")
+    axes = [_offsets(*row) for row in rows]
     first = everyone.index(rank) - sum(axis[at] for axis, at in zip(axes, coordinate, strict=True))
     places = [first + sum(steps) for steps in product(*axes)]
     if min(places) < 0:
         raise TensorError("A mesh has ranks that are not there.")
     return shape, tuple(everyone[place] for place in places), rank, len(everyone)
-
-
-def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
-    if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
-        pairs = [_record(axis, "_FlatLayout") for axis in row_of(state["axes"])]
-        rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
-    else:  # torch 2.9
-        rows = [((size,), (step,)) for size, step in zip(_ints(state["shape"]), _ints(state["stride"]), strict=True)]
-    sizes = tuple(prod(shape) for shape, _ in rows)
-    if len(sizes) > _MOST_DIMENSIONS or any(min(shape, default=1) < 1 for shape, _ in rows) or prod(sizes) > MOST_RANKS:
-        raise TensorError("A mesh has impossible sizes.")
-    return sizes, [_offsets(*row) for row in rows]
 
 
 def _offsets(shape: Sizes, stride: Sizes) -> list[int]:
@@ -260,8 +248,8 @@ def _sharded(args: Any, dtype: DType, shape: Sizes) -> Part:
     held = []
     for shard in shards.items:
         record = _record(shard, "Shard")
-        entry, (offsets, sizes) = record["tensor"], _box(record["metadata"], shape)
-        if type(entry) is not Entry or entry.shape != sizes or (offsets, sizes) not in listed:
+        entry, (offsets, sizes) = _entry(record["tensor"]), _box(record["metadata"], shape)
+        if entry.shape != sizes or (offsets, sizes) not in listed:
             raise TensorError(f"A ShardedTensor of shape {list(shape)} holds a shard that is not what its metadata lists.")
         held.append(Piece(offsets, entry))
     rank, world = known.get("global_rank"), known.get("global_world_size")
@@ -272,13 +260,12 @@ def _sharded(args: Any, dtype: DType, shape: Sizes) -> Part:
 def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
     record = _record(node, "ShardMetadata")
     offsets, sizes = _ints(record["shard_offsets"]), _ints(record["shard_sizes"])
-    inside = all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
-    if not inside:
+    if not all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise TensorError(f"A shard reaches outside the tensor's shape {list(shape)}.")
     return offsets, sizes
 
 
-# --- records
+# --- records; `PartReader.read` sees to those of another shape than torch gives them
 
 
 def _record(node: Node, *names: str) -> dict[str, Node]:
@@ -293,15 +280,16 @@ def _class_name(node: Node) -> str:
     return function.name if type(function) is Global and function.module.startswith("torch.distributed.") else ""
 
 
-def _args(node: Node) -> Any:
-    """The arguments of an object, of the shape that torch gives them; `PartReader.read` sees to those of another shape."""
-    return node.args if type(node) is Object else None
-
-
 def _state(node: Node) -> dict[str, Node]:
     """What a state sets: a dict, or a pair of dict and slots."""
     parts = node if type(node) is tuple else (node,)
-    return {key: value for part in parts if type(part) is Dict for key, value in part.items if type(key) is str}
+    return {key: value for part in parts if type(part) is Dict for key, value in part.named.items()}
+
+
+def _entry(node: Node) -> Entry:
+    if type(node) is not Entry:
+        raise TensorError("A distributed tensor has something else where a plain tensor is expected.")
+    return node
 
 
 def row_of(node: Node) -> Sequence[Node]:
@@ -320,13 +308,12 @@ def _numbers(listed: Node, tensor: Node) -> Sizes:
     """The ranks of a mesh: from the list beside the tensor, or from the tensor itself."""
     if type(listed) in (tuple, List):
         return _ints(listed)
-    if type(tensor) is not Entry or tensor.dtype.name not in ("int32", "int64"):
+    entry = _entry(tensor)
+    if entry.dtype.name not in ("int32", "int64") or max(entry.numel, entry.span) > MOST_RANKS:
         raise TensorError("The ranks of a mesh cannot be read.")
-    if max(tensor.numel, tensor.span) > MOST_RANKS:
-        raise TensorError("A mesh has impossible sizes.")
     from ckpt_tools.values.numeric import part  # only files of ranks need it
 
-    width = tensor.dtype.itemsize
-    data = read(part(tensor.storage.content, tensor.offset * width, tensor.span * width))
-    starts = (at * width for at in _offsets(tensor.shape, tensor.stride))
+    width = entry.dtype.itemsize
+    data = read(part(entry.storage.content, entry.offset * width, entry.span * width))
+    starts = (at * width for at in _offsets(entry.shape, entry.stride))
     return tuple(int.from_bytes(data[at : at + width], "little", signed=True) for at in starts)

@@ -8,8 +8,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
@@ -21,7 +22,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.temporaries import SUFFIX
-from ckpt_tools.parts.names import ShardName, shard_name, taken_before
+from ckpt_tools.parts.names import ONE_FILE, ShardName, by_rank, check_world, shard_name
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.nodes import Dict, Node, Pair, Storage, as_dict
 from ckpt_tools.tree.visit import reachable
@@ -35,31 +36,34 @@ ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the stat
 def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes."""
     index = files.open(names[0])
-    before = taken_before(names[0], files.names()) if files.path == files.folder else []
     weight_map, metadata = _read_index(index)
-    if others := sorted({*before} - {*weight_map.values()}):
-        what = f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards."
-        raise NotACheckpointError(what, fix=f"Name one of them: {index.path}")
+    if files.path == files.folder:
+        # the whole models that transformers and diffusers take before an index beside them
+        before = {one for one in ONE_FILE if ".safetensors" in one or ".safetensors" not in names[0]} & {*files.names()}
+        if others := sorted(before - {*weight_map.values()}):
+            what = f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards."
+            raise NotACheckpointError(what, fix=f"Name one of them: {index.path}")
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
     lost = {name: f"in {file}, which is missing" for name, file in weight_map.items() if file in missing}
     weight_map = {name: file for name, file in weight_map.items() if name not in lost}
     if lost and not weight_map:
         raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
-    shards = {name: read_shard(name, files) for name in sorted({*weight_map.values()})}
-    places = places_of(shards)
-    _check_map(weight_map, places, shards, index)
+    shards = {name: _read_shard(name, files) for name in sorted({*weight_map.values()})}
+    _check_map(weight_map, _places(shards), shards, index)
     found = renewed(shards.values())
     root = Dict(_ordered(weight_map, found, metadata), ordered=True)
     root.attributes = safetensors.restore_state_dict_metadata(metadata)
-    made = joined("sharded", root, files, found, own_metadata(found, metadata))
+    made = joined("sharded", root, files, found, _own_metadata(found, metadata))
+    made.lost = lost
+    return partly(made, missing)
+
+
+def partly(made: Checkpoint, missing: Collection[str]) -> Checkpoint:
+    """A checkpoint of which not all files are there: it says so."""
     if missing:
-        made.lost, made.warnings = lost, [*made.warnings, partly(f"{len(missing)} shards are", missing)]
+        text = f"{len(missing)} parts are missing: {listed(list(missing))}; what is whole without them is taken"
+        made.warnings.append(Warned("parts-missing", text))
     return made
-
-
-def partly(what: str, missing: Sequence[str]) -> Warned:
-    """That not all files of a checkpoint are there, and what is whole is taken."""
-    return Warned("parts-missing", f"{what} missing: {listed(missing)}; what is whole without them is taken")
 
 
 def renewed(parts: Iterable[Checkpoint], keys: Keys | None = None) -> list[Checkpoint]:
@@ -85,12 +89,17 @@ def joined(container: str, root: Node, files: Files, parts: Sequence[Checkpoint]
     )  # fmt: skip
 
 
-def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
-    limits.HEADER.check(index.size, f"The index has {index.size} bytes.")
+def read_json(source: Source) -> Any:
+    """What a file of JSON says, in which no key is there twice."""
+    limits.HEADER.check(source.size, f"{source.path} has {source.size} bytes.")
     try:
-        content = load_json(index.read(0, index.size), pairs=unique)
+        return load_json(source.read(0, source.size), pairs=unique)
     except ValueError as error:
-        raise DamagedFileError(f"{index.path} is not an index: it cannot be read as JSON.", why=f"{error}.") from None
+        raise DamagedFileError(f"{source.path} cannot be read as JSON.", why=f"{error}.") from None
+
+
+def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
+    content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
@@ -104,7 +113,7 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     return weight_map, texts
 
 
-def read_shard(name: str, files: Files) -> Checkpoint:
+def _read_shard(name: str, files: Files) -> Checkpoint:
     try:
         decoded = decode_file(files.open(name))
     except NotACheckpointError as error:
@@ -116,13 +125,12 @@ def read_shard(name: str, files: Files) -> Checkpoint:
     return decoded
 
 
-def places_of(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
+def _places(shards: Mapping[str, Checkpoint]) -> dict[str, str]:
     places: dict[str, str] = {}
     for file, decoded in shards.items():
         for name in as_dict(decoded.root).named:
-            if name in places:
+            if places.setdefault(name, file) != file:
                 raise DamagedFileError(f"The tensor {name!r} is in two shards, {places[name]} and {file}.")
-            places[name] = file
     return places
 
 
@@ -146,68 +154,50 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Checkpoint], metada
     if names == sorted(names) and ORDER not in metadata:
         return [*items.items()]
     aliases = safetensors.aliases_in(metadata)
-    in_order = [(name, items[name]) for name in names if name not in aliases]
-    rest = [(name, value) for name, value in items.items() if name not in weight_map and name not in aliases]
-    return safetensors.restore_aliases([*in_order, *rest], metadata) if aliases else [*in_order, *rest]
+    in_order = dict.fromkeys((*names, *items))
+    return safetensors.restore_aliases([(name, items[name]) for name in in_order if name not in aliases], metadata)
 
 
-def own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> dict[str, str]:
+def _own_metadata(shards: Sequence[Checkpoint], metadata: Mapping[str, str]) -> dict[str, str]:
     own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}
     for texts in (metadata, *(decoded.metadata for decoded in shards)):
-        for key, text in texts.items():
-            if key not in own:
-                found.setdefault(key, text)
+        found |= {key: text for key, text in texts.items() if key not in (*own, *found)}
     return found
 
 
 # --- shards whose index is gone: their names say how many there are
 
 
-def read_loose(names: Sequence[str], files: Files, *, partial: bool = False, splits: bool = False) -> dict[str, Checkpoint]:
-    """The structure of every shard, in the order of their numbers; no tensor bytes."""
+def read_loose(
+    names: Sequence[str], files: Files, *, partial: bool = False, splits: bool = False
+) -> tuple[dict[str, Checkpoint], list[str]]:
+    """The structure of every shard, in the order of their numbers, and the names of those that are missing."""
     if not splits and any(name.endswith(SUFFIX) for name in files.names()):
-        what = f"{files.folder} has shards without an index, and what a write of it left that was interrupted."
-        raise PartError(what, fix="Write it again.")
-    there, missing = _numbered(names)
-    if missing and not partial:
-        what = f"{len(missing)} of {len(there) + len(missing)} shards are missing: {listed(missing)}."
-        raise PartError(what, fix="Get them again, and the index.", rest=not splits)
-    return {name: read_shard(name, files) for name in there}
-
-
-def _numbered(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The shards in the order of their numbers, and the names of those that are missing."""
-    said = [(found, name) for name in names if (found := shard_name(name)) is not None]
-    kind, count = said[0][0], said[0][0].count
-    numbers: dict[int, str] = {}
-    for found, name in said:
-        if numbers.setdefault(found.number, name) != name:
-            raise PartError(f"The shard {name} is there twice, under another name.", fix="Remove one of the two.")
-        if not 1 <= found.number <= count:
-            raise PartError(f"{name}: a shard of {count} has another number.", fix="Give it its name back.")
-    missing = [kind.shard(number, count) for number in range(1, count + 1) if number not in numbers]
-    return [numbers[number] for number in sorted(numbers)], missing
+        raise PartError(f"{files.folder} has shards without an index, and what an interrupted write left: write it again.")
+    said = {name: found for name in names if (found := shard_name(name)) is not None}
+    kind = said[names[0]]
+    there = by_rank((found.number - 1, name) for name, found in said.items())
+    missing = check_world(there, kind.count, lambda rank: kind.shard(rank + 1, kind.count), partial=partial)
+    return {there[number]: _read_shard(there[number], files) for number in sorted(there)}, missing
 
 
 def decode_loose(names: Sequence[str], files: Files, *, partial: bool = False) -> Checkpoint:
     """The shards as one checkpoint, in the order of their numbers."""
-    shards = read_loose(names, files, partial=partial)
+    shards, missing = read_loose(names, files, partial=partial)
     made = _one_after_another("sharded", shards, files)
-    if missing := _numbered(names)[1]:
-        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(shards)} shards are", missing))
-        return made
-    fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
-    text = f"the index of the {len(shards)} shards is missing; all of them are here"
-    made.warnings.append(Warned("no-index", text, index_name(names[0]), fix=fix))
-    return made
+    if not missing:
+        fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
+        text = f"the index of the {len(shards)} shards is missing; all of them are here"
+        made.warnings.append(Warned("no-index", text, index_name(names[0]), fix=fix))
+    return partly(made, missing)
 
 
 def _one_after_another(container: str, shards: Mapping[str, Checkpoint], files: Files) -> Checkpoint:
-    places_of(shards)
+    _places(shards)
     found = renewed(shards.values())
     root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
-    return joined(container, root, files, found, own_metadata(found, {}))
+    return joined(container, root, files, found, _own_metadata(found, {}))
 
 
 def index_name(shard: str) -> str:
@@ -218,7 +208,7 @@ def index_name(shard: str) -> str:
 
 def missing_index(shards: Mapping[str, Checkpoint]) -> bytes:
     """The index of the shards, as JSON: `ckpt repair FOLDER` puts it beside them."""
-    places = places_of(shards)
+    places = _places(shards)
     numbers = {name: number for number, name in enumerate(places)}
     rows = (row for decoded in shards.values() for row in safetensors.aliases_in(decoded.metadata).items())
     aliases = {name: {"of": row["of"], "index": numbers[name]} for name, row in rows}
@@ -241,12 +231,13 @@ def is_split(source: Source) -> bool:
 def decode_splits(names: Sequence[str], files: Files) -> Checkpoint:
     from ckpt_tools.formats.frameworks import gguf
 
-    found = read_loose(names, files, splits=True)
+    found, _ = read_loose(names, files, splits=True)
     for number, (name, decoded) in enumerate(found.items()):
         said = [decoded.metadata.get(key, "?")[:9] for key in ("split.no", "split.count")]
         if decoded.container != "gguf" or said != [str(number), str(len(found))]:
-            what = f"{name} is not number {number + 1} of {len(found)}, as its name says."
-            raise PartError(what, why=f"It calls itself number {said[0]}, counted from 0, of {said[1]}.")
+            raise PartError(
+                f"{name} is not number {number + 1} of {len(found)}: it calls itself {said[0]} (from 0) of {said[1]}."
+            )
     made = _one_after_another("gguf", found, files)
     types = {key: kind for key, kind in gguf.types_in(made.metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in made.metadata.items() if not key.startswith("split.") and key != safetensors.GGUF_TYPES}

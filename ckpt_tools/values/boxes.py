@@ -113,11 +113,3 @@ def _is_grid(parts: Sequence[Box]) -> bool:
 
 def _overlapping(name: str) -> TensorError:
     return TensorError(f"Two chunks of {name!r} overlap.", why="They could hold different values for one element.")
-
-
-def extent(chunks: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
-    """The shape of a tensor of which only the chunks' offsets and sizes are known."""
-    ends = [tuple(at + size for at, size in zip(offsets, sizes, strict=True)) for offsets, sizes in chunks]
-    if any(len(one) != len(other) for one, other in pairwise(ends)):
-        raise TensorError("The chunks of one tensor have different numbers of dimensions.")
-    return tuple(map(max, *ends)) if len(ends) > 1 else ends[0]

@@ -96,16 +96,19 @@ def write_params(text: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (drop("consolidated.01.pth"), r"one of 4 parts at least; missing: rank 1\."),
-        (drop("consolidated.03.pth"), r"wo\.weight' is not whole: 9 of its 12 columns are on ranks 0, 1, 2"),
-        (change(2, lambda state: state.pop("rope.freqs")), r"Rank 2 does not have 'rope\.freqs'"),
-        (change(1, lambda state: state["norm.weight"].add_(1)), r"ranks 0, 1 hold different values for 'norm\.weight'"),
+        (drop("consolidated.01.pth"), r"1 of 4 parts are missing: consolidated\.01\.pth\."),
+        (drop("consolidated.03.pth"), r"wo\.weight' is not whole: 9 of its 12 columns are in consolidated\.00\.pth"),
+        (change(2, lambda state: state.pop("rope.freqs")), r"consolidated\.02\.pth does not have 'rope\.freqs'"),
+        (
+            change(1, lambda state: state["norm.weight"].add_(1)),
+            r"\.00\.pth, .*\.01\.pth hold different values for 'norm\.weight'",
+        ),
         (change(1, lambda state: state.update({"norm.weight": torch.ones(3)})), r"have different shapes .* 'norm\.weight'"),
         (
             change(1, lambda state: state.update({"output.weight": torch.ones(9, 5)})),
-            r"'output\.weight' is \[9, 5\] on rank 1, and \[9, 12\] on rank 0",
+            r"'output\.weight' is \[9, 5\] on .*\.01\.pth, and \[9, 12\] on .*\.00\.pth",
         ),
-        (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on rank 1"),
+        (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on consolidated.01.pth"),
         (change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))), "something else than one mapping"),
         (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
     ],
@@ -132,7 +135,7 @@ def test_a_name_that_is_not_known(tmp_path: Path) -> None:
     """Where the model's width is reached decides; where that does not tell, the tensor is refused by its name."""
     state = llama() | {"layers.0.extra.weight": torch.randn(5, DIM)}
     save(tmp_path / "in", 2, state)
-    with pytest.raises(PartError, match=r"Nothing says where 'layers\.0\.extra\.weight' was cut: it is \[5, 12\] on each of 2"):
+    with pytest.raises(PartError, match=r"Nothing says how 'layers\.0\.extra\.weight' was cut: \[5, 12\] on each of 2"):
         load_state_dict(tmp_path / "in")
     for rank in range(2):
         change(rank, lambda state: state.update({"layers.0.extra.weight": torch.ones(5, DIM // 2)}))(tmp_path / "in")

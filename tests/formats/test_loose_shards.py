@@ -84,8 +84,8 @@ ONE = {"b.w": torch.ones(1)}
 @pytest.mark.parametrize(
     ("spoil", "kind", "text"),
     [
-        (lambda folder: shutil.copy(folder / TWO, folder / "model-000002-of-000002.safetensors"), PartError, "is there twice"),
-        (lambda folder: save_file(ONE, folder / "model-00003-of-00002.safetensors"), PartError, "has another number"),
+        (lambda folder: shutil.copy(folder / TWO, folder / "model-000002-of-000002.safetensors"), PartError, "are one part"),
+        (lambda folder: save_file(ONE, folder / "model-00003-of-00002.safetensors"), PartError, "beyond the 2 parts"),
         (lambda folder: save_file(ONE, folder / TWO), DamagedFileError, "'b.w' is in two shards"),
         (lambda folder: shards(folder, stem="other"), NotACheckpointError, "holds several checkpoints"),
         (lambda folder: (folder / ".0123456789ab.ckpt-tmp").mkdir(), PartError, "interrupted"),

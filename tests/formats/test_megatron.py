@@ -219,7 +219,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
     [
         (on("mp_rank_01_000", set_argument("tensor_model_parallel_size", 4)), "not have the same tensor_model_parallel_size"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 4)), "mp_rank_02_000, mp_rank_02_001"),
-        (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 1)), "beyond the 2 ranks"),
+        (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", 1)), "beyond the 2 parts"),
         (on("mp_rank_00_000", set_argument("pipeline_model_parallel_size", 1)), "does not fit the args"),
         (on("mp_rank_00_000", set_argument("pipeline_model_parallel_size", 1 << 40)), "impossible number"),
         (on("mp_rank_00_000", set_argument("tensor_model_parallel_size", -2)), "impossible number"),
@@ -236,7 +236,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
         (on("mp_rank_01_000", change_model(lambda model: model.pop(PROJ))), "is not in mp_rank_01_000"),
         (
             on("mp_rank_01_001", change_model(lambda model: model.update({"output_layer.weight": torch.ones(12, 5)}))),
-            r"'output_layer\.weight' is \[12, 5\] on rank mp_rank_01_001, and \[12, 12\] on rank mp_rank_00_001",
+            r"'output_layer\.weight' is \[12, 5\] on mp_rank_01_001, and \[12, 12\] on mp_rank_00_001",
         ),
         (
             lambda folder, content: content["model"].update({"decoder.layers.1.mixer.in_proj.weight": torch.ones(2, 2)}),
@@ -268,7 +268,7 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 2, 2)
     (tmp_path / "mp_rank_01_000").rename(tmp_path / "elsewhere")
     for path in (tmp_path, tmp_path / "mp_rank_00_000" / "model_optim_rng.pt"):
-        with pytest.raises(PartError, match=r"mp_rank_01_000: missing\. 3 of 4 parts are there"):
+        with pytest.raises(PartError, match=r"1 of 4 parts are missing: mp_rank_01_000"):
             merged(path)
 
 

@@ -44,7 +44,7 @@ def test_ten_thousand_ranks(tmp_path: Path) -> None:
     save_ranks(tmp_path / "in", fsdp2, 1)
     own = tmp_path / "in" / "model_world_size_1_rank_0.pt"
     own.rename(tmp_path / "in" / "model_world_size_999999_rank_0.pt")
-    expect_refused(tmp_path / "in", "one of 999999 parts; missing: ranks 1, 2")
+    expect_refused(tmp_path / "in", "999998 of 999999 parts are missing: rank 1, rank 2")
 
 
 def test_many_files_that_hold_nothing(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_shapes_of_deepspeed_that_lie(shape: tuple[Any, ...], tmp_path: Path) ->
 
 @pytest.mark.parametrize(("values", "text"), [
     ({"partition_count": 0}, "no partition_count"), ({"partition_count": -3}, "no partition_count"),
-    ({"partition_count": [1, 10**12]}, "5 and 999999999994 more"), ({"partition_count": [1, 1, 1]}, ""),
+    ({"partition_count": [1, 10**12]}, "and 999999999994 more"), ({"partition_count": [1, 1, 1]}, ""),
     ({"param_alignment_paddings": [[1 << 62, 1 << 62], [0, 0, 0]]}, "do not add up"),
     ({"param_alignment_paddings": [[-1, 1], [0, 0, 0]]}, "param_alignment_paddings"),
     ({"single_partition_of_fp32_groups": [torch.zeros(1).expand(10**9)] * 2}, "not rows|overlap|impossible|views"),
@@ -196,7 +196,9 @@ def test_ranks_of_deepspeed_that_nobody_has(tmp_path: Path) -> None:
 
 def test_experts_that_lie(tmp_path: Path) -> None:
     """A billion of experts, and groups that are cut among ranks as no mixture is."""
-    expect_refused(zero(tmp_path / "a", 1, optimizer(partition_count=[2, 1]), OPTIMIZER.format(0), world=1), "missing: rank 1")
+    expect_refused(
+        zero(tmp_path / "a", 1, optimizer(partition_count=[2, 1]), OPTIMIZER.format(0), world=1), "missing: zero_pp_rank_1_"
+    )
     folder = zero(tmp_path / "b", 1, lambda saved: saved.update(num_experts=[10**9]))
     shutil.copy(folder / TAG / MODEL, folder / TAG / "layer_0_expert_0_mp_rank_00_model_states.pt")
     expect_refused(folder, "Experts are missing|something else than an expert")

@@ -84,9 +84,9 @@ def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Check
         return open_whole(source, partial=options.partial)
     except PartError as error:
         if error.rest and not options.partial:
-            from ckpt_tools.parts.open import has_partial
+            from ckpt_tools.parts.open import partial_at
 
-            if has_partial(source):
+            if partial_at(source) is not None:
                 error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
         raise
 

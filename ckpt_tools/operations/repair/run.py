@@ -240,7 +240,7 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
             raise UsageError(
                 f"{path} holds no shards that lack an index.", fix="To repair anything else, name a file and an OUT."
             )
-        shards = sharded.read_loose(layout.names, files)
+        shards, _ = sharded.read_loose(layout.names, files)
         text = sharded.missing_index(shards)
         target = files.folder / sharded.index_name(layout.names[0])
         report = Repaired(str(path), str(target), "sharded", dry_run, "The index of the shards is missing.")
