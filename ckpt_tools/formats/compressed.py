@@ -7,9 +7,8 @@ import contextlib
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, UnsupportedContainerError
@@ -19,40 +18,40 @@ from ckpt_tools.io.sources import Reader, Spooled
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16
 _MAGIC = 6  # bytes of the longest one
 _COST_OF_RUN = 1 << 14  # in bytes that are inflated
-_XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
+Magic = bytes | tuple[bytes, ...]
 Spend = Callable[[int], None]
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Kind:
+class Kind(NamedTuple):
+    """A way to compress: how its files begin and end in their names, what inflates one; zstd is read as a stream."""
+
     name: str
-    called: str
-    magic: bytes
-    suffix: str
-    shell: str
-    make: Callable[[], Any] | None
+    magic: Magic
+    suffix: str = ""
+    make: Callable[[], Any] | None = None
+
+    @property
+    def called(self) -> str:
+        return f"{'an' if self.name[0] in 'xl' else 'a'} {self.name} archive"
 
 
-def new_xz() -> Any:
-    return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+def _new_xz() -> Any:
+    return lzma.LZMADecompressor(memlimit=1 << 28)  # bytes; `xz -9` needs a quarter of that
 
 
 KINDS = (
-    Kind("gzip", "a gzip archive", b"\x1f\x8b", ".gz", "gunzip", lambda: zlib.decompressobj(31)),
-    Kind("bzip2", "a bzip2 archive", b"BZh", ".bz2", "bunzip2", bz2.BZ2Decompressor),
-    Kind("xz", "an xz archive", b"\xfd7zXZ\x00", ".xz", "unxz", new_xz),
-    Kind("zstd", "a zstd archive", b"\x28\xb5\x2f\xfd", ".zst", "unzstd", None),
+    Kind("gzip", b"\x1f\x8b", ".gz", lambda: zlib.decompressobj(31)),
+    Kind("bzip2", b"BZh", ".bz2", bz2.BZ2Decompressor),
+    Kind("xz", b"\xfd7zXZ\x00", ".xz", _new_xz),
+    Kind("zstd", b"\x28\xb5\x2f\xfd", ".zst"),
 )
 # joblib's other two. Their few first bytes begin other files too: one is meant where it inflates to the start of a pickle.
 _OF_PICKLES = (
-    *(
-        Kind("zlib", "a zlib archive", b"x" + level, ".z", "zlib-flate -uncompress <", zlib.decompressobj)
-        for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")
-    ),
-    Kind("lzma", "an lzma archive", b"]\x00", ".lzma", "unlzma", new_xz),
+    Kind("zlib", (b"x\x01", b"x\x5e", b"x\x9c", b"x\xda"), ".z", zlib.decompressobj),
+    Kind("lzma", b"]\x00", ".lzma", _new_xz),
 )
 EVERY_KIND = (*KINDS, *_OF_PICKLES)
-_ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
+DEFLATE = Kind("deflate", (), make=lambda: zlib.decompressobj(-15))
 
 
 def kind_of(head: bytes) -> Kind | None:
@@ -66,40 +65,37 @@ def kind_of(head: bytes) -> Kind | None:
 
 
 def inflate(source: Source, kind: Kind) -> Spooled:
-    """The bytes of a compressed file, inflated; they count as what the file being read may inflate to."""
-    budget = limits.budget(source.size)
+    """All that a compressed file inflates to, which counts as what the file being read may; it ends where that ends."""
+    budget, why = limits.budget(source.size), ""
 
     def spend(count: int) -> None:
         budget.take(limits.MEMORY, count // limits.STREAMED, f"{source.path} inflates to more than any real file.")
 
-    blocks = zstd_blocks(source, spend) if kind.make is None else _whole(source, kind, kind.make, spend)
+    def whole() -> Iterator[bytes]:
+        end = yield from runs(source, kind, kind.magic, spend)
+        if end is None:
+            raise EOFError("It is cut off")
+        if end < source.size:
+            raise EOFError(f"{source.size - end} bytes of something else stand behind what was compressed")
+
     try:
-        return Spooled(source, blocks)
+        return Spooled(source, whole())
     except CkptError:  # some of ours are an OSError too
         raise
     except (zlib.error, lzma.LZMAError, EOFError, ValueError, OSError) as error:
-        raise _damaged(source, kind, f"{error}.") from None
+        why = f"{error}."
+    raise DamagedFileError(f"{source.path} cannot be inflated ({kind.name}).", why=why, fix="Get it again.")
 
 
-def _damaged(source: Source, kind: Kind, why: str) -> DamagedFileError:
-    return DamagedFileError(f"{source.path} cannot be inflated ({kind.name}).", why=why, fix="Get it again.")
+def runs(source: Source, kind: Kind, again: Magic, spend: Spend, start: int = 0) -> Generator[bytes, None, int | None]:
+    """What compressed runs from `start` on give, in blocks, and where they end; None where that is not in the file.
 
-
-def _whole(source: Source, kind: Kind, make: Callable[[], Any], spend: Spend) -> Iterator[bytes]:
-    """All that the file inflates to; it has to end where what was compressed ends."""
-    end = yield from runs(source, 0, make, kind.magic, spend)
-    if end is None:
-        raise _damaged(source, kind, "It is cut off.")
-    if end < source.size:
-        raise _damaged(source, kind, f"{source.size - end} bytes of something else stand behind what was compressed.")
-
-
-Again = bytes | tuple[bytes, ...]
-
-
-def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spend: Spend) -> Generator[bytes, None, int | None]:
-    """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first."""
-    opened, at = make(), start
+    One run may follow another that begins as `again` says. `spend` counts bytes before they are given.
+    """
+    if kind.make is None:
+        yield from _zstd(source, spend)
+        return source.size
+    opened, at = kind.make(), start
     while at < source.size:
         data = source.read(at, min(_PACKED_BLOCK, source.size - at))
         at += len(data)
@@ -110,11 +106,14 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spen
                 break
             data = getattr(opened, "unconsumed_tail", b"")
         if opened.eof:
-            at = _next_run(source, at - len(opened.unused_data))
+            at -= len(opened.unused_data)
+            while (padding := source.read(at, min(_PACKED_BLOCK, source.size - at))) and not padding.strip(b"\0"):
+                at += len(padding)
+            at += len(padding) - len(padding.lstrip(b"\0"))
             if not again or not source.read(at, min(_MAGIC, source.size - at)).startswith(again):
                 return at
             spend(_COST_OF_RUN)
-            opened = make()
+            opened = kind.make()
     return None
 
 
@@ -130,36 +129,20 @@ def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
         raise
 
 
-def _next_run(source: Source, at: int) -> int:
-    while padding := source.read(at, min(_PACKED_BLOCK, source.size - at)):
-        following = padding.lstrip(b"\0")
-        at += len(padding) - len(following)
-        if following:
-            break
-    return at
-
-
-# --- zstd
-
-
-def zstd_blocks(source: Source, spend: Spend) -> Iterator[bytes]:
+def _zstd(source: Source, spend: Spend) -> Iterator[bytes]:
     module: Any = None
-    for name in _ZSTD:
+    for name in ("zstandard", "compression.zstd"):  # the second since Python 3.14, and taken where both are there
         with contextlib.suppress(ImportError):
-            module = module or import_module(name)
+            module = import_module(name)
     if module is None:
-        raise UnsupportedContainerError(
-            f"{source.path} is a zstd archive, which nothing here inflates.",
-            why="Python can do so from 3.14 on, or with the package zstandard.",
-            fix="Unpack it (unzstd), or: pip install zstandard",
-        )
+        what = f"{source.path} is a zstd archive, which Python inflates from 3.14 on, or with the package zstandard."
+        raise UnsupportedContainerError(what, fix="pip install zstandard, or unpack it: unzstd")
     file = Reader(source)
-    opened = module.ZstdFile(file) if hasattr(module, "ZstdFile") else module.ZstdDecompressor().stream_reader(
-        file, read_across_frames=True
-    )  # fmt: skip
+    is_own = hasattr(module, "ZstdFile")
+    opened = module.ZstdFile(file) if is_own else module.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     try:
         while piece := opened.read(_BLOCK):
             spend(len(piece))
             yield piece
-    except getattr(module, "ZstdError", ValueError) as error:
+    except module.ZstdError as error:
         raise EOFError(str(error)) from None

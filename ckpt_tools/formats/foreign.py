@@ -16,7 +16,7 @@ from ckpt_tools.tree.findings import mending
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ASK = "Ask for the PyTorch weights that it was made of."
 _KINDS = (  # where the magic bytes are, what they are, what the file is
-    *((0, kind.magic, kind.called, f"Unpack it first: {kind.shell} FILE.") for kind in KINDS),
+    *((0, kind.magic, kind.called, "Unpack it first.") for kind in KINDS),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
     (0, b"Rar!", "a RAR archive", "Unpack it first."),
     (0, b"\x89PNG", "a PNG picture", ""),

@@ -94,54 +94,36 @@ def _part(source: Source, record: Record, header: Header) -> Part:
     return Part.of_bytes(read(record_content(source, record))[header.length :])
 
 
+# The text of a Python dict, its fields in any order; Python 2 wrote sizes as 3L. `ast.literal_eval` would compile it.
+_HEADER = re.compile(
+    r"""\s*\{(?:\s*(['"])(?:
+        descr\1\s*:\s*(?:(['"])(?P<descr>[^'"\\]*)\2|(?P<fields>\[[^:{}]*\]))
+        |fortran_order\1\s*:\s*(?P<order>True|False)
+        |shape\1\s*:\s*\((?P<shape>(?:\s*+\d{1,19}L?\s*+(?:,|(?=\))))*+)\s*+\)
+    )\s*(?:,|(?=\}))){3}\s*\}\s*""",
+    re.DOTALL | re.VERBOSE | re.ASCII,
+)
+
+
 def parse_header(head: bytes, name: str = "") -> Header:
     """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is called."""
     what = f"The array {name!r}" if name else "The array"
-    size = 2 if head[6:7] == b"\1" else 4
-    start = 8 + size
+    start = 10 if head[6:7] == b"\1" else 12
     length = int.from_bytes(head[8:start], "little")
     if not head.startswith(_MAGIC) or head[6:7] not in (b"\1", b"\2", b"\3") or length > _MAX_HEADER:
         raise DamagedFileError(f"{what} does not begin with a header of NumPy's.", why=f"It begins with {head[:16]!r}.")
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
-    fields = _literal(head[start : start + length])
-    shape, fortran = fields.get("shape"), fields.get("fortran_order")
-    if fields.keys() != {"descr", "fortran_order", "shape"} or type(shape) is not tuple or type(fortran) is not bool:
+    found = _HEADER.fullmatch(head[start : start + length].decode("latin-1"))
+    descr, order, sizes = ((found["descr"] or found["fields"]), found["order"], found["shape"]) if found else (None, None, None)
+    shape = tuple(map(int, re.findall(r"\d+", sizes or "")))
+    if descr is None or order is None or sizes is None or max(shape, default=0) >= 1 << 63 or len(shape) > MAX_DIMENSIONS:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
-    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape) or len(shape) > MAX_DIMENSIONS:
-        raise DamagedFileError(f"{what} has a malformed header.", why="Its shape is impossible.")
-    descr = str(fields["descr"])
-    found = _DESCR.fullmatch(descr)
-    code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
-    if not found or not (code in BY_NUMPY or found[2] in "OSU"):
+    kind = _DESCR.fullmatch(descr)
+    code = "" if not kind else "O" if kind[2] == "O" else kind[2] + kind[3]  # NumPy wrote "|O8" before 1.7
+    if not kind or not (code in BY_NUMPY or kind[2] in "OSU"):
         raise UnsupportedContainerError(f"{what} has the NumPy dtype {descr[:100]!r}, which torch does not have.")
-    return Header(code, found[1] == ">", fortran, shape, start + length)
-
-
-# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
-# Python 2 wrote sizes as 3L.
-_FIELD = re.compile(
-    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
-    re.DOTALL,
-)
-
-
-def _literal(text: bytes) -> dict[str, object]:
-    """The fields of a header; none when it is not one."""
-    inside = text.decode("latin-1").strip()
-    if inside[:1] != "{" or inside[-1:] != "}":
-        return {}
-    inside, fields, at = inside[1:-1].rstrip(), dict[str, object](), 0
-    while at < len(inside):
-        found = _FIELD.match(inside, at)
-        if found is None or found[2] in fields:
-            return {}
-        at = found.end()
-        if found[6] is not None:
-            fields[found[2]] = tuple(map(int, re.findall(r"-?\d+", found[6])))
-        else:
-            fields[found[2]] = found[5] == "True" if found[5] else found[4] or found[7] or ""
-    return fields
+    return Header(code, kind[1] == ">", order == "True", shape, start + length)
 
 
 class Arrays:

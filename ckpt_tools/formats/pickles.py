@@ -20,7 +20,7 @@ from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
 from ckpt_tools.formats import exported_program, texts
 from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import is_tar, is_zip
-from ckpt_tools.formats.compressed import EVERY_KIND, Kind, runs, zstd_blocks
+from ckpt_tools.formats.compressed import DEFLATE, EVERY_KIND, Kind, Magic, runs
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import single_folder
@@ -45,12 +45,12 @@ _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks 
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _LOCKED = ((b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x04\x22\x4d\x18", "an lz4 archive"))
 # `ZF`, 19 characters of its length in hexadecimal, perhaps a space. Source: `joblib.numpy_pickle_compat.read_zfile`.
-_JOBLIB = Kind("zlib of joblib 0.8", "", b"ZF", "", "", zlib.decompressobj)
+_JOBLIB = Kind("zlib of joblib 0.8", b"ZF", make=zlib.decompressobj)
 _ZFILE = 2 + len(hex(2**64))
 _KINDS = (*EVERY_KIND, _JOBLIB)
 # What may stand behind such a run and is read on, where that is not another one of its own kind.
 _XZ = (b"\xfd7zXZ\x00", b"]\x00")
-_AGAIN: dict[str, tuple[bytes, ...]] = {"zlib": (b"x",), _JOBLIB.name: (), "xz": _XZ, "lzma": _XZ}
+_AGAIN: dict[str, Magic] = {"zlib": b"x", _JOBLIB.name: (), "xz": _XZ, "lzma": _XZ}
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
 _BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
@@ -241,7 +241,7 @@ class _Walk:
             member: Source = Window(source, start, max(following, start) - start)
             with self.guarded(name):
                 if header.method == 8:
-                    member = Spooled(source, runs(member, 0, lambda: zlib.decompressobj(-15), b"", self.spend))
+                    member = Spooled(source, runs(member, DEFLATE, b"", self.spend))
                 self.examine(member, _inside(where, name), depth + 1)
 
     def opened(self, source: Source, record: Record) -> Source:
@@ -273,8 +273,7 @@ class _Walk:
         if kind is _JOBLIB:
             start = min(_ZFILE, source.size)
             start += source.read(start, min(1, source.size - start)) == b" "
-        again = _AGAIN.get(kind.name, (kind.magic,))
-        blocks = zstd_blocks(source, self.spend) if kind.make is None else runs(source, start, kind.make, again, self.spend)
+        blocks = runs(source, kind, _AGAIN.get(kind.name, kind.magic), self.spend, start)
         opened = Spooled(source, _up_to_damage(blocks, damage))
         if opened.size:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)

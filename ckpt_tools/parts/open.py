@@ -19,7 +19,7 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
 from ckpt_tools.parts import families, training
 from ckpt_tools.parts.families import Found, partition
-from ckpt_tools.parts.names import folder_of_files, is_index
+from ckpt_tools.parts.names import folder_of_files
 from ckpt_tools.parts.partition import Partition, names_parts
 from ckpt_tools.tree.nodes import Node, Object
 from ckpt_tools.tree.options import natural
@@ -100,10 +100,10 @@ def _decode(source: Source, member: str) -> Checkpoint:
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
     if may_be_packed(head):
-        from ckpt_tools.formats import packed
+        from ckpt_tools.parts import packed
 
         if packed.is_packed(source, head):
-            return packed.decode(source, head, member, packed.Folders(decode_folder, _is_whole))
+            return packed.decode(source, head, member)
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
@@ -120,17 +120,6 @@ def _decode(source: Source, member: str) -> Checkpoint:
     except BaseException:
         files.close()
         raise
-
-
-def _is_whole(folder: Path, names: list[str], member: Callable[[str], Source | None]) -> bool:
-    """Whether a folder in an archive is one checkpoint; an index of something else makes none of it."""
-    found = families.layout_of(folder, names)
-    if found is None:
-        return False
-    members = [member(name) for name in found.names]
-    if found.family == "sharded" and (index := members[0]) is not None:
-        return is_index(index, index.read(0, min(HEAD, index.size)))
-    return None not in members
 
 
 def files_beside(source: Source) -> Files:

@@ -223,14 +223,14 @@ def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
 
 
 def test_repair_and_edits_in_place_say_the_way_out(tmp_path: Path) -> None:
-    """What is packed is not mended and not edited where it lies: the error has the command that unpacks it."""
-    for name, said in {"model.tar.gz": "tar xf", "model.tar": "tar xf", "model.pth.gz": "gunzip"}.items():
+    """What is packed is not mended and not edited where it lies: the error says to unpack it."""
+    for name in ("model.tar.gz", "model.tar", "model.pth.gz"):
         path = write(tmp_path, PACKED[name][0], name)
         for broken in (PACKED[name][0], PACKED[name][0][:-30]):
             path.write_bytes(broken)
             with pytest.raises(UnsupportedContainerError) as caught:
                 ckpt_tools.repair(path, tmp_path / "out.pth")
-            assert f"{said} {path}" in caught.value.fix
+            assert "Unpack it first" in caught.value.fix
         path.write_bytes(PACKED[name][0])
         with pytest.raises(ConvertError, match="cannot be edited in place"):
             ckpt_tools.edit_in_place(path, add_module=True)

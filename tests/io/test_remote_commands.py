@@ -95,11 +95,11 @@ def test_repair(far: str, name: str, tmp_path: Path) -> None:
 
 
 def test_repair_of_what_is_packed(server: Server, tmp_path: Path) -> None:
-    """The command that unpacks it takes the file, which is fetched before; no shell unpacks an address."""
+    """It is to be unpacked first, as a file of this machine is."""
     (tmp_path / "a.pth.gz").write_bytes(gzip.compress(b"packed"))
     with pytest.raises(UnsupportedContainerError) as refused:
         repair(server.url("a.pth.gz"), tmp_path / "out.pth")
-    assert "(gunzip a.pth.gz)" in refused.value.fix
+    assert "Unpack it first" in refused.value.fix
 
 
 def test_loading(far: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UnsupportedContainerError
@@ -23,18 +22,14 @@ from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 _START = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w/.-]", re.DOTALL)
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
-_DTYPES = {
-    "V2": "bfloat16", "bool_": "bool",  # what numpy calls them where ml_dtypes is not there
-    **{name: name for name in (
-        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-        "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64",
-        "complex128",
-    )},
-}  # fmt: skip
+_DTYPES = {dtype.name: dtype for dtype in DTYPES.values() if dtype.safetensors and dtype.itemsize and dtype.packed == 1}
+_DTYPES |= {"complex128": DTYPES["complex128"], "V2": DTYPES["bfloat16"], "bool_": DTYPES["bool"]}  # V2: without ml_dtypes
 _CONSTANTS: dict[int, Node] = {0xC0: None, 0xC2: False, 0xC3: True}
 _NUMBERS = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
-_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-_SIZED = {
+# What a byte begins, and its size or the number that says it.
+_SIZED: dict[int, tuple[str, int | str]] = {
+    **{0x80 + size: ("map", size) for size in range(16)}, **{0x90 + size: ("list", size) for size in range(16)},
+    **{0xA0 + size: ("text", size) for size in range(32)}, **{0xD4 + power: ("extension", 1 << power) for power in range(5)},
     0xC4: ("bytes", "B"), 0xC5: ("bytes", "H"), 0xC6: ("bytes", "I"), 0xC7: ("extension", "B"), 0xC8: ("extension", "H"),
     0xC9: ("extension", "I"), 0xD9: ("text", "B"), 0xDA: ("text", "H"), 0xDB: ("text", "I"), 0xDC: ("list", "H"),
     0xDD: ("list", "I"), 0xDE: ("map", "H"), 0xDF: ("map", "I"),
@@ -72,12 +67,6 @@ def _flat(root: Dict, cursor: Cursor) -> list[tuple[str, Node]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    at: int
-    length: int
-
-
 class _Reader:
     def __init__(self, source: Source) -> None:
         self.source, self.cursor = source, Cursor(source, 0, source.size, "msgpack file", ">")
@@ -86,12 +75,12 @@ class _Reader:
     def value(self, depth: int) -> Node:
         """The next value; bytes are read."""
         node = self._next(depth)
-        if isinstance(node, _Bytes):
+        if isinstance(node, Range):
             self.cursor.hold(node.length)
-            return self.source.read(node.at, node.length)
+            return self.source.read(node.offset, node.length)
         return node
 
-    def _next(self, depth: int) -> Node | _Bytes:
+    def _next(self, depth: int) -> Node | Range:
         """The next value; bytes are passed over."""
         code = self.cursor.take(1)[0]
         if code < 0x80 or code >= 0xE0:
@@ -100,35 +89,24 @@ class _Reader:
             return _CONSTANTS[code]
         if code in _NUMBERS:
             return self.cursor.numbers(_NUMBERS[code], 1)[0]
-        kind, size = self._kind(code)
+        if code not in _SIZED:
+            raise DamagedFileError(f"The msgpack file holds the byte {code:#x} where a value begins, at {self.cursor.at - 1}.")
+        kind, width = _SIZED[code]
+        size = width if isinstance(width, int) else self.cursor.number(width)
         if kind == "bytes":
-            return _Bytes(self.cursor.skip(size), size)
-        if kind == "text":
-            return self._text(size)
-        limits.check_depth(depth, "The msgpack file is nested too deep.")
+            return Range(self.source, self.cursor.skip(size), size)
         self.cursor.check(size)  # what is in a map or a list takes a byte at least
+        if kind == "text":
+            self.cursor.hold(size)
+            try:
+                return self.cursor.take(size).decode()
+            except UnicodeDecodeError:
+                raise DamagedFileError("The msgpack file holds text that is not UTF-8.") from None
+        limits.check_depth(depth, "The msgpack file is nested too deep.")
         if kind == "extension":
             return self._extension(size, depth)
         self.cursor.count(_NODES_OF_MAP + size // _VALUES_PER_NODE)
         return self._map(size, depth) if kind == "map" else List([self.value(depth + 1) for _ in range(size)])
-
-    def _kind(self, code: int) -> tuple[str, int]:
-        if code < 0xC0:
-            return ("map", code & 15) if code < 0x90 else ("list", code & 15) if code < 0xA0 else ("text", code & 31)
-        if code in _FIXED_EXTENSIONS:
-            return "extension", _FIXED_EXTENSIONS[code]
-        if code not in _SIZED:
-            raise DamagedFileError(f"The msgpack file holds the byte {code:#x} where a value begins, at {self.cursor.at - 1}.")
-        kind, width = _SIZED[code]
-        return kind, self.cursor.number(width)
-
-    def _text(self, size: int) -> str:
-        self.cursor.check(size)
-        self.cursor.hold(size)
-        try:
-            return self.cursor.take(size).decode()
-        except UnicodeDecodeError:
-            raise DamagedFileError("The msgpack file holds text that is not UTF-8.") from None
 
     def _map(self, count: int, depth: int) -> Node:
         items: list[tuple[Node, Node]] = []
@@ -150,28 +128,24 @@ class _Reader:
         self.cursor.check(size)
         outer, self.cursor.end = self.cursor.end, self.cursor.at + size
         code = self.cursor.take(1)[0]
-        match [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]:
-            case [float() | int() as real, float() | int() as imaginary] if kind == _COMPLEX:
-                made = self._entry("complex128", [], Literal(struct.pack("<2d", real, imaginary)))
-            case [List() as sizes, str() as name, _Bytes() as data] if kind != _COMPLEX:
-                made = self._entry(name, sizes.items, Range(self.source, data.at, data.length))
-            case _:
-                raise _malformed()
-        if self.cursor.at != self.cursor.end:
-            raise _malformed()
-        self.cursor.end = outer
-        return made
+        parts = [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]
+        is_whole, self.cursor.end = self.cursor.at == self.cursor.end, outer
+        match parts:
+            case [float() | int() as real, float() | int() as imaginary] if is_whole and kind == _COMPLEX:
+                return self._entry("complex128", [], Literal(struct.pack("<2d", real, imaginary)))
+            case [List() as sizes, str() as name, Range() as data] if is_whole and kind != _COMPLEX:
+                return self._entry(name, sizes.items, data)
+        raise _malformed()
 
     def _entry(self, name: str, sizes: list[Node], content: Content) -> Entry:
-        dtype = DTYPES.get(_DTYPES.get(name, ""))
-        if dtype is None:
+        if name not in _DTYPES:
             raise UnsupportedContainerError(f"The msgpack file holds an array of {name[:40]!r}, which torch does not have.")
         shape = tuple(size for size in sizes if type(size) is int and size >= 0)
         if len(shape) < len(sizes):
             raise _malformed()
         self.count += 1
         limits.NODES.check(limits.LISTED * self.count, f"The file holds {self.count} arrays.", self.source.size)
-        return row_major(str(self.count - 1), dtype, shape, content, "An array of the msgpack file")
+        return row_major(str(self.count - 1), _DTYPES[name], shape, content, "An array of the msgpack file")
 
     def _chunked(self, node: Dict) -> Entry:
         pieces = _in_order(node.get("chunks"))

@@ -10,9 +10,8 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, TensorError, UnsupportedContainerError
@@ -30,6 +29,7 @@ from ckpt_tools.values.pytorch import need_torch
 
 MAGIC = b"GGUF"
 _MAX_NAME = 1 << 16
+_ITEMS_PER_NODE = 4
 STRING, ARRAY = 8, 9
 # A key's type -> its name and the code of `struct`.
 NUMBERS = {
@@ -42,8 +42,7 @@ def sniff(head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-@dataclass(frozen=True, slots=True)
-class _Info:
+class _Info(NamedTuple):
     name: str
     shape: tuple[int, ...]
     kind: BlockType
@@ -55,113 +54,113 @@ class _Info:
 
 
 def decode(source: Source) -> Checkpoint:
-    cursor = Cursor(source, len(MAGIC), source.size, "GGUF file")
-    version = cursor.number("I")
+    header = _Header(source, len(MAGIC), source.size, "GGUF file")
+    version = header.number("I")
     if version & 0xFFFF == 0:
-        cursor.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+        header.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
     if version not in (2, 3):
         raise UnsupportedContainerError(f"The GGUF file is of version {version}; ckpt reads 2 and 3.")
-    tensors, keys = cursor.number("Q"), cursor.number("Q")
+    tensors, keys = header.number("Q"), header.number("Q")
     limits.NODES.check(limits.LISTED * tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
-    warnings: list[Warned] = []
-    metadata = _Values(cursor, warnings).read(keys)
-    infos = [_info(cursor) for _ in range(tensors)]
-    text = metadata.get("general.alignment", "32")
-    alignment = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
-    if alignment < 1 or alignment & (alignment - 1):
-        raise DamagedFileError(f"The GGUF file has the alignment {text[:20]}, which is not a power of two.")
-    start = -(-cursor.at // alignment) * alignment
+    metadata = header.metadata(keys)
+    infos = [header.info() for _ in range(tensors)]
+    alignment = _alignment(metadata)
+    if not alignment:
+        what = f"The GGUF file has the alignment {metadata['general.alignment'][:20]}, which is not a power of two."
+        raise DamagedFileError(what)
+    start = -(-header.at // alignment) * alignment
     _check_places(infos, start, source.size, alignment)
-    items = [(info.name, _entry(str(number), info, source, start, cursor.order)) for number, info in enumerate(infos)]
+    items = [(info.name, _entry(str(number), info, source, start, header.order)) for number, info in enumerate(infos)]
     made = state_dict("gguf", source, items)
     root = as_dict(made.root)
     root.items = restore_aliases(root.items, metadata)
     root.attributes = restore_state_dict_metadata(metadata)
     made.metadata, made.storage_bytes = metadata, sum(info.nbytes for info in infos)
     made.encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
-    made.warnings = warnings + stored_types(made.encodings)
+    made.warnings = header.warnings + stored_types(made.encodings)
     return made
 
 
-class _Values:
-    """The keys and their values, as text: what is not text as JSON, with its type noted under GGUF_TYPES."""
+def _alignment(metadata: Mapping[str, str]) -> int:
+    """What the offsets of tensors are multiples of; 0 where the file says something else than a power of two."""
+    text = metadata.get("general.alignment", "32")
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    return 0 if number & (number - 1) else number
 
-    def __init__(self, cursor: Cursor, warnings: list[Warned]) -> None:
-        self.cursor, self.warnings = cursor, warnings
 
-    def read(self, count: int) -> dict[str, str]:
-        metadata: dict[str, str] = {}
-        types: dict[str, str] = {}
-        self.cursor.count(2 * count)  # and its type
+class _Header(Cursor):
+    """What stands before the tensors."""
+
+    def metadata(self, count: int) -> dict[str, str]:
+        """The keys and their values, as text: what is not text as JSON, with its type noted under GGUF_TYPES."""
+        metadata, types, self.warnings = dict[str, str](), dict[str, str](), list[Warned]()
+        self.count(2 * count)  # and its type
         for _ in range(count):
-            key = _name(self.cursor, "key")
+            key = self._name("key")
             if key in metadata:
                 raise DamagedFileError(f"The GGUF file has the key {key!r} twice.", why="Two programs would read two values.")
-            kind, value = self._value(self.cursor.number("I"), key)
+            kind, value = self._value(self.number("I"), key)
             metadata[key] = value if kind == "string" else json.dumps(value)
             if kind != "string":
                 types[key] = kind
         return metadata | ({GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
 
+    def info(self) -> _Info:
+        name, dimensions = self._name("tensor"), self.number("I")
+        if dimensions > MAX_DIMENSIONS:
+            raise DamagedFileError(f"The tensor {name!r} claims {dimensions} dimensions.")
+        shape = tuple(int(size) for size in reversed(self.numbers("Q", dimensions)))
+        number, offset = self.number("I"), self.number("Q")
+        kind = BY_NUMBER.get(number)
+        if kind is None:
+            known = UNREAD.get(number, f"of the unknown type {number}")
+            raise UnsupportedContainerError(f"The tensor {name!r} is {known}, which ckpt does not read.")
+        if prod(size or 1 for size in shape) > MAX_ELEMENTS:  # before it is asked whether so much is in the file
+            raise TensorError(f"The tensor {name!r} has impossible sizes.")
+        if kind.elements > 1 and (not shape or shape[-1] % kind.elements):
+            what = f"The tensor {name!r} is {kind.name}, and its rows are not whole blocks of {kind.elements}."
+            raise DamagedFileError(what)
+        return _Info(name, shape, kind, offset)
+
+    def _name(self, what: str) -> str:
+        length = self.number("Q")
+        if length > _MAX_NAME:
+            raise DamagedFileError(f"A {what} of the GGUF file claims a name of {length} bytes.")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise DamagedFileError(f"A {what} of the GGUF file has a name that is not UTF-8.") from None
+
     def _value(self, kind: int, key: str) -> tuple[str, Any]:
         if kind == STRING:
             return "string", self._text(key)
         if kind == ARRAY:
-            kind, count = self.cursor.number("I"), self.cursor.number("Q")
-            self.cursor.check(count)  # an item takes a byte at least
-            self.cursor.hold(count)
-            self.cursor.count(count // _ITEMS_PER_NODE)
+            kind, count = self.number("I"), self.number("Q")
+            self.check(count)  # an item takes a byte at least
+            self.hold(count)
+            self.count(count // _ITEMS_PER_NODE)
             if kind == STRING:
                 return "[string]", [self._text(key) for _ in range(count)]
             if kind in NUMBERS:
                 name, code = NUMBERS[kind]
-                return f"[{name}]", list(self.cursor.numbers(code, count))
+                return f"[{name}]", list(self.numbers(code, count))
         if kind not in NUMBERS:
             raise UnsupportedContainerError(f"The key {key!r} of the GGUF file has the type {kind}, which ckpt does not read.")
         name, code = NUMBERS[kind]
-        return name, self.cursor.numbers(code, 1)[0]
+        return name, self.numbers(code, 1)[0]
 
     def _text(self, key: str) -> str:
-        length = self.cursor.number("Q")
-        self.cursor.check(length)
-        self.cursor.hold(length)
-        raw = self.cursor.take(length)
+        length = self.number("Q")
+        self.check(length)
+        self.hold(length)
+        raw = self.take(length)
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            if not any(warned.code == "not-utf-8" for warned in self.warnings):
-                self.warnings.append(Warned("not-utf-8", f"the text under {key!r} is not UTF-8; its odd bytes are escaped"))
+            self.warnings = self.warnings or [
+                Warned("not-utf-8", f"the text under {key!r} is not UTF-8; its odd bytes are escaped")
+            ]
             return raw.decode(errors="backslashreplace")
-
-
-_ITEMS_PER_NODE = 4
-
-
-def _name(cursor: Cursor, what: str) -> str:
-    length = cursor.number("Q")
-    if length > _MAX_NAME:
-        raise DamagedFileError(f"A {what} of the GGUF file claims a name of {length} bytes.")
-    try:
-        return cursor.take(length).decode()
-    except UnicodeDecodeError:
-        raise DamagedFileError(f"A {what} of the GGUF file has a name that is not UTF-8.") from None
-
-
-def _info(cursor: Cursor) -> _Info:
-    name, dimensions = _name(cursor, "tensor"), cursor.number("I")
-    if dimensions > MAX_DIMENSIONS:
-        raise DamagedFileError(f"The tensor {name!r} claims {dimensions} dimensions.")
-    shape = tuple(int(size) for size in reversed(cursor.numbers("Q", dimensions)))
-    number, offset = cursor.number("I"), cursor.number("Q")
-    kind = BY_NUMBER.get(number)
-    if kind is None:
-        known = UNREAD.get(number, f"of the unknown type {number}")
-        raise UnsupportedContainerError(f"The tensor {name!r} is {known}, which ckpt does not read.")
-    if prod(size or 1 for size in shape) > MAX_ELEMENTS:  # before it is asked whether so much is in the file
-        raise TensorError(f"The tensor {name!r} has impossible sizes.")
-    if kind.elements > 1 and (not shape or shape[-1] % kind.elements):
-        raise DamagedFileError(f"The tensor {name!r} is {kind.name}, and its rows are not whole blocks of {kind.elements}.")
-    return _Info(name, shape, kind, offset)
 
 
 def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int) -> None:
@@ -228,7 +227,7 @@ def schemes(decoded: Checkpoint) -> list[dict[str, Any]]:
 
 # --- laying out: one flat state dict in plain types or Q8_0, its metadata as typed keys
 
-_ALIGNMENT = 32
+_MOST_ALIGNMENT = 1 << 16
 _LONGEST_NAME, _MOST_DIMENSIONS = 63, 4  # ggml's own: GGML_LONGEST_NAME with its end, GGML_MAX_DIMS
 _BY_DTYPE = {row.dtype: row for row in BY_NAME.values() if row.dtype is not None}
 _CODES = {name: (number, code) for number, (name, code) in NUMBERS.items()}
@@ -244,14 +243,19 @@ def lay_out(
         for key, text in metadata.items()
         if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
     ]
-    said = metadata.get("general.alignment", "")
-    alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ConvertError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
+    alignment = _alignment(metadata)
+    if not 0 < alignment <= _MOST_ALIGNMENT:
+        raise ConvertError(f"The metadata 'general.alignment' is no power of two up to {_MOST_ALIGNMENT}.")
     infos, pieces, at = [], list[Piece](), 0
     for name, (entry, content) in tensors.items():
         kind, made = _stored(name, entry, content, quantise=quantise)
-        infos.append(_info_bytes(name, entry, kind, at))
+        raw, sizes = _text(name, name), entry.shape[::-1]
+        if len(raw) - 8 > _LONGEST_NAME:
+            what = f"The name {name!r} is longer than the {_LONGEST_NAME} bytes that GGUF has."
+            raise ConvertError(what, fix="Use `rename`.")
+        if len(sizes) > _MOST_DIMENSIONS:
+            raise ConvertError(f"{name!r} has {len(sizes)} dimensions, and GGUF has {_MOST_DIMENSIONS} at most.")
+        infos.append(raw + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind.number, at))
         padding = -made.length % alignment
         pieces += [Piece(made), Piece(Literal(bytes(padding)))]
         at += made.length + padding
@@ -260,9 +264,8 @@ def lay_out(
 
 
 def becomes_q8_0(entry: Entry) -> bool:
-    size = Q8_0.elements
     known = entry.dtype.family == "float" and entry.dtype.packed == 1 and entry.dtype.in_torch
-    return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % size == 0
+    return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % Q8_0.elements == 0
 
 
 def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tuple[BlockType, Content]:
@@ -270,43 +273,25 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     if quantise and becomes_q8_0(entry):
         need_torch("`dtype='q8_0'` works blocks out with it.")
         return Q8_0, quantised(content, dtype, name)
-    kind = _BY_DTYPE.get(dtype)
-    if kind is None:
-        raise ConvertError(
-            f"{name!r} is {dtype.name}, which GGUF has no type for.",
-            fix="`dtype` casts floats; or write a .pth, which holds any tensor.",
-        )
-    return kind, content
-
-
-def _info_bytes(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
-    raw = _text(name, name)
-    if len(raw) - 8 > _LONGEST_NAME:
-        raise ConvertError(f"The name {name!r} is longer than the {_LONGEST_NAME} bytes that GGUF has.", fix="Use `rename`.")
-    if len(entry.shape) > _MOST_DIMENSIONS:
-        raise ConvertError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MOST_DIMENSIONS} at most.")
-    sizes = reversed(entry.shape)
-    return raw + struct.pack(f"<I{len(entry.shape)}QIQ", len(entry.shape), *sizes, kind.number, at)
+    if dtype not in _BY_DTYPE:
+        fix = "`dtype` casts floats; or write a .pth, which holds any tensor."
+        raise ConvertError(f"{name!r} is {dtype.name}, which GGUF has no type for.", fix=fix)
+    return _BY_DTYPE[dtype], content
 
 
 def _value(kind: str, key: str, text: str) -> bytes:
     if kind == "string":
         return struct.pack("<I", STRING) + _text(key, text)
     try:
-        number, raw = _encoded(kind, key, json.loads(text))
-    except (ValueError, TypeError, KeyError, struct.error, RecursionError):
+        value = json.loads(text)
+        if kind == "[string]":
+            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(_text(key, item) for item in value)
+        number, code = _CODES[kind.strip("[]")]
+        if kind.startswith("["):
+            return struct.pack(f"<IIQ{len(value)}{code}", ARRAY, number, len(value), *value)
+        return struct.pack(f"<I{code}", number, value)
+    except (ValueError, TypeError, AttributeError, KeyError, struct.error, RecursionError):
         raise ConvertError(f"The metadata {key!r} is not of the type {kind[:20]}, which it has in GGUF.") from None
-    return struct.pack("<I", number) + raw
-
-
-def _encoded(kind: str, key: str, value: Any) -> tuple[int, bytes]:
-    if not kind.startswith("["):
-        number, code = _CODES[kind]
-        return number, struct.pack(f"<{code}", value)
-    if kind == "[string]":
-        return ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(_text(key, text) for text in value)
-    number, code = _CODES[kind[1:-1]]
-    return ARRAY, struct.pack(f"<IQ{len(value)}{code}", number, len(value), *value)
 
 
 def _text(key: str, text: str) -> bytes:

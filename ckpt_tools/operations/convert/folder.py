@@ -21,7 +21,6 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.formats.packed import Folder
 from ckpt_tools.formats.registry import begins_as_checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io import temporaries
@@ -38,6 +37,7 @@ from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.parts import sharded
 from ckpt_tools.parts.names import INDEX_SUFFIX, ONE_FILE
+from ckpt_tools.parts.packed import Folder
 from ckpt_tools.parts.rank_files import CONTAINER as RANK_FILES
 from ckpt_tools.parts.training import is_state, is_training
 from ckpt_tools.tree.nodes import Dict, Node

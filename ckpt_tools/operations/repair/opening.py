@@ -201,17 +201,15 @@ def _without_carriage_returns(
 
 
 def _refuse_packed(source: Source) -> None:
-    """Raise UnsupportedContainerError for a compressed file or a tar: what is in it is mended once it is unpacked."""
+    """Raise UnsupportedContainerError for a compressed file or a tar."""
     head = source.read(0, min(HEAD, source.size)) if not isinstance(source, Files) else b""
     if not may_be_packed(head):
         return
-    from ckpt_tools.formats.packed import unpack_command
+    from ckpt_tools.parts.packed import is_packed
 
-    if command := unpack_command(source, head):
-        raise UnsupportedContainerError(
-            f"{source.path} is packed; unpack it for ckpt repair.",
-            fix=f"Unpack it first ({command}), and repair the file that was in it.",
-        )
+    if is_packed(source, head):
+        fix = "Unpack it first, and repair the file that was in it."
+        raise UnsupportedContainerError(f"{source.path} is packed; unpack it for ckpt repair.", fix=fix)
 
 
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:

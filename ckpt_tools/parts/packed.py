@@ -8,12 +8,11 @@ Members of a tar that is not compressed are read where they lie; what is compres
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, NotACheckpointError
@@ -24,17 +23,20 @@ from ckpt_tools.formats.contents import count_tensors
 from ckpt_tools.formats.registry import begins_as_checkpoint
 from ckpt_tools.formats.single import HEAD, decode_content
 from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
-from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window, is_plain_name
+from ckpt_tools.parts import families
+from ckpt_tools.parts.names import is_index
 from ckpt_tools.text import listed, printable
 
-_TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
+_DEEPEST = 100  # folders in one another
+_Members = Mapping[str, Window]
 
 
 class Folder(Files):
     """A folder in an archive, as the files of one checkpoint. `order` is the names of all members, sorted."""
 
-    def __init__(self, archive: Source, name: str, members: Mapping[str, Window], order: Sequence[str]) -> None:
+    def __init__(self, archive: Source, name: str, members: _Members, order: Sequence[str]) -> None:
         self.archive, self.files = archive, members
         if name:
             first, last = (bisect_left(order, f"{name}{end}") for end in ("/", chr(ord("/") + 1)))
@@ -51,61 +53,53 @@ class Folder(Files):
         self.archive.check_unchanged()
 
 
-class Folders(NamedTuple):
-    """How a folder inside is read, and whether one is a checkpoint, by its path, its names and what gives a file of it."""
-
-    read: Callable[[Files], Checkpoint]
-    is_whole: Callable[[Path, list[str], Callable[[str], Source | None]], bool]
-
-
 def _inside(path: Path, name: str) -> Path:
     """What a member of the archive at a path is called; one without a name ends in the `!`."""
     return Path(f"{path}/{name}" if "!" in str(path) else f"{path}!{name}")
 
 
-def unpack_command(source: Source, head: bytes) -> str:
-    """The line for a shell that unpacks a packed file, once it is here; "" for any other."""
-    kind, path = kind_of(head), shlex.quote(source.path.name if is_address(source.path) else str(source.path))
-    if kind is None:
-        return f"tar xf {path}" if _is_tar(source, head) else ""
-    return f"tar xf {path}" if _TAR_NAME.search(source.path.name) else f"{kind.shell} {path}"
-
-
 def is_packed(source: Source, head: bytes) -> bool:
-    return kind_of(head) is not None or _is_tar(source, head)
+    return kind_of(head) is not None or _is_tar(source)
 
 
-def _is_tar(source: Source, head: bytes) -> bool:
+def _head(source: Source) -> bytes:
+    return source.read(0, min(HEAD, source.size))
+
+
+def _is_tar(source: Source) -> bool:
+    head = _head(source)
     return torch_tar.sniff(head) and any(head) and not torch_tar.is_torchs(source)
 
 
-def decode(source: Source, head: bytes, wanted: str, folders: Folders) -> Checkpoint:
+def decode(source: Source, head: bytes, wanted: str) -> Checkpoint:
     kind = kind_of(head)
     with limits.of_file(source.size):
         if kind is None:
-            return _in_tar(source, source, "tar", wanted, folders)
+            return _in_tar(source, source, "tar", wanted)
         whole = inflate(source, kind)
-        if _is_tar(whole, whole.read(0, min(HEAD, whole.size))):
-            return _in_tar(source, whole, f"tar{kind.suffix}", wanted, folders)
+        if _is_tar(whole):
+            return _in_tar(source, whole, f"tar{kind.suffix}", wanted)
         name = source.path.name
         member = name[: -len(kind.suffix)] if name.lower().endswith(kind.suffix) else ""
         if wanted not in ("", member):
             raise NotACheckpointError(f"{source.path} is one compressed file, and has no member {wanted!r}.")
         whole.path = _inside(source.path, member)
         try:
-            decoded = _read(whole, folders)
+            decoded = _read(whole)
         except NotACheckpointError as error:
             error.what = f"{source.path} is {kind.called} of something that is not a checkpoint."
-            error.fix = f"Unpack it to see what it is: {kind.shell} FILE."
+            error.fix = "Unpack it to see what it is."
             raise
         decoded.packed = Packed(kind.name, member, source, whole, source.path)
         return decoded
 
 
-def _read(place: Source, folders: Folders) -> Checkpoint:
+def _read(place: Source) -> Checkpoint:
     """Read what is inside; errors say which member they are about, and give no command that takes only what is not packed."""
     try:
-        return folders.read(place) if isinstance(place, Folder) else decode_content(place)
+        if isinstance(place, Folder):
+            return families.layout(place.folder, place.names()).decode(place)
+        return decode_content(place)
     except CkptError as error:
         error.about(place.path)
         if "ckpt repair" in error.fix or (isinstance(error, DamagedFileError) and error.whole and not error.fix):
@@ -113,15 +107,15 @@ def _read(place: Source, folders: Folders) -> Checkpoint:
         raise
 
 
-def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folders) -> Checkpoint:
+def _in_tar(source: Source, tar: Source, kind: str, wanted: str) -> Checkpoint:
     members = _members(tar)
     order = sorted(members)
     if not wanted:
-        names = list(_candidates(tar, members, folders))
+        names, lacks = list(_candidates(tar, members)), "is a tar archive without a checkpoint in it"
     else:
-        names = [wanted] if wanted in members or any(name.startswith(f"{wanted}/") for name in members) else []
+        is_there = wanted in members or any(name.startswith(f"{wanted}/") for name in members)
+        names, lacks = [wanted] if is_there else [], f"has no member {wanted!r}"
     if not names:
-        lacks = f"has no member {wanted!r}" if wanted else "is a tar archive without a checkpoint in it"
         raise NotACheckpointError(f"{tar.path} {lacks}.", why=f"It holds {listed(order) or 'nothing'}.")
     places = {name: members[name] if name in members else Folder(tar, name, members, order) for name in names}
     read: dict[str, Checkpoint | None] = {}
@@ -129,7 +123,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folder
         decoded = None
         if len(read) < 2:
             with contextlib.suppress(CkptError):
-                decoded = _read(place, folders)
+                decoded = _read(place)
         if decoded is None or count_tensors(decoded.root):
             read[name] = decoded
     names = list(read or places)
@@ -139,7 +133,7 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folder
             fix=f"Name one of them, behind a `!`: {printable(shlex.quote(str(_inside(source.path, names[0]))))}",
         )  # fmt: skip
     name, found = names[0], places[names[0]]
-    decoded = read.get(name) or _read(found, folders)
+    decoded = read.get(name) or _read(found)
     folder = found if isinstance(found, Folder) else Folder(tar, name.rpartition("/")[0], members, order)
     decoded.packed = Packed(kind, name, source, tar, found.path if wanted else source.path, folder)
     return decoded
@@ -159,37 +153,36 @@ def _members(tar: Source) -> dict[str, Window]:
             if is_file(info):
                 found[name] = Window(tar, info.offset_data, info.size)
                 found[name].path = _inside(tar.path, name)
+        if not found.keys().isdisjoint(torch_tar.NEEDED):
+            raise OddHeaderError("a second name for what torch 0.1 wrote")
     except OddHeaderError as error:
-        raise DamagedFileError(
-            f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
-        ) from None
-    if any(name in found for name in torch_tar.NEEDED):
-        raise DamagedFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
+        fix = "Unpack it where that does no harm, and give ckpt the file in it."
+        raise DamagedFileError(f"The tar has {error}.", why=TWO_FILES, fix=fix) from None
     return found
 
 
-_DEEPEST = 100  # folders in one another
-
-
-def _candidates(archive: Source, members: Mapping[str, Window], folders: Folders) -> Iterator[str]:
+def _candidates(archive: Source, members: _Members) -> Iterator[str]:
     """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
-    held: dict[str, dict[str, Window]] = {}
-    for path, member in members.items():
+    held: dict[str, list[str]] = defaultdict(list)
+    for path in members:
         folder, _, name = path.rpartition("/")
-        held.setdefault(folder, {})[name] = member
-    taken: set[str] = set()  # folders that are one, and all below
-    last = None
+        held[folder].append(name)
+    whole, loose = list[str](), set[str]()
     for folder in sorted(held, key=lambda folder: f"{folder}/" if folder else ""):  # a folder is followed by all below it
-        if last is not None and (not last or folder.startswith(f"{last}/")):
-            taken.add(folder)
-        elif folders.is_whole(_inside(archive.path, folder), sorted(held[folder]), _getter(members, folder)):
-            taken.add(folder)
-            last = folder
-            yield folder
+        if not (whole and (not whole[-1] or folder.startswith(f"{whole[-1]}/"))):
+            is_whole = _is_whole(_inside(archive.path, folder), sorted(held[folder]), f"{folder}/" if folder else "", members)
+            (whole.append if is_whole else loose.add)(folder)
+    yield from whole
     for path, member in members.items():
-        if path.rpartition("/")[0] not in taken and begins_as_checkpoint(member.read(0, min(HEAD, member.size))):
+        if path.rpartition("/")[0] in loose and begins_as_checkpoint(_head(member)):
             yield path
 
 
-def _getter(members: Mapping[str, Window], folder: str) -> Callable[[str], Source | None]:
-    return lambda name: members.get(f"{folder}/{name}" if folder else name)
+def _is_whole(place: Path, names: Sequence[str], start: str, members: _Members) -> bool:
+    """Whether a folder is one checkpoint; an index of something else makes none of it."""
+    found = families.layout_of(place, names)
+    if found is None:
+        return False
+    if found.family == "sharded" and (index := members.get(start + found.names[0])) is not None:
+        return is_index(index, _head(index))
+    return all(start + name in members for name in found.names)
