@@ -268,7 +268,7 @@ class _Reader:
         of = content.of if isinstance(content, Part) else content
         if isinstance(of, RecordRange):
             of.record.name = f"a chunk of {name!r} in {source.path.name}"
-        if isinstance(content, Range) and isinstance(content.source, Window):  # as a range of the file, which the kernel copies
+        if isinstance(content, Range) and content.source is not source:  # as a range of the file, which the kernel copies
             return Range(source, place.offset + content.offset, content.length)
         return content
 
