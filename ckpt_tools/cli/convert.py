@@ -74,13 +74,9 @@ def convert(
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit
-    ckpt convert consolidated.00.pth model.safetensors --plan llama-meta-to-hf
-    ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB
-    ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
     ckpt convert runs/*.pth --to-dir out --format safetensors
-    ckpt convert runs/*.pth --to-dir out --part 1/16 --skip-done
 
     The options are always applied in this order: select, objects, ema, slim, keep and drop (by the names in IN), dequantize,
     fold, lora, strip-module, unwrap, strip-prefix, rename (split at its last =), add-prefix, add-module, fill-from, tie, like
