@@ -437,7 +437,7 @@ def _trial(models: tuple[torch.nn.Module, torch.nn.Module], sets: Sequence[Given
         if best is not None:
             return best
         raise _raised(problem, "OLD" if problem.model is models[0] else "NEW") from problem.__cause__
-    return other if best is None or other.is_equal or other.relative < best.relative / 8 else best
+    return other if best is None or other.relative < best.relative / 8 else best
 
 
 def _copied(models: tuple[torch.nn.Module, torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:
