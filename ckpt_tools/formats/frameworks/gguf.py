@@ -245,7 +245,7 @@ def lay_out(
     ]
     alignment = _alignment(metadata)
     if not 0 < alignment <= _MOST_ALIGNMENT:
-        raise ConvertError(f"The metadata 'general.alignment' is no power of two up to {_MOST_ALIGNMENT}.")
+        raise ConvertError(f"The metadata 'general.alignment' is not a power of two up to {_MOST_ALIGNMENT}.")
     infos, pieces, at = [], list[Piece](), 0
     for name, (entry, content) in tensors.items():
         kind, made = _stored(name, entry, content, quantise=quantise)
