@@ -198,7 +198,7 @@ def missing(path: Path) -> MissingFileError:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Output:
-    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
+    """The temporary file of `replacing`, which closes `fd`; `path` is where it is until then."""
 
     fd: int
     target: Path
@@ -216,22 +216,17 @@ def replacing(
         return
     from ckpt_tools.io import temporaries
 
-    with output_errors(Path(path)):
-        place = Path(os.path.realpath(path))
-        temporaries.remove_orphans(place.parent, temporaries.prefix_of(place.name))
     target = output_target(path, overwrite=overwrite)
     before = None  # what tells an output that is one of its own inputs from a newer file under its name
     for given in inputs:
         with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
             if os.path.samefile(given, target):
                 before = identity_of(os.stat(target))
-    temporary = target.parent / temporaries.new_name(temporaries.prefix_of(target.name))
-    fd = lock = -1
-    try:
+    with contextlib.ExitStack() as stack:
         with output_errors(target):
-            replaces = target.exists()
-            fd = temporaries.create(temporary)
-            if replaces:
+            prefix = temporaries.prefix_of(target.name)
+            temporary, fd = stack.enter_context(temporaries.temporary(target.parent, prefix))
+            if replaces := target.exists():
                 temporaries.keep(target, fd)
             else:
                 temporaries.narrow(fd, inputs)
@@ -239,17 +234,13 @@ def replacing(
         with output_errors(target):
             if durable or replaces:
                 os.fsync(fd)
-            lock = os.dup(fd)  # until the temporary has its name, no process may take it for an orphan
-            written, fd = fd, -1
-            os.close(written)  # some file systems say only now that a write has failed
+            os.close(os.dup(fd))  # some file systems say only now that a write has failed
             if before is not None and identity_of(os.stat(target)) != before:
                 why = "Another program has put a newer file there, which stays."
                 raise ChangedFileError(f"{target} was replaced while it was read.", why=why, fix="Run this again.")
-            _commit(temporary, target, overwrite=overwrite)
+            _commit(temporary, target, overwrite=overwrite)  # still locked: no process may take it for an orphan
             if durable or replaces:
                 temporaries.sync_folder(target.parent)
-    finally:
-        temporaries.discard(temporary, fd, lock)
 
 
 @contextlib.contextmanager

@@ -48,25 +48,29 @@ def create(path: Path, *, folder: bool = False) -> int:
         os.close(fd)  # in the moment before it was locked, somebody took it for an orphan
 
 
-def discard(path: Path, *fds: int) -> None:
-    """Remove a temporary that has not got its name, and close it after that; -1 is not one."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    for fd in fds:
+@contextlib.contextmanager
+def temporary(holder: Path, prefix: str, *, folder: bool = False) -> Iterator[tuple[Path, int]]:
+    """An empty file or folder, and its descriptor. It goes at the end of the block; after a kill when the next one is made."""
+    remove_orphans(holder, prefix, folders=folder)
+    path, fd = holder / new_name(prefix), -1
+    try:
+        fd = create(path, folder=folder)
+        yield path, fd
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(path, folder)
         with contextlib.suppress(OSError):
             if fd >= 0:
                 os.close(fd)
 
 
-@contextlib.contextmanager
-def scratch(target: Path) -> Iterator[Path]:
-    """An empty file beside a target, removed at the end of the block; when this process is killed, by the next run."""
-    path, fd = target.parent / new_name(prefix_of(target.name)), -1
-    try:
-        fd = create(path)
-        yield path
-    finally:
-        discard(path, fd)
+def _remove(path: str | Path, is_folder: bool) -> None:
+    if not is_folder:
+        os.unlink(path)
+        return
+    import shutil  # with every compression that Python knows; folders are rare
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_orphans(holder: Path, prefix: str, *, folders: bool = False) -> None:
@@ -86,14 +90,8 @@ def _remove_orphan(path: str, is_folder: bool) -> None:
         return
     fd = os.open(path, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK | _CLOEXEC)
     try:
-        if not _lock(fd, wait=False):
-            return
-        if not is_folder:
-            os.unlink(path)
-            return
-        import shutil  # with every compression that Python knows; such a folder is rare
-
-        shutil.rmtree(path, ignore_errors=True)
+        if _lock(fd, wait=False):
+            _remove(path, is_folder)
     finally:
         os.close(fd)
 
