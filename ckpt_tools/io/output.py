@@ -216,6 +216,10 @@ def replacing(
         return
     from ckpt_tools.io import temporaries
 
+    with output_errors(Path(path)):
+        place = Path(os.path.realpath(path))
+        prefix = temporaries.prefix_of(place.name)
+        temporaries.remove_orphans(place.parent, prefix)
     target = output_target(path, overwrite=overwrite)
     before = None  # what tells an output that is one of its own inputs from a newer file under its name
     for given in inputs:
@@ -224,7 +228,6 @@ def replacing(
                 before = identity_of(os.stat(target))
     with contextlib.ExitStack() as stack:
         with output_errors(target):
-            prefix = temporaries.prefix_of(target.name)
             temporary, fd = stack.enter_context(temporaries.temporary(target.parent, prefix))
             if replaces := target.exists():
                 temporaries.keep(target, fd)

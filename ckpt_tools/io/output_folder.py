@@ -70,6 +70,7 @@ def replacing_folder(
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
     holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target.name))
+    temporaries.remove_orphans(holder, prefix, folders=True)
     with contextlib.ExitStack() as stack:
         with output_errors(target):
             temporary, _ = stack.enter_context(temporaries.temporary(holder, prefix, folder=True))

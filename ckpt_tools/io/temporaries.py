@@ -50,8 +50,7 @@ def create(path: Path, *, folder: bool = False) -> int:
 
 @contextlib.contextmanager
 def temporary(holder: Path, prefix: str, *, folder: bool = False) -> Iterator[tuple[Path, int]]:
-    """An empty file or folder, and its descriptor. It goes at the end of the block; after a kill when the next one is made."""
-    remove_orphans(holder, prefix, folders=folder)
+    """An empty file or folder, and its descriptor; it goes at the end of the block."""
     path, fd = holder / new_name(prefix), -1
     try:
         fd = create(path, folder=folder)
