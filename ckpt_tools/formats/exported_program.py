@@ -138,19 +138,18 @@ _MODEL = re.compile(r"[^/]*/models/")
 _OLD_MODEL = "serialized_exported_program.json"
 _COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
 _SYMPIFY, _LOAD = Global("sympy", "sympify"), Global("torch._C._aoti", "AOTIModelPackageLoader")
-# What sympy prints of sizes, and nothing that a function of Python's own could be reached by.
-_TOKEN = re.compile(
-    r"\s+|\d+(?:\.\d*)?(?:e[+-]?\d+)?|'-?[\w.+-]*'|\"-?[\w.+-]*\"|(?P<word>[A-Za-z_]\w*)(?P<call>\s*\()?|[-+*/%(),=<>!&|~]",
-    re.ASCII,
+_FUNCTIONS = "floor|ceiling|sqrt|log|exp|sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|abs|sign|min|max"
+_WORDS = (
+    "positive|negative|nonnegative|nonpositive|nonzero|zero|integer|real|extended_real|finite|infinite|commutative|even|odd|"
+    "precision|dps|evaluate|oo|int_oo|zoo|nan|pi|and|or|not"
+)
+# What sympy prints of sizes, and nothing that a function of Python's own could be reached by: only functions are called.
+_SIZE = re.compile(
+    rf"""(?:\s|\d++(?:\.\d*+)?+(?:e[+-]?\d++)?+|'-?[\w.+-]*'|"-?[\w.+-]*"|[-+*/%(),=<>!&|~]
+    |(?!\w*__)(?:[A-Z]\w*+|(?:{_FUNCTIONS})\b(?=\s*\()|(?:{_WORDS}|[a-z]{{1,4}}\d++)\b(?!\s*\()))*+""",
+    re.ASCII | re.VERBOSE,
 )
 _CALLED_AGAIN = re.compile(r"[)'\"]\s*\(")  # what a call has made
-_SYMBOL = re.compile(r"[A-Z]\w*|[a-z]{1,4}\d+", re.ASCII)
-_KNOWN = (
-    "positive negative nonnegative nonpositive nonzero zero integer real extended_real finite infinite commutative even odd "
-    "precision dps evaluate oo int_oo zoo nan pi and or not"
-)
-_CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh abs sign min max"
-_WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
 
 
 def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterator[tuple[str, Call]]:
@@ -173,12 +172,4 @@ def _call(function: Global, given: str) -> Call:
 
 
 def _is_size(text: str) -> bool:
-    tokens = list(_TOKEN.finditer(text))
-    if sum(len(token[0]) for token in tokens) < len(text) or _CALLED_AGAIN.search(text):
-        return False
-    return all(_is_known(token["word"], token["call"] is not None) for token in tokens if token["word"])
-
-
-def _is_known(word: str, is_called: bool) -> bool:
-    is_known = word[0].isupper() or word in _FUNCTIONS if is_called else word in _WORDS or _SYMBOL.fullmatch(word) is not None
-    return is_known and "__" not in word
+    return _SIZE.fullmatch(text) is not None and _CALLED_AGAIN.search(text) is None
