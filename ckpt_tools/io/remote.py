@@ -75,8 +75,9 @@ class RemoteSource(Source):
     def __init__(self, url: str, version: tuple[Any, ...], first: bytes = b"") -> None:
         self.path = cast("Path", Address(url))
         self._fd, self._identity, self.size = -1, version, int(version[0] or 0)
-        self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {}
-        self._blocks: list[tuple[int, bytes]] = [(0, self._checked(0, first))]
+        # where nothing tells one version from another, the checksums of what was read do
+        self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {(0, len(first)): crc32(first)}
+        self._blocks: list[tuple[int, bytes]] = [(0, first)]
         self._held, self._next, self._ahead = 0, 0, _NEAR
 
     def fetch(self, start: int, end: int) -> bytes:
@@ -93,7 +94,7 @@ class RemoteSource(Source):
         found = self._kept(offset, length)
         if found is None:
             self._ahead = min(2 * self._ahead, _MOST) if offset and offset == self._next else _NEAR
-            found = self._keep(offset, self._get(offset, min(self.size, offset + max(length, self._ahead))))[:length]
+            found = self._keep(offset, self._get((offset, min(self.size, offset + max(length, self._ahead)))))[:length]
         self._next = offset + length
         return found
 
@@ -108,28 +109,21 @@ class RemoteSource(Source):
                 runs[-1] = runs[-1][0], max(runs[-1][1], end)
             else:
                 runs.append((start, end))
-        for (start, _), data in zip(runs, self._get_all(runs, _AT_ONCE), strict=True):
-            self._keep(start, data)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for (start, _), data in zip(runs, pool.map(self._get, runs), strict=True):
+                self._keep(start, data)
 
     def check_unchanged(self) -> None:
         if self.version() != self._identity:
             raise self.changed()
-        for _ in self._get_all(list(self._sums or ()), _AT_ONCE // 4):  # what nothing tells the version of is read twice
-            pass
+        with ThreadPoolExecutor(_AT_ONCE // 4) as pool:
+            for _ in pool.map(self._get, list(self._sums or ())):  # what nothing tells the version of is read twice
+                pass
 
-    def _get_all(self, runs: Sequence[tuple[int, int]], at_once: int) -> Iterator[bytes]:
-        with ThreadPoolExecutor(at_once) as pool:
-            yield from pool.map(lambda run: self._get(*run), runs)
-
-    def _get(self, start: int, end: int) -> bytes:
-        data = self._checked(start, self.fetch(start, end))
-        if len(data) < end - start:
-            raise self.changed()
-        return data
-
-    def _checked(self, start: int, data: bytes) -> bytes:
-        """Where nothing tells one version from another, the checksum of what was read does."""
-        if self._sums is not None and self._sums.setdefault((start, start + len(data)), found := crc32(data)) != found:
+    def _get(self, run: tuple[int, int]) -> bytes:
+        data = self.fetch(*run)
+        is_same = self._sums is None or self._sums.setdefault(run, found := crc32(data)) == found
+        if len(data) < run[1] - run[0] or not is_same:
             raise self.changed()
         return data
 
