@@ -105,15 +105,17 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     found = _HEADER.fullmatch(head[start : start + length].decode("latin-1"))
-    descr, order, sizes = ((found["descr"] or found["fields"]), found["order"], found["shape"]) if found else (None, None, None)
-    shape = tuple(map(int, re.findall(r"\d+", sizes or "")))
-    if descr is None or order is None or sizes is None or max(shape, default=0) >= 1 << 63 or len(shape) > MAX_DIMENSIONS:
+    said = found.groupdict() if found else {}
+    descr = said.get("descr") or said.get("fields") or ""
+    shape = tuple(map(int, re.findall(r"\d+", said.get("shape") or "")))
+    is_whole = descr and said["order"] and said["shape"] is not None
+    if not is_whole or max(shape, default=0) >= 1 << 63 or len(shape) > MAX_DIMENSIONS:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     kind = _DESCR.fullmatch(descr)
     code = "" if not kind else "O" if kind[2] == "O" else kind[2] + kind[3]  # NumPy wrote "|O8" before 1.7
     if not kind or not (code in BY_NUMPY or kind[2] in "OSU"):
         raise UnsupportedContainerError(f"{what} has the NumPy dtype {descr[:100]!r}, which torch does not have.")
-    return Header(code, kind[1] == ">", order == "True", shape, start + length)
+    return Header(code, kind[1] == ">", said["order"] == "True", shape, start + length)
 
 
 class Arrays:
