@@ -132,8 +132,7 @@ def narrow(fd: int, inputs: Inputs) -> None:
     """Take permissions from a new file that one of its inputs does not give; of a folder, and of the files in it."""
     if not hasattr(os, "fchmod"):
         return
-    bits = stat.S_IMODE(os.fstat(fd).st_mode)
-    narrowed = bits
+    narrowed = bits = stat.S_IMODE(os.fstat(fd).st_mode)
     for mode in _modes(inputs):
         narrowed &= mode | _OWNER
     if narrowed != bits:
@@ -159,11 +158,10 @@ def keep(old: Path, fd: int) -> None:
     """Give a new file the owner, group, mode and extended attributes of the one that it replaces, as far as the system lets."""
     if not hasattr(os, "fchown"):
         return
-    status, now = os.stat(old), os.fstat(fd)
+    status = os.stat(old)
     for owner, group in ((status.st_uid, -1), (-1, status.st_gid)):
-        if (owner, group) not in ((now.st_uid, -1), (-1, now.st_gid)):
-            with contextlib.suppress(OSError):
-                os.fchown(fd, owner, group)
+        with contextlib.suppress(OSError):
+            os.fchown(fd, owner, group)
     with contextlib.suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(status.st_mode))
     with contextlib.suppress(OSError, AttributeError):  # not every system has them
