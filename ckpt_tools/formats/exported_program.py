@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
@@ -121,10 +121,7 @@ class _Weights:
         return entry
 
 
-_Kind = TypeVar("_Kind", bool, int, str)
-
-
-def _exactly(kind: type[_Kind], value: object) -> _Kind:
+def _exactly(kind: type, value: object) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of the type {kind.__name__}")
     return value

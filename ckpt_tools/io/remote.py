@@ -235,7 +235,7 @@ class _HttpSource(RemoteSource):
         }
         request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see _open
         with urllib.request.build_opener(_Redirects(self.url)).open(request, timeout=_SECONDS) as response:
-            self.place = response.geturl()
+            self.place = self.place if response.geturl() == request.full_url else response.geturl()
             if response.status != 206:  # a server without ranges, which sends all of it
                 length = int(response.headers.get("Content-Length") or -1)
                 if not 0 <= length <= _TAKEN_WHOLE:
