@@ -105,7 +105,7 @@ def test_numpy_and_others_are_not_missed(full: dict[str, Done], place: Path, tmp
 
 OTHERS = {
     "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
-    "inspect s3://bucket/model.pth": "This needs fsspec: pip install fsspec",
+    "inspect s3://bucket/model.pth": "needs fsspec",
     "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
     "inspect frameworks/tiny.weights.h5": "pip install h5py",
     "convert frameworks/types.gguf x.pth": "This needs gguf: pip install gguf",

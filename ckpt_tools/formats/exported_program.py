@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Keys, program, unique
+from ckpt_tools.formats.base import PROGRAMS, program, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.zip_directory import Directory, Record, read_record, record_content
 from ckpt_tools.io.output import Source
@@ -50,19 +50,22 @@ def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
         "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
         has_checksums=any(record.crc for record in directory.records),
     )  # fmt: skip
-    weights = _Weights(decoded, records, start)
-    models = [name.removesuffix(_CONFIG) for name in records if name.startswith(start) and name.endswith(_CONFIG)]
-    for name in models:
-        if f"{name}.pt" in records:
-            what = f"The archive has '{name}{_CONFIG}', and '{name}.pt', which torch.export.load would take."
+    weights = _Weights(source, records, start)
+    state_dicts: list[tuple[Node, Node]] = []
+    for name, record in records.items():
+        if not name.startswith(start):
+            continue
+        if not name.endswith(_CONFIG):
+            decoded.storage_bytes += record.size
+            continue
+        model = name.removesuffix(_CONFIG)
+        if f"{model}.pt" in records:
+            what = f"The archive has {name!r}, and '{model}.pt', which torch.export.load would take."
             raise DamagedFileError(what, why=TWO_FILES)
-    state_dicts: list[tuple[Node, Node]] = [(name[len(start) :], weights.read(name + _CONFIG)) for name in models]
+        state_dicts.append((model[len(start) :], weights.read(record, check=decoded.has_checksums)))
     decoded.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(state_dicts)
-    decoded.storage_bytes = sum(
-        row.size for name, row in records.items() if name.startswith(start) and not name.endswith(_CONFIG)
-    )
     constants = [row for name, row in records.items() if name.startswith(f"{folder}/data/constants/") and ".json" not in name]
-    called = some([name[len(start) :] for name in models])
+    called = some([str(name) for name, _ in state_dicts])
     decoded.warnings.append(program("torch-export", f"the graph of {called}", constants))
     return decoded
 
@@ -70,22 +73,20 @@ def decode(source: Source, directory: Directory, folder: str) -> Checkpoint:
 class _Weights:
     """The weights of an archive; those on one record are tied, across models too."""
 
-    def __init__(self, program: Checkpoint, records: Mapping[str, Record], start: str) -> None:
-        self.program, self.records, self.start = program, records, start
-        self.keys = Keys()
+    def __init__(self, source: Source, records: Mapping[str, Record], start: str) -> None:
+        self.source, self.records, self.start = source, records, start
         self.storages: dict[str, Storage] = {}
         self.grads: dict[str, bool] = {}
 
-    def read(self, name: str) -> Dict:
+    def read(self, record: Record, *, check: bool) -> Dict:
         self.grads = {}
-        checked = self.program.has_checksums
         try:
-            table = load_json(read_record(self.program.source, self.records[name], check=checked), pairs=unique)
+            table = load_json(read_record(self.source, record, check=check), pairs=unique)
             return Dict([(key, self._tensor(key, row)) for key, row in table["config"].items()])
         except CkptError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise DamagedFileError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+            raise DamagedFileError(f"{record.name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
     def _tensor(self, name: str, row: dict[str, Any]) -> Entry:
         record = self.records.get(self.start + str(row["path_name"]))
@@ -107,8 +108,8 @@ class _Weights:
         storage = self.storages.get(record.name)
         if storage is None:
             tag = device if index is None else f"{device}:{_exactly(int, index)}"
-            content = record_content(self.program.source, record)
-            storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, tag, content)
+            content = record_content(self.source, record)
+            storage = self.storages[record.name] = Storage(str(len(self.storages)), dtype, record.size, tag, content)
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
             raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
         base_grad = self.grads.setdefault(record.name, grad)  # a buffer has what the model's first row on its record says
@@ -120,13 +121,9 @@ class _Weights:
         return entry
 
 
-_Kind = TypeVar("_Kind", bool, int, str)
-
-
-def _exactly(kind: type[_Kind], value: object) -> _Kind:
+def _exactly(kind: type, value: object) -> Any:
     if type(value) is not kind:
-        wanted = {bool: "neither true nor false", int: "not a whole number", str: "not text"}[kind]
-        raise TypeError(f"{value!r} is {wanted}")
+        raise TypeError(f"{value!r} is not of the type {kind.__name__}")
     return value
 
 
@@ -138,19 +135,18 @@ _MODEL = re.compile(r"[^/]*/models/")
 _OLD_MODEL = "serialized_exported_program.json"
 _COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
 _SYMPIFY, _LOAD = Global("sympy", "sympify"), Global("torch._C._aoti", "AOTIModelPackageLoader")
-# What sympy prints of sizes, and nothing that a function of Python's own could be reached by.
-_TOKEN = re.compile(
-    r"\s+|\d+(?:\.\d*)?(?:e[+-]?\d+)?|'-?[\w.+-]*'|\"-?[\w.+-]*\"|(?P<word>[A-Za-z_]\w*)(?P<call>\s*\()?|[-+*/%(),=<>!&|~]",
-    re.ASCII,
+_FUNCTIONS = "floor|ceiling|sqrt|log|exp|sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|abs|sign|min|max"
+_WORDS = (
+    "positive|negative|nonnegative|nonpositive|nonzero|zero|integer|real|extended_real|finite|infinite|commutative|even|odd|"
+    "precision|dps|evaluate|oo|int_oo|zoo|nan|pi|and|or|not"
+)
+# What sympy prints of sizes, and nothing that a function of Python's own could be reached by: only functions are called.
+_SIZE = re.compile(
+    rf"""(?:\s|\d++(?:\.\d*+)?+(?:e[+-]?\d++)?+|'-?[\w.+-]*'|"-?[\w.+-]*"|[-+*/%(),=<>!&|~]
+    |(?!\w*__)(?:[A-Z]\w*+|(?:{_FUNCTIONS})\b(?=\s*\()|(?:{_WORDS}|[a-z]{{1,4}}\d++)\b(?!\s*\()))*+""",
+    re.ASCII | re.VERBOSE,
 )
 _CALLED_AGAIN = re.compile(r"[)'\"]\s*\(")  # what a call has made
-_SYMBOL = re.compile(r"[A-Z]\w*|[a-z]{1,4}\d+", re.ASCII)
-_KNOWN = (
-    "positive negative nonnegative nonpositive nonzero zero integer real extended_real finite infinite commutative even odd "
-    "precision dps evaluate oo int_oo zoo nan pi and or not"
-)
-_CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh abs sign min max"
-_WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
 
 
 def calls(records: Sequence[Record], read: Callable[[Record], bytes]) -> Iterator[tuple[str, Call]]:
@@ -173,15 +169,4 @@ def _call(function: Global, given: str) -> Call:
 
 
 def _is_size(text: str) -> bool:
-    tokens = list(_TOKEN.finditer(text))
-    if sum(len(token[0]) for token in tokens) < len(text) or _CALLED_AGAIN.search(text):
-        return False
-    return all(_is_known(token["word"], token["call"] is not None) for token in tokens if token["word"])
-
-
-def _is_known(word: str, is_called: bool) -> bool:
-    if "__" in word:
-        return False
-    if is_called:
-        return word[0].isupper() or word in _FUNCTIONS
-    return word in _WORDS or _SYMBOL.fullmatch(word) is not None
+    return _SIZE.fullmatch(text) is not None and _CALLED_AGAIN.search(text) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.compressed import KINDS
@@ -14,18 +13,22 @@ from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_ASK = "Ask for the PyTorch weights that it was made of."
-_KINDS = (  # where the magic bytes are, what they are, what the file is
-    *((0, kind.magic, kind.called, "Unpack it first.") for kind in KINDS),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
-    (0, b"Rar!", "a RAR archive", "Unpack it first."),
-    (0, b"\x89PNG", "a PNG picture", ""),
-    (0, b"\xff\xd8\xff", "a JPEG picture", ""),
-    (0, b"%PDF", "a PDF document", ""),
-    (0, b"\x7fELF", "a program", ""),
-    (4, b"TFL3", "a TensorFlow Lite model", _ASK),  # behind a flatbuffer's first offset
-    (4, b"ET12", "an ExecuTorch program", _ASK),
+_ASK, _UNPACK = "Ask for the PyTorch weights that it was made of.", "Unpack it first."
+_KINDS = (  # how it begins, what it is, why, what helps
+    *((re.escape(kind.magic), kind.called, "", _UNPACK) for kind in KINDS if isinstance(kind.magic, bytes)),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "", _UNPACK),
+    (rb"Rar!", "a RAR archive", "", _UNPACK),
+    (rb"\x89PNG", "a PNG picture", "", ""),
+    (rb"\xff\xd8\xff", "a JPEG picture", "", ""),
+    (rb"%PDF", "a PDF document", "", ""),
+    (rb"\x7fELF", "a program", "", ""),
+    (rb".{4}TFL3", "a TensorFlow Lite model", "", _ASK),  # behind a flatbuffer's first offset
+    (rb".{4}ET12", "an ExecuTorch program", "", _ASK),
+    (rb"version https://git-lfs\.github\.com/spec/", "a git-LFS pointer", "git cloned the pointer only.", "Run: git lfs pull"),
+    (rb"(?:\xef\xbb\xbf)?\s*<(?i:!doctype html|html|head|body)", "a web page", "The server sent a page in place of the file.",
+     "Download the file itself."),
 )  # fmt: skip
+_TEXT = re.compile(rb"(?:\xef\xbb\xbf)?\s*([\[{<](?![^\0]{0,6}\0).*)")
 _READS = "ckpt reads what torch.save writes and wrote, safetensors, GGUF, ONNX, Flax's msgpack, pickles, NumPy's .npz and .npy."
 
 
@@ -37,14 +40,9 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
         why = f".{path.name}.ckpt-journal, beside it, has the bytes that were there."
         fix = f"pip install 'ckpt-tools<0.2', and put them back: ckpt repair {shlex.quote(str(path))}"
         return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
-    for at, magic, kind, fix in _KINDS:
-        if head.startswith(magic, at):
-            return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)
-    if head.startswith(b"version https://git-lfs.github.com/spec/"):
-        size = re.search(rb"^size (\d+)", head, re.MULTILINE)
-        real = f" The real file has {size.group(1).decode()} bytes." if size else ""
-        what, why = f"{path} is a git-LFS pointer, not the file itself.", f"git cloned the pointer only.{real}"
-        return NotACheckpointError(what, why=why, fix="Run: git lfs pull")
+    for start, kind, why, fix in _KINDS:
+        if re.match(start, head, re.DOTALL):
+            return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", why=why, fix=fix)
     if not any(head) and not any(any(source.read(at, min(1 << 20, source.size - at))) for at in range(0, source.size, 1 << 20)):
         return NotACheckpointError(
             f"{path} holds {source.size} zero bytes: it was never written.",
@@ -58,7 +56,10 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
             f"{path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only.",
             fix=f"Write it without them: {mending('repair', str(path))}",
         )  # fmt: skip
-    return _text(path, head)
+    if found := _TEXT.match(head):
+        kind, first = "XML" if found[1].startswith(b"<") else "JSON", found[1][:80].decode("utf-8", "replace")
+        return NotACheckpointError(f"{path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
+    return None
 
 
 def text_mode(source: Source) -> DamagedFileError | None:
@@ -73,19 +74,3 @@ def text_mode(source: Source) -> DamagedFileError | None:
 
 def unknown(source: Source, head: bytes) -> CkptError:
     return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")
-
-
-def _text(path: Path, head: bytes) -> CkptError | None:
-    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    first = start.splitlines()[0][:80].decode("utf-8", "replace") if start else ""
-    if re.match(rb"<(!doctype html|html|head|body)", start, re.IGNORECASE):
-        title = re.search(rb"<title[^>]*>(.*?)</title", head, re.IGNORECASE | re.DOTALL)
-        named = f" Its title is {title.group(1).strip().decode('utf-8', 'replace')[:80]!r}." if title else ""
-        return NotACheckpointError(
-            f"{path} is a web page, not a checkpoint.", why=f"The server sent a page in place of the file.{named}",
-            fix="Download the file itself.",
-        )  # fmt: skip
-    if start[:1] in (b"{", b"[", b"<") and b"\0" not in start[:8]:
-        kind = "XML" if start[:1] == b"<" else "JSON"
-        return NotACheckpointError(f"{path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
-    return None

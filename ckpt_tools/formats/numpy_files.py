@@ -19,7 +19,7 @@ from ckpt_tools.errors import TWO_FILES, DamagedFileError, PickleError, TensorEr
 from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.torch_legacy import Blobs, load_with_blobs
-from ckpt_tools.formats.zip_directory import Directory, Record, check_pickle, record_content, record_head
+from ckpt_tools.formats.zip_directory import Directory, record_content, record_head
 from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
@@ -35,6 +35,9 @@ _MAX_HEADER = 10_000  # numpy's own limit for what it evaluates
 _DESCR = re.compile(r"([<>=|]?)([a-zA-Z])([0-9]{0,9})")
 _RECONSTRUCT = (Global("numpy.core.multiarray", "_reconstruct"), Global("numpy._core.multiarray", "_reconstruct"))
 _FROMBUFFER = (Global("numpy.core.numeric", "_frombuffer"), Global("numpy._core.numeric", "_frombuffer"))
+
+
+_UTF_8 = 1 << 11  # of a record's flags
 
 
 class Header(NamedTuple):
@@ -54,7 +57,7 @@ def sniff(head: bytes) -> bool:
 def decode(source: Source) -> Checkpoint:
     arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
-    root = arrays.node(header, Range(source, 0, source.size), Part(source, header.length, source.size), "the array")
+    root = arrays.node(header, Range(source, 0, source.size), "the array")
     decoded = arrays.decoded("npy", root, source)
     decoded.warnings += trailing(arrays.left, "the array")
     return decoded
@@ -71,7 +74,7 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
         if not (name.isascii() or record.flags & _UTF_8):  # numpy.load would read it as cp437
             raise DamagedFileError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=TWO_FILES)
         header = parse_header(record_head(source, record, _MAX_HEADER + 12), name)
-        node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
+        node = arrays.node(header, record_content(source, record), f"the array {name!r}")
         if arrays.left:
             raise TensorError(f"The array {name!r} has {arrays.left} bytes more than its shape.")
         items.append((name, node))
@@ -79,19 +82,6 @@ def decode_npz(source: Source, directory: Directory) -> Checkpoint:
     decoded.warnings += trailing(directory.trailing, "the archive")
     decoded.records = directory.records
     return decoded
-
-
-_UTF_8 = 1 << 11  # of a record's flags
-
-
-def _part(source: Source, record: Record, header: Header) -> Part:
-    """What follows the header of a record; a deflated one is inflated where it holds a pickle."""
-    if not record.deflated:
-        return Part(source, record.data + header.length, record.end)
-    if header.code != "O":
-        return Part.of_bytes(b"")
-    check_pickle(source, record.size, deflated=True)
-    return Part.of_bytes(read(record_content(source, record))[header.length :])
 
 
 # The text of a Python dict, its fields in any order; Python 2 wrote sizes as 3L. `ast.literal_eval` would compile it.
@@ -115,15 +105,17 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     found = _HEADER.fullmatch(head[start : start + length].decode("latin-1"))
-    descr, order, sizes = ((found["descr"] or found["fields"]), found["order"], found["shape"]) if found else (None, None, None)
-    shape = tuple(map(int, re.findall(r"\d+", sizes or "")))
-    if descr is None or order is None or sizes is None or max(shape, default=0) >= 1 << 63 or len(shape) > MAX_DIMENSIONS:
+    said = found.groupdict() if found else {}
+    descr = said.get("descr") or said.get("fields") or ""
+    shape = tuple(map(int, re.findall(r"\d+", said.get("shape") or "")))
+    is_whole = descr and said["order"] and said["shape"] is not None
+    if not is_whole or max(shape, default=0) >= 1 << 63 or len(shape) > MAX_DIMENSIONS:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     kind = _DESCR.fullmatch(descr)
     code = "" if not kind else "O" if kind[2] == "O" else kind[2] + kind[3]  # NumPy wrote "|O8" before 1.7
     if not kind or not (code in BY_NUMPY or kind[2] in "OSU"):
         raise UnsupportedContainerError(f"{what} has the NumPy dtype {descr[:100]!r}, which torch does not have.")
-    return Header(code, kind[1] == ">", order == "True", shape, start + length)
+    return Header(code, kind[1] == ">", said["order"] == "True", shape, start + length)
 
 
 class Arrays:
@@ -135,10 +127,10 @@ class Arrays:
         self.unusual: dict[str, None] = {}
         self.count = self.storage_bytes = self.left = 0
 
-    def node(self, header: Header, content: Content, rest: Part, what: str) -> Node:
+    def node(self, header: Header, content: Content, what: str) -> Node:
         """A tensor; a list or text of an array of text; what is in an array of objects."""
         if header.code == "O":
-            return self._objects(header, rest)
+            return self._objects(header, content)
         dtype = BY_NUMPY.get(header.code)
         if dtype is None:
             return self._text(header, content, what)
@@ -161,10 +153,8 @@ class Arrays:
     def _take(self, header: Header, nbytes: int, length: int, what: str) -> None:
         self.left = length - header.length - nbytes
         if self.left < 0:
-            raise DamagedFileError(
-                f"The file is cut off in {what}.", why=f"It has {length - header.length} of {nbytes} bytes.",
-                fix="An interrupted download or a full disk does that: get it again.",
-            )  # fmt: skip
+            why = f"It has {length - header.length} of {nbytes} bytes."
+            raise DamagedFileError(f"The file is cut off in {what}.", why=why, fix="Get it again.")
 
     def _text(self, header: Header, content: Content, what: str) -> Node:
         width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
@@ -179,9 +169,14 @@ class Arrays:
         cells: list[Node] = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
         return _nested(cells, header.shape)
 
-    def _objects(self, header: Header, rest: Part) -> Node:
+    def _objects(self, header: Header, content: Content) -> Node:
         """What the pickle of an array of objects holds: the object of an array without dimensions, else a list."""
-        pickles = Pickles(rest)
+        if isinstance(content, Range):
+            pickles = Pickles(Part(content.source, content.offset + header.length, content.offset + content.length))
+        elif content.length > self.budget.room(limits.MEMORY):  # whoever reads what is in it counts it
+            raise limits.MEMORY.error(f"A record claims {content.length} bytes, deflated; the file has fewer.", content.length)
+        else:
+            pickles = Pickles(Part.of_bytes(read(content)[header.length :]))
         machine, root, blobs = load_with_blobs(pickles, prefix=f"{self.count}.")
         self.left = pickles.left
         self.count += 1

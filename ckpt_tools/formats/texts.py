@@ -6,6 +6,7 @@ stable-baselines3 keeps them under `:serialized:` in the member `data`; Keras th
 from __future__ import annotations
 
 import binascii
+import codecs
 import contextlib
 import json
 import re
@@ -40,12 +41,10 @@ CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many 
 
 
 def is_text(head: bytes) -> bool:
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        if error.end < len(head) or error.reason != "unexpected end of data":
-            return False
-    return bool(head) and _CONTROL.search(head) is None
+    with contextlib.suppress(UnicodeDecodeError):
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # it may end within a letter
+        return bool(head) and _CONTROL.search(head) is None
+    return False
 
 
 def text_in(source: Source, head: bytes) -> Source | None:

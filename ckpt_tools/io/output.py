@@ -149,21 +149,19 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
 
 def open_regular(path: Path) -> int:
     """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
-    fd, why = -1, ""
     try:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as error:
         if not os.path.exists(path) or os.path.isfile(path):  # Windows opens no directory, Linux no socket
-            why = f"{error.strerror if isinstance(error, OSError) and error.strerror else error}."
-    if fd >= 0:
+            why = f"{getattr(error, 'strerror', None) or error}."
+            raise NotACheckpointError(f"{path} cannot be read.", why=why) from None
+    else:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         os.close(fd)
-    if why:
-        raise NotACheckpointError(f"{path} cannot be read.", why=why)
     what = "a directory" if os.path.isdir(path) else "not a regular file (a pipe, socket or device)"
     raise NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
@@ -172,10 +170,8 @@ def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether something is at a path; what may not be looked at counts: whoever opens it is told why."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    except OSError:
-        return True
+    except (OSError, ValueError) as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
     return True
 
 
@@ -202,7 +198,7 @@ def missing(path: Path) -> MissingFileError:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Output:
-    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
+    """The temporary file of `replacing`, which closes `fd`; `path` is where it is until then."""
 
     fd: int
     target: Path
@@ -222,20 +218,18 @@ def replacing(
 
     with output_errors(Path(path)):
         place = Path(os.path.realpath(path))
-        temporaries.remove_orphans(place.parent, temporaries.prefix_of(place.name))
+        prefix = temporaries.prefix_of(place.name)
+        temporaries.remove_orphans(place.parent, prefix)
     target = output_target(path, overwrite=overwrite)
     before = None  # what tells an output that is one of its own inputs from a newer file under its name
     for given in inputs:
         with contextlib.suppress(OSError, ValueError):  # an address, a callable's name, an output that is new
             if os.path.samefile(given, target):
                 before = identity_of(os.stat(target))
-    temporary = target.parent / temporaries.new_name(temporaries.prefix_of(target.name))
-    fd = lock = -1
-    try:
+    with contextlib.ExitStack() as stack:
         with output_errors(target):
-            replaces = target.exists()
-            fd = temporaries.create(temporary)
-            if replaces:
+            temporary, fd = stack.enter_context(temporaries.temporary(target.parent, prefix))
+            if replaces := target.exists():
                 temporaries.keep(target, fd)
             else:
                 temporaries.narrow(fd, inputs)
@@ -243,17 +237,13 @@ def replacing(
         with output_errors(target):
             if durable or replaces:
                 os.fsync(fd)
-            lock = os.dup(fd)  # until the temporary has its name, no process may take it for an orphan
-            written, fd = fd, -1
-            os.close(written)  # some file systems say only now that a write has failed
+            os.close(os.dup(fd))  # some file systems say only now that a write has failed
             if before is not None and identity_of(os.stat(target)) != before:
                 why = "Another program has put a newer file there, which stays."
                 raise ChangedFileError(f"{target} was replaced while it was read.", why=why, fix="Run this again.")
-            _commit(temporary, target, overwrite=overwrite)
+            _commit(temporary, target, overwrite=overwrite)  # still locked: no process may take it for an orphan
             if durable or replaces:
                 temporaries.sync_folder(target.parent)
-    finally:
-        temporaries.discard(temporary, fd, lock)
 
 
 @contextlib.contextmanager
@@ -278,10 +268,8 @@ def _handing_back(path: Handed) -> Iterator[Output]:
 def _checked_open(path: Handed) -> Path:
     if getattr(path.file, "closed", False) is True:
         raise OutputError(f"{path} cannot be written.", why="It is closed.")
-    is_text = hasattr(path.file, "encoding")
-    if is_text or not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
-        what = "is open as text" if is_text else "is not open for writing"
-        raise OutputError(f"{path} {what}.", fix='Open it with mode "wb".')
+    if hasattr(path.file, "encoding") or not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
+        raise OutputError(f"{path} is open as text, or not for writing.", fix='Open it with mode "wb".')
     return cast("Path", path)
 
 
@@ -350,10 +338,9 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
 
 def no_space(target: Path, needed: int) -> OutputError:
     free = free_bytes(target.parent)
-    needs = f"It needs {needed} bytes." if needed else ""
-    has = "" if free is None else f"The disk has {free} bytes left."
+    why = [f"It needs {needed} bytes."] * (needed > 0) + [f"The disk has {free} bytes left."] * (free is not None)
     what, fix = f"{target} cannot be written: no space.", "Make room, or write to another disk."
-    return OutputError(what, why=f"{needs} {has}".strip(), fix=fix, errno=errno.ENOSPC)
+    return OutputError(what, why=" ".join(why), fix=fix, errno=errno.ENOSPC)
 
 
 def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:

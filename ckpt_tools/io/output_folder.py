@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -72,10 +71,9 @@ def replacing_folder(
     existing = target.is_dir() and any(target.iterdir())
     holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target.name))
     temporaries.remove_orphans(holder, prefix, folders=True)
-    temporary, lock = holder / temporaries.new_name(prefix), -1
-    try:
+    with contextlib.ExitStack() as stack:
         with output_errors(target):
-            lock = temporaries.create(temporary, folder=True)
+            temporary, _ = stack.enter_context(temporaries.temporary(holder, prefix, folder=True))
         yield Staging(temporary, target, inputs)
         with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
@@ -91,10 +89,6 @@ def replacing_folder(
             if durable or existing:
                 temporaries.sync_folder(target)
                 temporaries.sync_folder(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
 
 
 def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, stale: re.Pattern[str]) -> None:

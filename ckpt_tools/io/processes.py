@@ -75,21 +75,18 @@ def _beginning() -> Iterator[None]:
 
     Nor do they ever take Ctrl-C, where Python would print where it stood: their parent ends them.
     """
-    before = os.environ.get("PYTHONSAFEPATH")
+    before, mask = os.environ.get("PYTHONSAFEPATH"), None
     os.environ["PYTHONSAFEPATH"] = "1"
-    can_hold = hasattr(signal, "pthread_sigmask")
     try:
-        if can_hold:
+        if hasattr(signal, "pthread_sigmask"):
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()  # as it starts it lets them through again
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_hold else ()
-        try:
-            yield
-        finally:
-            if can_hold:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        yield
     finally:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             os.environ["PYTHONSAFEPATH"] = before

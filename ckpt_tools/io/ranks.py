@@ -29,12 +29,16 @@ class Ranks:
         """Do `work` in every process and return what each made, by rank; when one fails, all fail with its error."""
         if self.world == 1:
             return [work()]
+        import torch.distributed as dist
+
         made: tuple[Any, CkptError | None]
         try:
             made = (work(), None)
         except CkptError as error:
             made = (None, error)
-        results = self._gather(made)
+        results: list[Any] = [None] * self.world
+        with self.connected():
+            dist.all_gather_object(results, made)
         for rank, (_, failure) in enumerate(results):
             if failure is not None:
                 raise self.blamed(rank, failure)
@@ -72,14 +76,6 @@ class Ranks:
             raise OutputError(
                 "Another process of the job ended before the work was done; nothing has been written.", why=f"{error}"[:300]
             ) from None
-
-    def _gather(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        results: list[Any] = [None] * self.world
-        with self.connected():
-            dist.all_gather_object(results, value)
-        return results
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import queue
 import socket
-import string
 import tempfile
 import threading
 import time
@@ -33,7 +32,7 @@ from ckpt_tools.io.sources import Files
 _SECONDS = 60
 _NEAR, _MOST = 64 << 10, 8 << 20  # bytes fetched at least; at most, when read in order
 _GAP = 4 << 10  # between small ranges that are fetched as one
-_AT_ONCE, _TRIES, _REDIRECTS = 16, 3, 10
+_AT_ONCE, _TRIES = 16, 3
 _SLOWEST = 16 << 10  # bytes a second
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
 _AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
@@ -58,17 +57,12 @@ def _bounded(url: str, call: Callable[[], _T], seconds: float = _SECONDS) -> _T:
         value, error = done.get(timeout=seconds)
     except queue.Empty:
         raise _unreadable(url, f"No whole answer within {seconds:.0f} seconds.") from None
+    if isinstance(error, FileNotFoundError) and not isinstance(error, CkptError):
+        raise MissingFileError(f"{url} cannot be reached.", why="There is no such file.") from None
     if error is not None:
-        raise _ours(url, error) from None
+        is_ours, why = isinstance(error, CkptError), f"{type(error).__name__}: {error}"[:300]
+        raise (error if is_ours else RemoteError(f"{url} cannot be reached.", why=why)) from None
     return cast("_T", value)
-
-
-def _ours(url: str, error: Exception) -> CkptError:
-    if isinstance(error, CkptError):
-        return error
-    if isinstance(error, FileNotFoundError):
-        return MissingFileError(f"{url} cannot be reached.", why="There is no such file.")
-    return RemoteError(f"{url} cannot be reached.", why=f"{type(error).__name__}: {error}"[:300])
 
 
 def _unreadable(url: str, why: str) -> RemoteError:
@@ -81,8 +75,9 @@ class RemoteSource(Source):
     def __init__(self, url: str, version: tuple[Any, ...], first: bytes = b"") -> None:
         self.path = cast("Path", Address(url))
         self._fd, self._identity, self.size = -1, version, int(version[0] or 0)
-        self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {}
-        self._blocks: list[tuple[int, bytes]] = [(0, self._checked(0, first))]
+        # where nothing tells one version from another, the checksums of what was read do
+        self._sums: dict[tuple[int, int], int] | None = None if any(version[1:]) else {(0, len(first)): crc32(first)}
+        self._blocks: list[tuple[int, bytes]] = [(0, first)]
         self._held, self._next, self._ahead = 0, 0, _NEAR
 
     def fetch(self, start: int, end: int) -> bytes:
@@ -99,7 +94,7 @@ class RemoteSource(Source):
         found = self._kept(offset, length)
         if found is None:
             self._ahead = min(2 * self._ahead, _MOST) if offset and offset == self._next else _NEAR
-            found = self._keep(offset, self._get(offset, min(self.size, offset + max(length, self._ahead))))[:length]
+            found = self._keep(offset, self._get((offset, min(self.size, offset + max(length, self._ahead)))))[:length]
         self._next = offset + length
         return found
 
@@ -114,28 +109,21 @@ class RemoteSource(Source):
                 runs[-1] = runs[-1][0], max(runs[-1][1], end)
             else:
                 runs.append((start, end))
-        for (start, _), data in zip(runs, self._get_all(runs, _AT_ONCE), strict=True):
-            self._keep(start, data)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for (start, _), data in zip(runs, pool.map(self._get, runs), strict=True):
+                self._keep(start, data)
 
     def check_unchanged(self) -> None:
         if self.version() != self._identity:
             raise self.changed()
-        for _ in self._get_all(list(self._sums or ()), _AT_ONCE // 4):  # what nothing tells the version of is read twice
-            pass
+        with ThreadPoolExecutor(_AT_ONCE // 4) as pool:
+            for _ in pool.map(self._get, list(self._sums or ())):  # what nothing tells the version of is read twice
+                pass
 
-    def _get_all(self, runs: Sequence[tuple[int, int]], at_once: int) -> Iterator[bytes]:
-        with ThreadPoolExecutor(at_once) as pool:
-            yield from pool.map(lambda run: self._get(*run), runs)
-
-    def _get(self, start: int, end: int) -> bytes:
-        data = self._checked(start, self.fetch(start, end))
-        if len(data) < end - start:
-            raise self.changed()
-        return data
-
-    def _checked(self, start: int, data: bytes) -> bytes:
-        """Where nothing tells one version from another, the checksum of what was read does."""
-        if self._sums is not None and self._sums.setdefault((start, start + len(data)), found := crc32(data)) != found:
+    def _get(self, run: tuple[int, int]) -> bytes:
+        data = self.fetch(*run)
+        is_same = self._sums is None or self._sums.setdefault(run, found := crc32(data)) == found
+        if len(data) < run[1] - run[0] or not is_same:
             raise self.changed()
         return data
 
@@ -176,13 +164,24 @@ def _is_private(url: str) -> bool:
     return any(not ipaddress.ip_address(str(row[4][0]).partition("%")[0]).is_global for row in found)
 
 
-class _Followed(urllib.request.HTTPRedirectHandler):
-    """Redirects are answers here, and followed by `_HttpSource`."""
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Redirects from an address: within HTTP, never away from encryption, nor into a private network."""
 
-    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> None:
-        return None
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        fp.close()  # what it says beside where to go may have no end
+        return super().http_error_302(req, fp, code, msg, headers)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if not newurl.startswith(_HTTP[1:] if self.url.startswith("https://") else _HTTP):
+            raise _unreadable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
+        if _is_private(newurl) and not _is_private(self.url):
+            raise _unreadable(self.url, f"It redirects into a private network: {newurl[:200]}.")
+        return super().redirect_request(req, fp, code, msg, headers, _in_ascii(newurl))
 
 
 class _HttpSource(RemoteSource):
@@ -213,23 +212,30 @@ class _HttpSource(RemoteSource):
                 raise
             except ValueError as error:  # not an address, a host that has no name, a size that is no number
                 raise _unreadable(self.url, f"{error}.") from None
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code == 416 and not start:  # an empty file has no range
+            except (OSError, HTTPException) as error:
+                code, why = 0, f"{getattr(error, 'reason', None) or error or type(error).__name__}."
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                    code, why = error.code, f"The server answers {error.code} {' '.join(str(error.reason).split())}."
+                if code == 416 and not start:  # an empty file has no range
                     self.whole = b""
                     return b""
                 moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
-                if not left or not (error.code >= 500 or error.code == 429 or moved):
-                    kind = MissingFileError if error.code in (404, 410) else RemoteError
-                    raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
-            except (OSError, HTTPException) as error:
-                if not left:
-                    raise _unreadable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
+                if not left or not (code in (0, 429) or code >= 500 or moved):
+                    kind = MissingFileError if code in (404, 410) else RemoteError
+                    raise kind(f"{self.url} cannot be read.", why=why) from None
             time.sleep(0.5 * (_TRIES - left))
         raise AssertionError
 
     def _request(self, start: int, end: int) -> bytes:
-        with self._answer(f"bytes={start}-{end - 1}") as response:
+        headers = {
+            "Range": f"bytes={start}-{end - 1}",
+            "User-Agent": f"ckpt-tools/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        request = urllib.request.Request(_in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see _open
+        with urllib.request.build_opener(_Redirects(self.url)).open(request, timeout=_SECONDS) as response:
+            self.place = self.place if response.geturl() == request.full_url else response.geturl()
             if response.status != 206:  # a server without ranges, which sends all of it
                 length = int(response.headers.get("Content-Length") or -1)
                 if not 0 <= length <= _TAKEN_WHOLE:
@@ -241,29 +247,6 @@ class _HttpSource(RemoteSource):
             if not span.startswith(f"{start}-"):
                 raise _unreadable(self.url, "The server does not say which range it sent.")
             return self._taken(response, int(size), min(end, int(size)) - start)
-
-    def _answer(self, span: str) -> Any:
-        """What the server sends, behind redirects: within HTTP, never away from encryption, nor into a private network."""
-        headers = {"Range": span, "User-Agent": f"ckpt-tools/{__version__}", "Accept-Encoding": "identity"}
-        place = self.place
-        for _ in range(_REDIRECTS):
-            request = urllib.request.Request(_in_ascii(place), headers=headers)  # noqa: S310  http and https only, see open_remote
-            try:
-                response = urllib.request.build_opener(_Followed).open(request, timeout=_SECONDS)
-            except urllib.error.HTTPError as error:
-                if error.code not in (301, 302, 303, 307, 308):
-                    raise
-                error.close()
-                location = urllib.parse.quote(error.headers.get("Location", ""), safe=string.punctuation, encoding="latin-1")
-                place = urllib.parse.urljoin(place, location)
-                if not place.startswith(_HTTP[1:] if self.url.startswith("https://") else _HTTP):
-                    raise _unreadable(self.url, f"It redirects to another scheme: {place[:200]}.") from None
-                if _is_private(place) and not _is_private(self.url):
-                    raise _unreadable(self.url, f"It redirects into a private network: {place[:200]}.") from None
-            else:
-                self.place = place
-                return response
-        raise _unreadable(self.url, f"It redirects more than {_REDIRECTS} times.")
 
     def _taken(self, response: Any, size: int, length: int) -> bytes:
         version = (size, response.headers.get("ETag"), response.headers.get("Last-Modified"))
@@ -279,54 +262,57 @@ class _HttpSource(RemoteSource):
 # --- a file or a folder of any file system that fsspec has a driver for
 
 
+class _Place:
+    """Where an address leads in a file system that fsspec has a driver for."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.name = _bounded(url, self._made)
+
+    def _made(self) -> tuple[Any, str]:
+        try:
+            from fsspec.core import url_to_fs
+
+            return cast("tuple[Any, str]", url_to_fs(self.url))
+        except ImportError as error:
+            why = f"{error}."
+            raise RemoteError(f"{self.url} needs fsspec, or a driver of it, which is not installed.", why=why) from None
+        except ValueError as error:
+            what = f"{self.url}: {self.url.partition('://')[0]}:// is not a scheme that fsspec knows."
+            raise RemoteError(what, why=f"{error}."[:300]) from None
+
+    def ask(self, method: str, *given: Any, seconds: float = _SECONDS, **named: Any) -> Any:
+        """What a method of the driver gives for this place."""
+        return _bounded(self.url, lambda: getattr(self.fs, method)(self.name, *given, **named), seconds)
+
+    def names(self) -> list[str]:
+        """The names in a folder; none where there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            found = [str(row).rstrip("/") for row in self.ask("ls", detail=False)]
+        except MissingFileError:
+            return []
+        # an empty object marks the folder, on a store without folders
+        return [name.rpartition("/")[2] for name in found if name != self.name.rstrip("/")]
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(name)
+
+
 class _FsspecSource(RemoteSource):
     def __init__(self, url: str) -> None:
-        self.url, (self.fs, self.name) = url, _file_system(url)
+        self.place = _Place(url)
         super().__init__(url, self.version())
 
     def fetch(self, start: int, end: int) -> bytes:
-        return bytes(_bounded(self.url, lambda: self.fs.cat_file(self.name, start=start, end=end)))
+        return bytes(self.place.ask("cat_file", start=start, end=end))
 
     def version(self) -> tuple[Any, ...]:
-        self.fs.invalidate_cache()
-        info = _bounded(self.url, lambda: self.fs.info(self.name))
+        self.place.fs.invalidate_cache()
+        info = self.place.ask("info")
         return info.get("size"), *(str(info[key]) for key in ("ETag", "etag", "mtime", "created") if info.get(key))
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise RemoteError("This needs fsspec: pip install fsspec", why=f"It reads {url}.") from None
-
-    def made() -> Any:
-        try:
-            return url_to_fs(url)
-        except ImportError as error:
-            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error}") from None
-        except ValueError as error:
-            what = f"{url}: {url.partition('://')[0]}:// is not a scheme that fsspec knows."
-            raise RemoteError(what, why=f"{error}."[:300]) from None
-
-    fs, name = _bounded(url, made)
-    return fs, str(name)
-
-
-def _listed(url: str) -> dict[str, int]:
-    """The names in a folder and their sizes; none where there is no such folder."""
-    fs, folder = _file_system(url)
-
-    def names() -> dict[str, int]:
-        fs.invalidate_cache()
-        try:
-            rows = fs.ls(folder, detail=True)
-        except FileNotFoundError:
-            return {}
-        found = {str(row["name"]).rstrip("/"): int(row.get("size") or 0) for row in rows}
-        found.pop(folder.rstrip("/"), None)  # an empty object that marks the folder, on a store without folders
-        return {name.rpartition("/")[2]: size for name, size in found.items()}
-
-    return _bounded(url, names)
 
 
 def _open(url: str) -> RemoteSource:
@@ -335,12 +321,10 @@ def _open(url: str) -> RemoteSource:
 
 def open_remote(url: str) -> Source:
     """A remote file as a source, or a remote folder as the files of one."""
-    if not url.startswith(_HTTP):
-        fs, name = _file_system(url)
-        if _bounded(url, lambda: fs.info(name)).get("type") == "directory":
-            folder = url.rstrip("/")
-            place = cast("Path", Address(folder))
-            return Files(place, place, lambda name: _open(f"{folder}/{name}"), lambda: list(_listed(folder)))
+    if not url.startswith(_HTTP) and _Place(url).ask("info").get("type") == "directory":
+        folder = url.rstrip("/")
+        place = cast("Path", Address(folder))
+        return Files(place, place, lambda name: _open(f"{folder}/{name}"), lambda: _Place(folder).names())
     return _open(url)
 
 
@@ -349,7 +333,7 @@ def files_beside(source: Source) -> Files:
 
     def names() -> list[str]:
         folder = address.beside("")
-        return [] if folder.startswith(_HTTP) else list(_listed(folder.rstrip("/")))  # HTTP has no listing
+        return [] if folder.startswith(_HTTP) else _Place(folder.rstrip("/")).names()  # HTTP has no listing
 
     return Files(source.path, source.path, lambda name: _open(address.beside(name)), names)
 
@@ -357,81 +341,75 @@ def files_beside(source: Source) -> Files:
 # --- writing
 
 
-def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
-    """The file system and the path of an output, after what can be checked before work starts."""
-    fs, name = _writable(url)
-    if _bounded(url, lambda: fs.isdir(name)):
-        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
-    if not overwrite and _bounded(url, lambda: fs.exists(name)):
-        raise exists_error(url)
-    return fs, name
-
-
-def _writable(url: str) -> tuple[Any, str]:
+def _writable(url: str) -> _Place:
     if url.startswith(_HTTP):
         raise OutputError(f"{url} cannot be written: HTTP has no upload that all servers share.", fix="Write a local file.")
-    return _file_system(url)
+    return _Place(url)
+
+
+def check_upload(url: str, *, overwrite: bool) -> _Place:
+    """Where an output goes, after what can be checked before work starts."""
+    place = _writable(url)
+    if place.ask("isdir"):
+        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
+    if not overwrite and place.ask("exists"):
+        raise exists_error(url)
+    return place
 
 
 @contextlib.contextmanager
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     """An output in a temporary file of this machine, which is uploaded when the block ends well."""
-    fs, name = check_upload(url, overwrite=overwrite)
+    place = check_upload(url, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "whole")
         with replacing(path) as output:
             yield Output(output.fd, cast("Path", Address(url)), output.path)
-        _upload(url, fs, path, name)
+        _upload(place, path)
 
 
-def _upload(url: str, fs: Any, path: Path, name: str) -> None:
+def _upload(place: _Place, path: Path, name: str = "") -> None:
     """Put a local file there, whole or not at all: under another name first, where it is seen before it is complete."""
+    seconds, name = 2 * _SECONDS + path.stat().st_size / _SLOWEST, f"{place.name}/{name}" if name else place.name
     folder, slash, last = name.rpartition("/")
     hidden = f"{folder}{slash}{temporaries.new_name(temporaries.prefix_of(last))}"
-    is_seen, seconds = not url.startswith(_WHOLE_ON_COMMIT), 2 * _SECONDS + path.stat().st_size / _SLOWEST
+    if place.url.startswith(_WHOLE_ON_COMMIT):
+        _bounded(place.url, lambda: place.fs.put_file(str(path), name), seconds)
+        return
     try:
-        _bounded(url, lambda: fs.put_file(str(path), hidden if is_seen else name), seconds)
-        if is_seen:
-            _bounded(url, lambda: fs.mv(hidden, name), seconds)
+        _bounded(place.url, lambda: place.fs.put_file(str(path), hidden), seconds)
+        _bounded(place.url, lambda: place.fs.mv(hidden, name), seconds)
     except BaseException:
-        if is_seen:
-            _remove(fs, [hidden])
+        place.remove([hidden])
         raise
 
 
-def _remove(fs: Any, names: Sequence[str]) -> None:
-    for name in names:
-        with contextlib.suppress(Exception):
-            fs.rm_file(name)
-
-
-def check_new_folder(url: str) -> None:
+def check_new_folder(url: str) -> _Place:
     """Refuse a remote folder that cannot be written, or that holds something: files there do not change all at once."""
-    fs, name = _writable(url)
-    if _bounded(url, lambda: fs.isfile(name)):
+    place = _writable(url.rstrip("/"))
+    if place.ask("isfile"):
         raise OutputError(f"{url} is a file.", why="Several files are written here: OUT must be a folder.")
-    if _listed(url.rstrip("/")):
+    if place.names():
         raise OutputExistsError(f"{url} is not empty, and several files cannot change at once there.", fix="Name a new folder.")
+    return place
 
 
 @contextlib.contextmanager
 def uploading_folder(url: str, *, last: str) -> Iterator[Staging]:
     """A folder of this machine that is uploaded when the block ends well, the index last; nothing stays when that fails."""
-    url = url.rstrip("/")
-    check_new_folder(url)
-    fs, folder = _file_system(url)
-    with tempfile.TemporaryDirectory() as place:
-        yield Staging(Path(place), cast("Path", Address(url)))
-        names = sorted(os.listdir(place), key=lambda name: (name == last, name))
-        is_new = not url.startswith(_WHOLE_ON_COMMIT) and not _bounded(url, lambda: fs.isdir(folder))  # a store has no folders
+    place = check_new_folder(url)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Staging(Path(folder), cast("Path", Address(place.url)))
+        names = sorted(os.listdir(folder), key=lambda name: (name == last, name))
+        is_new = not place.url.startswith(_WHOLE_ON_COMMIT) and not place.ask("isdir")  # a store has no folders
         try:
             if is_new:
-                _bounded(url, lambda: fs.makedirs(folder, exist_ok=True))
+                place.ask("makedirs", exist_ok=True)
             for name in names:
-                _upload(f"{url}/{name}", fs, Path(place, name), f"{folder}/{name}")
+                _upload(place, Path(folder, name), name)
         except BaseException:
-            _remove(fs, [f"{folder}/{name}" for name in names])
+            place.remove([f"{place.name}/{name}" for name in names])
             if is_new:
                 with contextlib.suppress(Exception):
-                    fs.rmdir(folder)
+                    place.fs.rmdir(place.name)
             raise

@@ -48,25 +48,28 @@ def create(path: Path, *, folder: bool = False) -> int:
         os.close(fd)  # in the moment before it was locked, somebody took it for an orphan
 
 
-def discard(path: Path, *fds: int) -> None:
-    """Remove a temporary that has not got its name, and close it after that; -1 is not one."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    for fd in fds:
+@contextlib.contextmanager
+def temporary(holder: Path, prefix: str, *, folder: bool = False) -> Iterator[tuple[Path, int]]:
+    """An empty file or folder, and its descriptor; it goes at the end of the block."""
+    path, fd = holder / new_name(prefix), -1
+    try:
+        fd = create(path, folder=folder)
+        yield path, fd
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(path, folder)
         with contextlib.suppress(OSError):
             if fd >= 0:
                 os.close(fd)
 
 
-@contextlib.contextmanager
-def scratch(target: Path) -> Iterator[Path]:
-    """An empty file beside a target, removed at the end of the block; when this process is killed, by the next run."""
-    path, fd = target.parent / new_name(prefix_of(target.name)), -1
-    try:
-        fd = create(path)
-        yield path
-    finally:
-        discard(path, fd)
+def _remove(path: str | Path, is_folder: bool) -> None:
+    if not is_folder:
+        os.unlink(path)
+        return
+    import shutil  # with every compression that Python knows; folders are rare
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_orphans(holder: Path, prefix: str, *, folders: bool = False) -> None:
@@ -86,14 +89,8 @@ def _remove_orphan(path: str, is_folder: bool) -> None:
         return
     fd = os.open(path, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK | _CLOEXEC)
     try:
-        if not _lock(fd, wait=False):
-            return
-        if not is_folder:
-            os.unlink(path)
-            return
-        import shutil  # with every compression that Python knows; such a folder is rare
-
-        shutil.rmtree(path, ignore_errors=True)
+        if _lock(fd, wait=False):
+            _remove(path, is_folder)
     finally:
         os.close(fd)
 
@@ -135,8 +132,7 @@ def narrow(fd: int, inputs: Inputs) -> None:
     """Take permissions from a new file that one of its inputs does not give; of a folder, and of the files in it."""
     if not hasattr(os, "fchmod"):
         return
-    bits = stat.S_IMODE(os.fstat(fd).st_mode)
-    narrowed = bits
+    narrowed = bits = stat.S_IMODE(os.fstat(fd).st_mode)
     for mode in _modes(inputs):
         narrowed &= mode | _OWNER
     if narrowed != bits:
@@ -162,11 +158,10 @@ def keep(old: Path, fd: int) -> None:
     """Give a new file the owner, group, mode and extended attributes of the one that it replaces, as far as the system lets."""
     if not hasattr(os, "fchown"):
         return
-    status, now = os.stat(old), os.fstat(fd)
+    status = os.stat(old)
     for owner, group in ((status.st_uid, -1), (-1, status.st_gid)):
-        if (owner, group) not in ((now.st_uid, -1), (-1, now.st_gid)):
-            with contextlib.suppress(OSError):
-                os.fchown(fd, owner, group)
+        with contextlib.suppress(OSError):
+            os.fchown(fd, owner, group)
     with contextlib.suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(status.st_mode))
     with contextlib.suppress(OSError, AttributeError):  # not every system has them

@@ -90,14 +90,14 @@ def test_a_lie_is_an_error_of_ours(serve: Callable[..., Canned], name: str) -> N
 def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], place: str) -> None:
     """Only HTTP leads on, and encryption is not given up."""
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode())
-    with pytest.raises(RemoteError, match="another scheme"):
+    with pytest.raises(RemoteError, match="another scheme|not allowed"):
         ckpt_tools.inspect(server.url("model.pth"))
 
 
 def test_a_redirect_to_itself_is_said_to_be_one(serve: Callable[..., Canned]) -> None:
     """An answer that leads round and round was told of as `I/O operation on closed file`."""
     server = serve(b"HTTP/1.1 302 Found\r\nLocation: /model.pth\r\nContent-Length: 0\r\n\r\n")
-    with pytest.raises(RemoteError, match="redirects more than 10 times"):
+    with pytest.raises(RemoteError, match="infinite loop"):
         ckpt_tools.inspect(server.url("model.pth"))
 
 

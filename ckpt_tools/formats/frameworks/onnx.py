@@ -54,11 +54,7 @@ def sniff(head: bytes) -> bool:
     return _START.match(head) is not None
 
 
-def decode(source: Source) -> Checkpoint:
-    return decode_with_others(source, None)
-
-
-def decode_with_others(source: Source, files: Files | None) -> Checkpoint:
+def decode(source: Source, files: Files | None = None) -> Checkpoint:
     model = _fields(Range(source, 0, source.size), _MODEL)
     if 7 not in model:
         why = "A saved_model.pb of TensorFlow begins as one does, and is not read here."
@@ -91,6 +87,9 @@ def decode_with_others(source: Source, files: Files | None) -> Checkpoint:
     made = state_dict("onnx", files if is_elsewhere and files else source, items)
     made.metadata, made.warnings = metadata, warnings
     return made
+
+
+decode_with_others = decode
 
 
 # --- the encoding of messages

@@ -179,7 +179,8 @@ def _without_carriage_returns(
 ) -> Salvaged:
     """What is whole in a copy of the file, which is removed when the stack closes."""
     try:
-        path = stack.enter_context(temporaries.scratch(scratch))
+        prefix = temporaries.prefix_of(scratch.name)
+        path, _ = stack.enter_context(temporaries.temporary(scratch.parent, prefix))
         with path.open("wb") as file:
             file.writelines(_line_feeds(source))
     except CkptError:  # some of ours are an OSError too
