@@ -23,7 +23,7 @@ from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.contents import count_tensors
 from ckpt_tools.formats.registry import begins_as_checkpoint
 from ckpt_tools.formats.single import HEAD, decode_content
-from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
+from ckpt_tools.formats.torch_tar import entries, is_file, odd
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.text import listed, printable
@@ -147,22 +147,17 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, folders: Folder
 
 def _members(tar: Source) -> dict[str, Window]:
     found: dict[str, Window] = {}
-    try:
-        for info in entries(tar, limits.RECORDS.value):
-            name = info.name.removeprefix("./").rstrip("/")
-            if info.islnk() or info.issym():
-                raise OddHeaderError(f"the link {name!r}")
-            if name not in ("", ".") and (not is_plain_name(name) or name.count("/") > _DEEPEST):
-                raise OddHeaderError(f"a member {info.name!r}, which is not a name inside a folder")
-            if name in found:
-                raise OddHeaderError(f"two members {name!r}")
-            if is_file(info):
-                found[name] = Window(tar, info.offset_data, info.size)
-                found[name].path = _inside(tar.path, name)
-    except OddHeaderError as error:
-        raise DamagedFileError(
-            f"The tar has {error}.", why=TWO_FILES, fix="Unpack it where that does no harm, and give ckpt the file in it."
-        ) from None
+    for info in entries(tar, limits.RECORDS.value):
+        name = info.name.removeprefix("./").rstrip("/")
+        if info.islnk() or info.issym():
+            raise odd(f"the link {name!r}")
+        if name not in ("", ".") and (not is_plain_name(name) or name.count("/") > _DEEPEST):
+            raise odd(f"a member {info.name!r}, which is not a name inside a folder")
+        if name in found:
+            raise odd(f"two members {name!r}")
+        if is_file(info):
+            found[name] = Window(tar, info.offset_data, info.size)
+            found[name].path = _inside(tar.path, name)
     if any(name in found for name in torch_tar.NEEDED):
         raise DamagedFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
     return found
