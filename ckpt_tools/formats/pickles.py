@@ -63,17 +63,16 @@ class Pickles:
     evaluated: list[tuple[str, Call]] = field(default_factory=list)
 
 
-def find_pickles(source: Source) -> Pickles:
-    """Look a file through. Nothing in it is run or imported."""
-    walk = _Walk(source.size)
+def find_pickles(source: Source, found: Pickles, where: str = "") -> None:
+    """Look a file through, which is called so among others. Nothing in it is run or imported."""
+    walk = _Walk(source.size, found)
     try:
         with limits.of_file(source.size):
-            walk.examine(source, "", 0)
+            walk.examine(source, where, 0)
     except _FullError:
-        walk.skip("", f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
+        walk.skip(where, f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
-    return walk.found
 
 
 class _FullError(Exception):
@@ -92,8 +91,8 @@ class _InMemory(Source):
 class _Walk:
     """One file on its way through: how much may still be inflated, and what has been found."""
 
-    def __init__(self, size: int) -> None:
-        self.found = Pickles()
+    def __init__(self, size: int, found: Pickles) -> None:
+        self.found = found
         self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
 
     def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
@@ -233,10 +232,9 @@ class _Walk:
         places = [at for _, at in signatures(source, zips.SIGNATURE_LOCAL) if at + zips.LOCAL.size <= source.size]
         for place, following in pairwise([*places, source.size]):
             header = zips.LocalHeader.at(source, place)
-            start = place + header.length
+            name, start = header.name[:_HEAD].decode("utf-8", "replace"), header.data
             if start >= source.size:
                 continue
-            name = source.read(place + zips.LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
             member: Source = Window(source, start, max(following, start) - start)
             with self.guarded(name):
                 if header.method == 8:
