@@ -21,7 +21,7 @@ from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.checkpoint import Checkpoint, Packed
 from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.contents import count_tensors
-from ckpt_tools.formats.registry import begins_as_checkpoint
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.formats.single import HEAD, decode_content
 from ckpt_tools.formats.torch_tar import entries, is_file, odd
 from ckpt_tools.io.output import Source, is_address
@@ -182,7 +182,7 @@ def _candidates(archive: Source, members: Mapping[str, Window], folders: Folders
             last = folder
             yield folder
     for path, member in members.items():
-        if path.rpartition("/")[0] not in taken and begins_as_checkpoint(member.read(0, min(HEAD, member.size))):
+        if path.rpartition("/")[0] not in taken and container_of(member.read(0, min(HEAD, member.size))):
             yield path
 
 
