@@ -144,10 +144,7 @@ _MODULE = re.compile(r"[\w.]+")  # what can be imported; in JSON there would be 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
     """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
-    from ckpt_tools.pickling.calls import (
-        MAGIC_NUMBER,
-        list_one,  # few files begin so
-    )
+    from ckpt_tools.pickling.calls import MAGIC_NUMBER, list_one  # few files begin so
     from ckpt_tools.pickling.stream import Part, Pickles
 
     end = min(source.size, _LONGEST)
