@@ -70,11 +70,17 @@ def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A map of JSON, in which no key is there twice. Raises ValueError."""
+    """A map of JSON, in which no key is there twice, or is no text. Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"the key {repeated(pairs)!r} is there twice")
+    check_text(found)
     return found
+
+
+def check_text(texts: Iterable[str]) -> None:
+    """Raise UnicodeEncodeError, a ValueError, for a lone surrogate, which JSON can write and UTF-8 cannot."""
+    "".join(texts).encode()
 
 
 def row_major(key: str, dtype: DType, shape: tuple[int, ...], content: Content, called: str) -> Entry:

@@ -92,7 +92,7 @@ def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor
 def count_tensors(root: Node) -> int:
     if type(root) is Dict and not root.attributes and all(type(value) is Entry for _, value in root.items):
         return len(root.items)  # most files
-    return sum(1 for _, node in walk(root, stop=is_tensor, plain=False, bare=False) if is_tensor(node))
+    return sum(1 for _ in find_tensors(root))
 
 
 class Modules:

@@ -63,21 +63,20 @@ class Pickles:
     evaluated: list[tuple[str, Call]] = field(default_factory=list)
 
 
-def find_pickles(source: Source) -> Pickles:
-    """Look a file through. Nothing in it is run or imported."""
-    walk = _Walk(source.size)
+def find_pickles(source: Source, found: Pickles, where: str = "") -> None:
+    """Look a file through, which is called so among others. Nothing in it is run or imported."""
+    walk = _Walk(source.size, found)
     try:
         with limits.of_file(source.size):
-            walk.examine(source, "", 0)
+            walk.examine(source, where, 0)
     except _FullError:
-        walk.skip("", f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
+        walk.skip(where, f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
     except (MemoryError, RecursionError) as error:
         raise exhausted(error, str(source.path)) from None
-    return walk.found
 
 
 class _FullError(Exception):
-    """The file has more members and pickles than are looked at."""
+    pass
 
 
 class _InMemory(Source):
@@ -92,8 +91,8 @@ class _InMemory(Source):
 class _Walk:
     """One file on its way through: how much may still be inflated, and what has been found."""
 
-    def __init__(self, size: int) -> None:
-        self.found = Pickles()
+    def __init__(self, size: int, found: Pickles) -> None:
+        self.found = found
         self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
 
     def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
@@ -105,15 +104,14 @@ class _Walk:
         for magic, locked in _LOCKED:
             if head.startswith(magic):
                 self.skip(where, f"{locked}, which has to be unpacked first")
-        with self.guarded(where):
-            for kind in [kind for kind in _KINDS if head.startswith(kind.magic)][:1]:
+        for kind in [kind for kind in _KINDS if head.startswith(kind.magic)][:1]:
+            with self.guarded(where):
                 self.compressed(source, where, depth, kind)
-        with self.guarded(where):
-            if is_tar(head):
-                ends = [0]
+        if is_tar(head):
+            ends = [0]
+            with self.guarded(where):
                 self.tar(source, where, depth, ends)
-        if is_tar(head) and ends[-1] <= source.size:
-            behind = Window(source, ends[-1], source.size - ends[-1])
+            behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
         with self.guarded(where):
             if is_zip(head) or has_end(behind):
                 self.archive(source, where, depth)
@@ -234,10 +232,9 @@ class _Walk:
         places = [at for _, at in signatures(source, zips.SIGNATURE_LOCAL) if at + zips.LOCAL.size <= source.size]
         for place, following in pairwise([*places, source.size]):
             header = zips.LocalHeader.at(source, place)
-            start = place + header.length
+            name, start = header.name[:_HEAD].decode("utf-8", "replace"), header.data
             if start >= source.size:
                 continue
-            name = source.read(place + zips.LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
             member: Source = Window(source, start, max(following, start) - start)
             with self.guarded(name):
                 if header.method == 8:
@@ -269,30 +266,23 @@ class _Walk:
 
     def compressed(self, source: Source, where: str, depth: int, kind: Kind) -> None:
         """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
-        start, found, damage = 0, len(self.found.pickles), list[Exception]()
+        start, before, damage = 0, len(self.found.pickles), None
         if kind is _JOBLIB:
             start = min(_ZFILE, source.size)
             start += source.read(start, min(1, source.size - start)) == b" "
-        blocks = runs(source, kind, _AGAIN.get(kind.name, kind.magic), self.spend, start)
-        opened = Spooled(source, _up_to_damage(blocks, damage))
+        blocks, opened = runs(source, kind, _AGAIN.get(kind.name, kind.magic), self.spend, start), Spooled(source, ())
+        try:
+            opened.add(blocks)
+        except CkptError:  # some of ours are an OSError too
+            raise
+        except _BROKEN as error:
+            damage = error
         if opened.size:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
-        if damage and not (opened.size < _BY_ACCIDENT and len(self.found.pickles) == found and _is_other(kind, damage[0])):
-            self.skip(where, f"it cannot be inflated to its end: {damage[0]}")
-
-
-def _up_to_damage(blocks: Iterator[bytes], damage: list[Exception]) -> Iterator[bytes]:
-    try:
-        yield from blocks
-    except CkptError:  # some of ours are an OSError too
-        raise
-    except _BROKEN as error:
-        damage.append(error)
-
-
-def _is_other(kind: Kind, error: Exception) -> bool:
-    """Whether something else may begin with the two bytes of this kind, which is told by an error."""
-    return kind.name.startswith("zlib") or (kind.name == "lzma" and str(error).startswith("Input format"))
+        # something else may begin with the two bytes of this kind, which is told by the error
+        is_other = kind.name.startswith("zlib") or (kind.name == "lzma" and str(damage).startswith("Input format"))
+        if damage and not (is_other and opened.size < _BY_ACCIDENT and len(self.found.pickles) == before):
+            self.skip(where, f"it cannot be inflated to its end: {damage}")
 
 
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
@@ -307,18 +297,16 @@ _OF_EXPORT = re.compile(r"(?:^|/)(?:archive_format|models/[^/]*\.json|[^/]*_conf
 def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Record]:
     """The records of a zip but those that hold the numbers of a storage: `data/7` beside `data.pkl`, and no .npy."""
     names = {record.name for record in records}
-    root = single_folder(records)
-    folders = {"data", "constants"} if root is None else {f"{root}/data", f"{root}/constants"}
-    if any(_OF_EXPORT.search(name.lower()) for name in names):
-        folders = set()
+    root = "" if (single := single_folder(records)) is None else f"{single}/"
+    folders = set() if any(_OF_EXPORT.search(name.lower()) for name in names) else {f"{root}data", f"{root}constants"}
     for record in records:
         folder, _, key = record.name.rpartition("/")
         is_raw = folder in folders and f"{folder}.pkl" in names and key.isdecimal()
-        if is_raw and record.is_array:
+        if is_raw and record.deflated:
             is_raw = False
             with contextlib.suppress(DamagedFileError):  # whoever looks at it will say so
-                is_raw = record.deflated and not record_head(source, record, _HEAD).startswith(zips.NUMPY)
-        if not is_raw:
+                is_raw = not record_head(source, record, _HEAD).startswith(zips.NUMPY)
+        if not is_raw or (record.is_array and not record.deflated):
             yield record
 
 
@@ -349,11 +337,11 @@ def _is_meant(data: bytes) -> bool:
     end = max(data.rfind(b"\n"), 0)
     if not (_STARTS.match(data) or b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0):
         return False
-    for pickle in list_pickles(Part.of_bytes(data)):
-        is_named = any(map(_can_be_imported, pickle.names))
-        if _is_pickle(pickle, data[pickle.start : pickle.start + 2]) and (is_named or pickle.two_ways or not pickle.calls):
-            return True
-    return False
+    return any(
+        _is_pickle(pickle, data[pickle.start : pickle.start + 2])
+        and (pickle.two_ways or not pickle.calls or any(map(_can_be_imported, pickle.names)))
+        for pickle in list_pickles(Part.of_bytes(data))
+    )
 
 
 def _npy(head: bytes) -> tuple[int, int | None]:

@@ -1,28 +1,14 @@
 """The containers of one file, a row each: its name, and the module that reads it. A new one is a module and a row.
 
-Each has `sniff(head)` and `decode(source)`; it is imported once the rows before it have not been what a file is.
+Each has `sniff(head)` and `decode(source)`, one that other files may belong to `decode_with_others(source, files)`; it is
+imported once the rows before it have not been what a file is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from typing import NamedTuple
-
-from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Files
-
-Decode = Callable[[Source], Checkpoint]
-
-
-class Container(NamedTuple):
-    """A kind of file: whether one that starts with these bytes is one, what reads one, alone and with the files beside it."""
-
-    sniff: Callable[[bytes], bool]
-    decode: Decode
-    with_others: Callable[[Source, Files], Checkpoint] | None = None
-
+from types import ModuleType
 
 ROWS = {
     "torch-zip": "ckpt_tools.formats.zip_archives",
@@ -36,17 +22,10 @@ ROWS = {
     "flax": "ckpt_tools.formats.frameworks.flax",
     "keras": "ckpt_tools.formats.frameworks.keras",
 }
-
-
 IN_ZIPS = frozenset(("safetensors", "torch-legacy", "torch-tar", "npy", "keras"))  # read as members of a zip, too
 
 
-def containers(*, in_zips: bool = False) -> Iterator[Container]:
-    for name, row in ROWS.items():
-        if not in_zips or name in IN_ZIPS:
-            module = import_module(row)
-            yield Container(module.sniff, module.decode, getattr(module, "decode_with_others", None))
-
-
-def begins_as_checkpoint(head: bytes) -> bool:
-    return any(container.sniff(head) for container in containers())
+def container_of(head: bytes, *, in_zips: bool = False) -> ModuleType | None:
+    """The module that reads a file which starts with these bytes."""
+    modules: Iterator[ModuleType] = (import_module(row) for name, row in ROWS.items() if not in_zips or name in IN_ZIPS)
+    return next((module for module in modules if module.sniff(head)), None)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError
-from ckpt_tools.formats.base import Warned, repeated
+from ckpt_tools.formats.base import Warned, check_text, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source
@@ -44,7 +44,7 @@ def sniff(head: bytes) -> bool:
 def decode(source: Source, unread: dict[str, str] | None = None) -> Checkpoint:
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
-    metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
+    metadata = _metadata(header, warnings)
     size = source.size - data_start
     for count, what in ((len(metadata), "entries of metadata"), (len(header), "tensors")):
         limits.NODES.check(limits.LISTED * count, f"The file lists {count} {what} in {source.size} bytes.", source.size)
@@ -91,38 +91,23 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
     whole = (lambda text: no_value(text) if text == "-0" else int(text)) if b"-0" in raw else None
     try:
-        header: dict[str, Any] = load_json(raw.decode("utf-8"), pairs=_unique, constant=no_value, whole=whole)
+        header: dict[str, Any] = load_json(raw.decode("utf-8"), pairs=unique, constant=no_value, whole=whole)
     except ValueError as error:  # one of Unicode too
         raise DamagedFileError("The safetensors header is not JSON in UTF-8.", why=f"{error}.") from None
     return header, 8 + length
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise DamagedFileError(f"The safetensors header has the key {repeated(pairs)!r} twice.")
-    if not all(map(str.isascii, found)):  # a call for each key takes longer than the rest
-        for key in found:
-            no_surrogates(key)
-    return found
-
-
-def no_surrogates(text: str) -> None:
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise DamagedFileError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
-
-
-def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
-    if value is None:
+def _metadata(header: dict[str, Any], warnings: list[Warned]) -> dict[str, str]:
+    found = header.pop("__metadata__", {})
+    if found is None:
         warnings.append(Warned("null-metadata", "__metadata__ is null", "a map of strings"))
         return {}
-    if not isinstance(value, dict):
-        raise DamagedFileError("The safetensors metadata is not a map.")
-    for key, text in value.items():
-        if not isinstance(text, str):
-            raise DamagedFileError(f"The safetensors metadata {key!r} is not text.")
-        no_surrogates(text)
-    return value
+    try:
+        check_text(found.values())
+    except (AttributeError, TypeError, ValueError):
+        raise DamagedFileError("The safetensors metadata is not a map of texts.") from None
+    metadata: dict[str, str] = found
+    return metadata
 
 
 def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
@@ -133,15 +118,15 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
             raise DamagedFileError(f"Tensor {name!r} has the unknown field {extra!r}, a list or a map.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
+    shape, offsets = info["shape"], info["data_offsets"]
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
         raise DamagedFileError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
-    shape, offsets = info["shape"], info["data_offsets"]
     if not _are_counts(offsets) or len(offsets) != 2:
         raise DamagedFileError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
-    begin, end = offsets
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS or prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise DamagedFileError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
+    begin, end = offsets
     bits = prod(shape) * dtype.bits // dtype.packed
     if 8 * (end - begin) != bits:
         needed = bits / 8 if bits % 8 else bits // 8
@@ -149,20 +134,19 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 
+def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
+    if dtype.packed > 1 and shape:  # torch counts float4 in pairs, safetensors one by one
+        if shape[-1] % dtype.packed:
+            raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
+        shape[-1] //= dtype.packed
+    return tuple(shape)
+
+
 _FIELDS, _INTS = frozenset(("dtype", "shape", "data_offsets")), frozenset((int,))
 
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and _INTS.issuperset(map(type, values)) and min(values, default=0) >= 0
-
-
-def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
-    """torch counts float4 in pairs, safetensors one by one."""
-    if dtype.packed == 1 or not shape:
-        return tuple(shape)
-    if shape[-1] % dtype.packed:
-        raise DamagedFileError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
-    return (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
@@ -193,9 +177,8 @@ def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -
     unplaced = []
     for name, target in aliases.items():
         of = target.get("of") if isinstance(target, dict) else None
-        if not isinstance(of, str) or of not in entries or name in entries:
-            raise DamagedFileError(f"The tied tensor {name!r} refers to a tensor that is not there.")
-        no_surrogates(name)
+        if not isinstance(of, str) or of not in entries or name in entries or name.encode(errors="ignore").decode() != name:
+            raise DamagedFileError(f"The tied tensor {name!r} refers to a tensor that is not there, or is no text.")
         place = target.get("index")
         if type(place) is not int or place in places or not 0 <= place < len(items) + len(aliases):
             unplaced.append((name, entries[of]))

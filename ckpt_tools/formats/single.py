@@ -11,7 +11,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, exhausted, out_of_memory
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import containers
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.findings import getting_again
@@ -27,14 +27,14 @@ def decode_file(source: Source) -> Checkpoint:
 def decode_content(source: Source) -> Checkpoint:
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
-    for container in containers():
-        if container.sniff(head):
-            try:
-                return container.decode(source)
-            except DamagedFileError as error:
-                from ckpt_tools.formats.foreign import text_mode
+    if (container := container_of(head)) is not None:
+        try:
+            decoded: Checkpoint = container.decode(source)
+        except DamagedFileError as error:
+            from ckpt_tools.formats.foreign import text_mode
 
-                raise (text_mode(source) if is_zip(head) else None) or error from None
+            raise (text_mode(source) if is_zip(head) else None) or error from None
+        return decoded
     from ckpt_tools.formats import safetensors
     from ckpt_tools.formats.foreign import recognise, unknown
 
@@ -144,10 +144,7 @@ _MODULE = re.compile(r"[\w.]+")  # what can be imported; in JSON there would be 
 
 def _pickle_in(source: Source, *, harmless: bool) -> bool:
     """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any."""
-    from ckpt_tools.pickling.calls import (
-        MAGIC_NUMBER,
-        list_one,  # few files begin so
-    )
+    from ckpt_tools.pickling.calls import MAGIC_NUMBER, list_one  # few files begin so
     from ckpt_tools.pickling.stream import Part, Pickles
 
     end = min(source.size, _LONGEST)

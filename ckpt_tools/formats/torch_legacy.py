@@ -14,15 +14,14 @@ from __future__ import annotations
 import itertools
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.content import Content, Literal, Piece, Range
+from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.machine import Behind, Machine, Maker
+from ckpt_tools.pickling.machine import Behind, Machine, PersistentLoad
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
@@ -50,54 +49,50 @@ class Stream:
 
 
 class Blobs:
-    """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage."""
+    """Makes machines that read `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage."""
 
     def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
         self.part, self.depth, self.prefix = part, depth, prefix
-        self.machine: Machine | None = None
-        self.count = self.anchor = 0
-        self.storage_bytes = 0
+        self.storage_bytes = self.count = 0
+        self._machine, self._anchor = Machine(b"", {}, _refuse), 0
 
-    @property
-    def makers(self) -> Mapping[Global, Maker]:
-        return {**MAKERS, LOAD_FROM_BYTES: self.load}
+    def machine(
+        self, data: bytes, load: PersistentLoad, offset: int = 0, anchor: int = 0, arrays: Behind | None = None
+    ) -> Machine:
+        """The machine for bytes that lie in the file from `anchor` on; what one before has found is forgotten."""
+        self.storage_bytes = self.count = 0
+        self._anchor, self._machine = (
+            anchor,
+            Machine(data, {**MAKERS, LOAD_FROM_BYTES: self._load}, load, offset, arrays=arrays),
+        )
+        return self._machine
 
-    def watch(self, machine: Machine, anchor: int = 0) -> Machine:
-        self.machine, self.anchor = machine, anchor
-        return machine
-
-    def load(self, args: tuple[Node, ...]) -> Node:
+    def _load(self, args: tuple[Node, ...]) -> Node:
         """What the bytes hold; None, which leaves an object, where that is not a torch-legacy stream."""
         data = args[0] if len(args) == 1 else None
-        if type(data) is not bytes or not is_stream(data) or self.machine is None:
+        if type(data) is not bytes or not is_stream(data):
             return None
         if self.depth == _MAX_BLOBS_IN_BLOBS:
             raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
-        self.machine.left -= len(data) // _BYTES_PER_NODE  # one string of bytes can be given again and again
+        self._machine.left -= len(data) // _BYTES_PER_NODE  # one string of bytes can be given again and again
         stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
         self.count += 1
         self.storage_bytes += stream.storage_bytes
-        self.machine.globals.update(stream.machine.globals)
-        self.machine.unusual.update(stream.machine.unusual)
+        self._machine.globals.update(stream.machine.globals)
+        self._machine.unusual.update(stream.machine.unusual)
         return stream.root
 
     def part_of(self, data: bytes) -> Part:
         """The bytes, and where they lie in the file if they lie there as they are."""
-        place = self.machine.places.get(id(data)) if self.machine is not None else None
+        place = self._machine.places.get(id(data))
         if place is None or self.part is None or self.part.source is None:
             return Part.of_bytes(data)
-        return Part.of_bytes(data, self.part.source, self.part.at + self.anchor + place[0])
+        return Part.of_bytes(data, self.part.source, self.part.at + self._anchor + place[0])
 
 
 def load_with_blobs(pickles: Pickles, *, prefix: str = "", arrays: Behind | None = None) -> tuple[Machine, Node, Blobs]:
-    blobs = Blobs()
-
-    def make(data: bytes, offset: int) -> Machine:
-        nonlocal blobs
-        blobs = Blobs(pickles.part, prefix=prefix)
-        return blobs.watch(Machine(data, blobs.makers, _refuse, offset, arrays=arrays), pickles.anchor)
-
-    machine, root = pickles.load(make)
+    blobs = Blobs(pickles.part, prefix=prefix)
+    machine, root = pickles.load(lambda data, offset: blobs.machine(data, _refuse, offset, pickles.anchor, arrays))
     return machine, root, blobs
 
 
@@ -127,9 +122,8 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
     storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
 
     def make(data: bytes, offset: int) -> Machine:
-        nonlocal storages, blobs
-        storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
-        return blobs.watch(Machine(data, blobs.makers, storages.load, offset), pickles.anchor)
+        storages.forget()
+        return blobs.machine(data, storages.load, offset, pickles.anchor)
 
     try:
         machine, root = pickles.load(make)
@@ -155,6 +149,10 @@ class _LegacyStorages(Storages):
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(lambda key, nbytes: _NOWHERE, prefix)
+        self.forget()
+
+    def forget(self) -> None:
+        self.by_key.clear()
         self.emptied: dict[str, Storage] = {}
         self.classes: list[str] = []
 
@@ -187,25 +185,16 @@ class _LegacyStorages(Storages):
         return self.emptied.setdefault(own, Storage(own, dtype, 0, device, _NOWHERE))
 
 
-def _set_content(storage: Storage, content: Content) -> None:
-    """Say where a storage's bytes are. Its reader alone may, which learns that last: nothing else has seen it yet."""
-    object.__setattr__(storage, "content", content)
-
-
 def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
     try:
         node = pickles.description()
     except PickleError as error:
-        what = "The list of storages is malformed." if pickles.left else "The file ends before the list of its storages."
-        raise DamagedFileError(what, why=error.what) from None
-    keys = [key for key in node.items if type(key) is str] if type(node) is List else []
-    if type(node) is not List or len(keys) != len(node.items):
-        raise PickleError("The list of storages is not a list of text.")
-    if sorted(keys) != sorted(storages.by_key):
-        others = ", ".join(sorted(map(repr, {*keys} ^ {*storages.by_key}))[:5])
-        raise DamagedFileError(
-            f"The list of storages is not that of the tensors' storages: {others[:300] or 'one is there twice'}."
-        )
+        raise DamagedFileError("The list of storages is malformed, or the file ends before it.", why=error.what) from None
+    items = node.items if type(node) is List else [node]
+    keys = [key for key in items if type(key) is str]
+    if len(keys) != len(items) or sorted(keys) != sorted(storages.by_key):
+        others = ", ".join(sorted(map(repr, {*keys} ^ {*storages.by_key}))[:5])[:300] or "one is there twice, or is not text"
+        raise DamagedFileError(f"The list of storages is not that of the tensors' storages: {others}.")
     return keys
 
 
@@ -219,21 +208,19 @@ def _place(
     for index, key in enumerate(keys):
         storage = storages.by_key[key][1]
         nbytes, numel = storage.nbytes, storage.nbytes // (storage.dtype or UINT8).itemsize
-        short = pickles.left < 8
-        if not short:
-            data = pickles.take(8)
+        if (left := pickles.left - 8) >= 0:
             # a big-endian machine wrote the count either way, depending on the version; elements are little-endian
-            count = int.from_bytes(data, "little", signed=True)
-            if count != numel and not little:
-                count = int.from_bytes(data, "big", signed=True)
-            if count != numel:
-                raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {count}.")
-        if short or pickles.left < nbytes:
+            data = pickles.take(8)
+            counts = [int.from_bytes(data, "little", signed=True), *([] if little else [int.from_bytes(data, "big")])]
+            if numel not in counts:
+                raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {counts[0]}.")
+        if left < nbytes:
             if available_bytes is None:
                 raise _cut(pickles, root, storages, keys[:index], len(keys))
-            nbytes = available_bytes[id(storage)] = 0 if short else pickles.left
-        _set_content(storage, pickles.part.content(pickles.position, nbytes))
-        pickles.position += pickles.left if short else nbytes
+            nbytes = available_bytes[id(storage)] = max(left, 0)
+        # its reader alone may set this, who learns it last: nothing else has seen the storage yet
+        object.__setattr__(storage, "content", pickles.part.content(pickles.position, nbytes))
+        pickles.position += nbytes if left >= 0 else pickles.left
 
 
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:

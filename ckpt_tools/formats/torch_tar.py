@@ -17,19 +17,21 @@ import struct
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import TAR_BLOCK, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.content import Range
+from ckpt_tools.io.content import Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
 from ckpt_tools.pickling.machine import Machine, Maker
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
-from ckpt_tools.tree.dtypes import UINT8
+from ckpt_tools.text import some
+from ckpt_tools.tree.dtypes import UINT8, DType
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
 
 _LOOKED_AT = 64  # members, of which torch writes four
@@ -45,26 +47,24 @@ def sniff(head: bytes) -> bool:
 
 def is_torchs(source: Source) -> bool:
     """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed.py`."""
-    with contextlib.suppress(OddHeaderError, DamagedFileError):
+    with contextlib.suppress(DamagedFileError):
         return any(is_file(info) and info.name in _NAMES for info in entries(source, _LOOKED_AT))
     return False
 
 
 def decode(source: Source) -> Checkpoint:
     members, unread = _members(source)
+    described = {name: Pickles(part, _SMALL_WINDOW) for name, part in members.items() if name != "pickle"}
     objects = _Objects()
-    described = [Pickles(members["storages"], _SMALL_WINDOW)]
-    objects.read_storages(described[0])
-    if "tensors" in members:
-        described.append(Pickles(members["tensors"]))
-        objects.read_tensors(described[1])
-    if "sys_info" in members:  # about the machine, which only torch 0.1 read: for what it names
-        described.append(Pickles(members["sys_info"]))
+    objects.read_storages(described["storages"])
+    if "tensors" in described:
+        objects.read_tensors(described["tensors"])
+    if "sys_info" in described:  # about the machine, which only torch 0.1 read: for what it names
         with contextlib.suppress(CkptError):
-            described[-1].description()
+            described["sys_info"].description()
     pickles = Pickles(members["pickle"])
     machine, root = pickles.load(lambda data, offset: Machine(data, objects.makers(), objects.load, offset))
-    for others in described:
+    for others in described.values():
         others.tell(machine)
     root = modernise(root, machine.globals)
     warnings = [*validate_tree(root), *trailing(pickles.left, "the pickle", "trailing-pickle-bytes")]
@@ -76,36 +76,26 @@ def decode(source: Source) -> Checkpoint:
     return Checkpoint("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
 
 
-# --- the tar
-
-
 def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
     members: dict[str, Part] = {}
     others = []
-    try:
-        for header in entries(source, limits.RECORDS.value):
-            if header.name not in _NAMES:
-                others.append(header.name)
-                continue
-            if header.name in members or not is_file(header):
-                raise DamagedFileError(f"The tar has two members {header.name!r}, or one that is not a file.", why=TWO_FILES)
-            members[header.name] = Part(source, header.offset_data, header.offset_data + header.size)
-    except OddHeaderError as error:
-        if members:
-            raise DamagedFileError(f"The tar has {error}.", why=TWO_FILES) from None
-    missing = [name for name in NEEDED if name not in members]
-    if missing:
-        shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
-        raise UnsupportedContainerError(
-            "This is a tar archive, but not one that torch 0.1 wrote.", why=f"It holds {shown}.",
-            fix="Unpack it, and give ckpt the file in it.",
-        )  # fmt: skip
+    for info in entries(source, limits.RECORDS.value):
+        if info.name not in _NAMES:
+            others.append(info.name)
+        elif info.name in members or not is_file(info):
+            raise odd(f"two members {info.name!r}, or one that is not a file")
+        else:
+            members[info.name] = Part(source, info.offset_data, info.offset_data + info.size)
+    if not members.keys() >= {*NEEDED}:
+        what, why = (
+            "This is a tar archive, but not one that torch 0.1 wrote.",
+            f"It holds {some([*members, *others]) or 'nothing'}.",
+        )
+        raise UnsupportedContainerError(what, why=why, fix="Unpack it, and give ckpt the file in it.")
     return members, others
 
 
 # --- what the members say
-
-_MALFORMED = "The tar describes a storage or tensor otherwise than torch writes it."
 
 
 class _Objects:
@@ -127,52 +117,47 @@ class _Objects:
 
     def makers(self) -> dict[Global, Maker]:
         """The usual makers; files from elsewhere, which have no `tensors`, build them on a tuple that names the storage."""
-        return {**MAKERS, **{name: self._on_tuple(MAKERS[name]) for name in _REBUILDS}}
+        return {**MAKERS, **{name: partial(self._on_tuple, MAKERS[name]) for name in _REBUILDS}}
 
-    def _on_tuple(self, maker: Maker) -> Maker:
-        def make(args: tuple[Node, ...]) -> Node:
-            named = args[0] if args else None
-            if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
-                return maker(args)
-            storage = self.storage(named[2])[0]
-            if storage_dtype(named[1]) is not storage.dtype or named[4] != storage.nbytes // (storage.dtype or UINT8).itemsize:
-                raise TensorError(f"Storage {storage.key!r} is used with two types or sizes.")
-            return maker((storage, *args[1:]))
-
-        return make
+    def _on_tuple(self, maker: Maker, args: tuple[Node, ...]) -> Node:
+        named = args[0] if args else None
+        if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
+            return maker(args)
+        storage = self.storage(named[2])[0]
+        if storage_dtype(named[1]) is not storage.dtype or named[4] != storage.nbytes // (storage.dtype or UINT8).itemsize:
+            raise TensorError(f"Storage {storage.key!r} is used with two types or sizes.")
+        return maker((storage, *args[1:]))
 
     def read_storages(self, pickles: Pickles) -> None:
         for named, location, kind in _records(pickles):
-            key = _key(named)
-            if type(location) is not str or key in self.storages:
-                raise PickleError(_MALFORMED)
-            if location == META:
-                raise on_meta(str(key))
-            dtype = storage_dtype(kind)
-            numel = struct.unpack("<q", pickles.take(8))[0]
+            dtype, (numel,) = storage_dtype(kind), struct.unpack("<q", pickles.take(8))
             nbytes = numel * (dtype or UINT8).itemsize
+            if location == META:
+                raise on_meta(str(_key(named)))
             if not 0 <= nbytes <= pickles.left:
                 raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
-            storage = Storage(str(key), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
-            self.storages[key] = (storage, storage, 0)
+            self._add(named, dtype, location, pickles.part.content(pickles.position, nbytes))
             pickles.position += nbytes
         views = pickles.description() if pickles.left else List()
         for view in views.items if type(views) is List else [None]:
-            if type(view) is not tuple or len(view) != 4:
-                raise PickleError(_MALFORMED)
-            self._add_view(*view)
+            named, root_key, offset, numel = _parts(view, 4)
+            root, below, start = self.storage(root_key)
+            if type(offset) is not int or type(numel) is not int or not isinstance(root.content, Range):
+                raise _malformed()
+            itemsize = (root.dtype or UINT8).itemsize
+            if min(offset, numel) < 0 or (offset + numel) * itemsize > root.nbytes:
+                raise TensorError(f"A view reaches outside its storage {root.key!r}.")
+            content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
+            self._add(named, root.dtype, root.device, content, below, start + offset)
 
-    def _add_view(self, named: Node, root_key: Node, offset: Node, numel: Node) -> None:
-        root, below, start = self.storage(root_key)
-        key, itemsize = _key(named), (root.dtype or UINT8).itemsize
-        if type(offset) is not int or type(numel) is not int:
-            raise PickleError(_MALFORMED)
-        if min(offset, numel) < 0 or (offset + numel) * itemsize > root.nbytes or key in self.storages:
-            raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
-        assert isinstance(root.content, Range)
-        content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
-        view = Storage(str(key), root.dtype, content.length, root.device, content)
-        self.storages[key] = (view, below, start + offset)
+    def _add(
+        self, named: Node, dtype: DType | None, device: Node, content: Content, below: Storage | None = None, start: int = 0
+    ) -> None:
+        key = _key(named)
+        if key in self.storages or (device is not None and type(device) is not str):
+            raise _malformed()
+        storage = Storage(str(key), dtype, content.length, device, content)
+        self.storages[key] = storage, below or storage, start
 
     def read_tensors(self, pickles: Pickles) -> None:
         for named, storage_key, _ in _records(pickles):
@@ -186,10 +171,14 @@ class _Objects:
                 shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
             entry = rebuild_tensor((storage, numbers[-1], shape, stride))
             if _key(named) in self.tensors or type(entry) is not Entry:
-                raise TensorError(_MALFORMED)
+                raise _malformed()
             if below is not storage:
                 entry = replace(entry, storage=below, offset=entry.offset + start)
             self.tensors[_key(named)] = entry
+
+
+def _malformed() -> PickleError:
+    return PickleError("The tar describes a storage or tensor otherwise than torch writes it.")
 
 
 def _key(node: Node) -> int:
@@ -197,20 +186,23 @@ def _key(node: Node) -> int:
         return node
     if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
         return int(node)
-    raise PickleError(_MALFORMED)
+    raise _malformed()
+
+
+def _parts(node: Node, count: int) -> tuple[Node, ...]:
+    parts = tuple(node.items) if type(node) is List else node
+    if type(parts) is not tuple or len(parts) != count:
+        raise _malformed()
+    return parts
 
 
 def _records(pickles: Pickles) -> Iterator[tuple[Node, ...]]:
     """The pickles of three parts of which a count comes first; behind each whoever asks reads on."""
     count = pickles.description()
     if type(count) is not int or not 0 <= count <= pickles.left // 8:
-        raise PickleError(_MALFORMED)
+        raise _malformed()
     for _ in range(count):
-        node = pickles.description()
-        parts = tuple(node.items) if type(node) is List else node
-        if type(parts) is not tuple or len(parts) != 3:
-            raise PickleError(_MALFORMED)
-        yield parts
+        yield _parts(pickles.description(), 3)
 
 
 # --- the members of a tar, as Python's tarfile, and so `torch.load`, reads its headers; none is extracted
@@ -225,8 +217,10 @@ _IDLE = ("mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "
 _IDLE_STARTS = ("LIBARCHIVE.", "SCHILY.xattr.", "SCHILY.fflags", "RHT.security.", "MSWINDOWS.")
 
 
-class OddHeaderError(Exception):
-    """A header that readers of tars take in different ways. The text says which."""
+def odd(found: str) -> DamagedFileError:
+    """The error for what readers of tars take in different ways."""
+    fix = "Unpack it where that does no harm, and give ckpt the file in it."
+    return DamagedFileError(f"The tar has {found}.", why=TWO_FILES, fix=fix)
 
 
 class Headers(Reader):
@@ -241,7 +235,7 @@ class Headers(Reader):
             self.at += 1
             return b"\0"[: self.source.size - self.at + 1]
         if self.longest is not None and (size is None or not 0 <= size <= self.longest):
-            raise OddHeaderError(f"a header of {size} bytes")
+            raise odd(f"a header of {size} bytes")
         data, what = super().read(size), "The tar has more headers than a file of its size can hold."
         self.budget.take(limits.NODES, len(data) // _BYTES_PER_NODE, what)
         return data
@@ -260,7 +254,7 @@ def entries(source: Source, most: int) -> Iterator[tarfile.TarInfo]:
         )
         for count, info in enumerate(archive):
             if count == most:
-                raise OddHeaderError(f"more than {most} members")
+                raise odd(f"more than {most} members")
             _check(source, archive, info)
             yield info
     except tarfile.TarError as error:
@@ -274,7 +268,7 @@ def _check(source: Source, archive: tarfile.TarFile, info: tarfile.TarInfo) -> N
     """Refuse what is cut off, and what other readers of tars take in another way than tarfile."""
     end = info.offset_data + info.size
     if info.size < 0 or info.sparse is not None or (not is_file(info) and (info.type not in _WITHOUT_BYTES or info.size)):
-        raise OddHeaderError(f"a member of kind {info.type!r} with {info.size} bytes")
+        raise odd(f"a member of kind {info.type!r} with {info.size} bytes")
     if end > source.size:
         raise DamagedFileError(
             f"The tar is cut off in its member {info.name!r}.",
@@ -284,11 +278,11 @@ def _check(source: Source, archive: tarfile.TarFile, info: tarfile.TarInfo) -> N
     for key in info.pax_headers:
         said_of_all = key in archive.pax_headers
         if not (key in _IDLE or key.startswith(_IDLE_STARTS) or (key in ("path", "size") and not said_of_all)):
-            raise OddHeaderError(f"a pax header with {key[:40]!r}")
+            raise odd(f"a pax header with {key[:40]!r}")
     at, names = info.offset, 0  # headers in front of the member's own may name it, one of them
     while at + TAR_BLOCK < info.offset_data:
         header = source.read(at, TAR_BLOCK)
         names += header[156:157] in b"xXL"
         at += TAR_BLOCK + -(-tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size // TAR_BLOCK) * TAR_BLOCK
     if names > 1:
-        raise OddHeaderError("two names for one member")
+        raise odd("two names for one member")

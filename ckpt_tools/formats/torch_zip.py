@@ -61,8 +61,7 @@ def decode(source: Source, directory: Directory, folder: str, storages_of: type[
     if b"_load_from_bytes" in stream:  # pickled storages in strings of bytes, which few files have
         from ckpt_tools.formats.torch_legacy import Blobs
 
-        blobs = Blobs()
-        machine = blobs.watch(Machine(stream, blobs.makers, storages.storage))
+        machine = Blobs().machine(stream, storages.storage)
     else:
         machine = Machine(stream, MAKERS, storages.storage)
     root = machine.load()

@@ -144,7 +144,8 @@ def _count_whole(source: Source) -> tuple[int, int, str]:
     """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
     from ckpt_tools.pickling.stream import Part, Pickles  # few files need it
 
-    name, data, _ = _header(source, 0) if source.size >= zips.LOCAL.size else ("", 0, 0)
+    header = zips.LocalHeader.at(source, 0) if source.size >= zips.LOCAL.size else None
+    name, data = ("", 0) if header is None else (header.name.decode("utf-8", "replace"), header.data)
     pickles, storages = Pickles(Part(source, data, source.size)), Storages(lambda _key, _nbytes: Literal(b""))
     try:
         if data > source.size or not name.endswith(f"/{torch_zip.PICKLE}"):
@@ -160,15 +161,9 @@ def _count_whole(source: Source) -> tuple[int, int, str]:
     while (found := source.read(end, min(_BETWEEN, source.size - end)).find(zips.SIGNATURE_LOCAL)) >= 0:
         if (at := end + found) + zips.LOCAL.size > source.size:
             break
-        name, data, told = _header(source, at)
-        if (end := data + sizes.get(name, told)) > source.size:
+        header = zips.LocalHeader.at(source, at)
+        name = header.name.decode("utf-8", "replace")
+        if (end := header.data + sizes.get(name, header.compressed)) > source.size:
             return sum(entry in whole for entry in entries), len(entries), name
         whole.add(name)
     return sum(entry in whole for entry in entries), len(entries), ""
-
-
-def _header(source: Source, at: int) -> tuple[str, int, int]:
-    """A record's name, where its bytes begin, and how many it says that there are."""
-    header, start = zips.LocalHeader.at(source, at), at + zips.LOCAL.size
-    name = source.read(start, min(header.name_length, source.size - start)).decode("utf-8", "replace")
-    return name, at + header.length, header.compressed

@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats import numpy_files, plain_pickle
 from ckpt_tools.formats.base import Keys, Warned, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import Decode, containers
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.formats.single import refuse_polyglot
 from ckpt_tools.formats.torch_zip import decode_inner
 from ckpt_tools.formats.zip_directory import SIGNATURE_LOCAL, Directory, Record, RecordRange, record_content, record_head
@@ -37,11 +37,7 @@ def sniff(source: Source, directory: Directory) -> bool:
         return False
     source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
     heads = (record_head(source, record, _HEAD) for record in records)
-    return any(head.startswith(SIGNATURE_LOCAL) or _reader(head) is not None for head in heads)
-
-
-def _reader(head: bytes) -> Decode | None:
-    return next((row.decode for row in containers(in_zips=True) if row.sniff(head)), None)
+    return any(head.startswith(SIGNATURE_LOCAL) or container_of(head, in_zips=True) is not None for head in heads)
 
 
 def decode(source: Source, directory: Directory) -> Checkpoint:
@@ -73,7 +69,7 @@ def decode(source: Source, directory: Directory) -> Checkpoint:
 def _member(source: Source, record: Record, inflated: Spooled | None, warnings: list[Warned]) -> Checkpoint | None:
     """A member that is a checkpoint; a deflated one is inflated behind the others, into a temporary file."""
     head = record_head(source, record, _HEAD)
-    is_zip, reader = head.startswith(SIGNATURE_LOCAL), _reader(head)
+    is_zip, reader = head.startswith(SIGNATURE_LOCAL), container_of(head, in_zips=True)
     if not (is_zip or reader is not None or plain_pickle.sniff(head)):
         return None
     try:
@@ -88,7 +84,8 @@ def _member(source: Source, record: Record, inflated: Spooled | None, warnings: 
         window = Window(place, start, record.size, stored)
         if reader is not None:
             refuse_polyglot(window, head)
-        return (reader or plain_pickle.decode)(window)
+        part: Checkpoint = (reader or plain_pickle).decode(window)
+        return part
     except CkptError as error:
         if reader is None and not is_zip and not isinstance(error, LimitError):
             why = error.what.removesuffix(".")

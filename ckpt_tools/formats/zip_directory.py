@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from struct import Struct
+from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, ChecksumError, DamagedFileError
@@ -32,18 +32,22 @@ Place = tuple[int, int]  # start and size of an archive in a larger file
 NUMPY = b"\x93NUMPY"
 
 
-class LocalHeader(
-    namedtuple("LocalHeader", "signature needs flags method time date crc compressed size name_length extra_length")
-):
-    __slots__ = ()
+class LocalHeader(NamedTuple):
+    """What stands before a record, and where its bytes begin."""
+
+    flags: int
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    name: bytes
+    data: int
 
     @classmethod
     def at(cls, source: Source, offset: int) -> LocalHeader:
-        return cls._make(LOCAL.unpack(source.read(offset, LOCAL.size)))
-
-    @property
-    def length(self) -> int:
-        return LOCAL.size + int(self.name_length) + int(self.extra_length)
+        _, _, flags, method, _, _, crc, compressed, size, named, extra = LOCAL.unpack(source.read(offset, LOCAL.size))
+        name = source.read(offset + LOCAL.size, min(named, source.size - offset - LOCAL.size))
+        return cls(flags, method, crc, compressed, size, name, offset + LOCAL.size + named + extra)
 
 
 @dataclass(slots=True, eq=False, repr=False)

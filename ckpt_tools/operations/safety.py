@@ -137,21 +137,13 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
     from ckpt_tools.formats.pickles import Pickles, find_pickles  # few files need it
     from ckpt_tools.pickling.calls import Pickle
 
-    if not isinstance(source, Files):
-        return of_pickles(find_pickles(source))
-    whole = Pickles()
-    for name, member in list(source.members.items()):
+    found = Pickles()
+    for name, member in list(source.members.items()) if isinstance(source, Files) else [("", source)]:
         if known is not None and member in known:
-            whole.pickles.append(Pickle(0, where=name, names=list(known[member])))
-            continue
-        found = find_pickles(member)
-        for pickle in found.pickles:
-            pickle.where = f"{name}: {pickle.where}" if pickle.where else name
-        whole.pickles += found.pickles
-        whole.unexamined += [(f"{name}: {where}" if where else name, why) for where, why in found.unexamined]
-        whole.program |= found.program
-        whole.evaluated += [(f"{name}: {where}", call) for where, call in found.evaluated]
-    return of_pickles(whole)
+            found.pickles.append(Pickle(0, where=name, names=list(known[member])))
+        else:
+            find_pickles(member, found, name)
+    return of_pickles(found)
 
 
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:

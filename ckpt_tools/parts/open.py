@@ -12,7 +12,7 @@ from typing import TypeVar
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import containers
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.formats.single import HEAD, collector_paused, decode_file, may_be_packed, naming, refuse_polyglot
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
@@ -107,10 +107,9 @@ def _decode(source: Source, member: str) -> Checkpoint:
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
-    container = next((row for row in containers() if row.sniff(head)), None)
     with_others = found.decode if found is not None else None
-    if with_others is None and container is not None and container.with_others is not None:
-        with_others = functools.partial(container.with_others, source)
+    if with_others is None and (alone := getattr(container_of(head), "decode_with_others", None)) is not None:
+        with_others = functools.partial(alone, source)
     if with_others is None:
         return decode_file(source)
     files = files_beside(source)

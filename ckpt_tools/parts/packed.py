@@ -20,9 +20,9 @@ from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.checkpoint import Checkpoint, Packed
 from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.contents import count_tensors
-from ckpt_tools.formats.registry import begins_as_checkpoint
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.formats.single import HEAD, decode_content
-from ckpt_tools.formats.torch_tar import OddHeaderError, entries, is_file
+from ckpt_tools.formats.torch_tar import entries, is_file, odd
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.parts import families
@@ -141,23 +141,19 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str) -> Checkpoint:
 
 def _members(tar: Source) -> dict[str, Window]:
     found: dict[str, Window] = {}
-    try:
-        for info in entries(tar, limits.RECORDS.value):
-            name = info.name.removeprefix("./").rstrip("/")
-            if info.islnk() or info.issym():
-                raise OddHeaderError(f"the link {name!r}")
-            if name not in ("", ".") and (not is_plain_name(name) or name.count("/") > _DEEPEST):
-                raise OddHeaderError(f"a member {info.name!r}, which is not a name inside a folder")
-            if name in found:
-                raise OddHeaderError(f"two members {name!r}")
-            if is_file(info):
-                found[name] = Window(tar, info.offset_data, info.size)
-                found[name].path = _inside(tar.path, name)
-        if not found.keys().isdisjoint(torch_tar.NEEDED):
-            raise OddHeaderError("a second name for what torch 0.1 wrote")
-    except OddHeaderError as error:
-        fix = "Unpack it where that does no harm, and give ckpt the file in it."
-        raise DamagedFileError(f"The tar has {error}.", why=TWO_FILES, fix=fix) from None
+    for info in entries(tar, limits.RECORDS.value):
+        name = info.name.removeprefix("./").rstrip("/")
+        if info.islnk() or info.issym():
+            raise odd(f"the link {name!r}")
+        if name not in ("", ".") and (not is_plain_name(name) or name.count("/") > _DEEPEST):
+            raise odd(f"a member {info.name!r}, which is not a name inside a folder")
+        if name in found:
+            raise odd(f"two members {name!r}")
+        if is_file(info):
+            found[name] = Window(tar, info.offset_data, info.size)
+            found[name].path = _inside(tar.path, name)
+    if any(name in found for name in torch_tar.NEEDED):
+        raise DamagedFileError("The tar has a second name for what torch 0.1 wrote.", why=TWO_FILES)
     return found
 
 
@@ -174,7 +170,7 @@ def _candidates(archive: Source, members: _Members) -> Iterator[str]:
             (whole.append if is_whole else loose.add)(folder)
     yield from whole
     for path, member in members.items():
-        if path.rpartition("/")[0] in loose and begins_as_checkpoint(_head(member)):
+        if path.rpartition("/")[0] in loose and container_of(_head(member)):
             yield path
 
 

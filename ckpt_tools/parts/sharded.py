@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import ConvertError, DamagedFileError, NotACheckpointError, PartError, UnsupportedContainerError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import Keys, Warned, unique
+from ckpt_tools.formats.base import Keys, Warned, check_text, unique
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.output import Source
@@ -108,8 +108,10 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
         raise DamagedFileError(f"{index.path} has metadata that is not a map.")
     known = ("total_size", "total_parameters")
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if key not in known}
-    for text in (*weight_map, *weight_map.values(), *texts, *texts.values()):
-        safetensors.no_surrogates(text)
+    try:
+        check_text((*weight_map.values(), *texts.values()))
+    except ValueError as error:
+        raise DamagedFileError(f"{index.path} is not an index: it cannot be read as JSON.", why=f"{error}.") from None
     return weight_map, texts
 
 

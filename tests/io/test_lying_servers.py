@@ -90,7 +90,7 @@ def test_a_lie_is_an_error_of_ours(serve: Callable[..., Canned], name: str) -> N
 def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], place: str) -> None:
     """Only HTTP leads on, and encryption is not given up."""
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode())
-    with pytest.raises(RemoteError, match="another scheme|not allowed"):
+    with pytest.raises(RemoteError, match=r"another scheme|not allowed"):
         ckpt_tools.inspect(server.url("model.pth"))
 
 

@@ -21,7 +21,7 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.formats.registry import begins_as_checkpoint
+from ckpt_tools.formats.registry import container_of
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
@@ -100,7 +100,7 @@ def find(checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os
         why = why or (f"{plain} is there already" if plain in found.taken else "")
         if not (why or state):
             member = files.open(name)
-            why = "another checkpoint" if begins_as_checkpoint(member.read(0, min(_HEAD, member.size))) else ""
+            why = "another checkpoint" if container_of(member.read(0, min(_HEAD, member.size))) else ""
         if why:
             found.stayed.append((name, why))
             continue

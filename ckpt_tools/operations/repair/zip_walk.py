@@ -145,11 +145,10 @@ class Walk:
         if at + LOCAL.size > self.source.size:
             return None
         header = LocalHeader.at(self.source, at)
-        data, deflated = at + header.length, header.method == _DEFLATED
-        if header.method not in (0, _DEFLATED) or header.name_length > _LONGEST_NAME or data > self.source.size:
+        data, deflated = header.data, header.method == _DEFLATED
+        if header.method not in (0, _DEFLATED) or len(header.name) > _LONGEST_NAME or data > self.source.size:
             return None
-        name = _name(self.source.read(at + LOCAL.size, header.name_length))
-        if name is None:
+        if (name := _name(header.name)) is None:
             return None
         claims = [*self.directory.get(name, []), *self.descriptors.get(data, [])]
         if not header.flags & _HAS_DESCRIPTOR:
