@@ -88,22 +88,19 @@ class Safety:
         Args:
             opens: whether its tensors can be had.
         """
-        taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
-        fix = f"Do not load it.{taken if opens else ''}"
         shown = [sentence(where, call, _SHOWN) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
         found = [Finding("dangerous", "problem", [], text) for text in shown]
         if found:
-            found[0] = replace(found[0], expected=_EXPECTED, fix=fix)
+            taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}" if opens else ""
+            expected = "data, and calls that make data (docs/scan.md)"
+            found[0] = replace(found[0], expected=expected, fix=f"Do not load it.{taken}")
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
             text = f"not all of it could be examined: {shortened(reasons, 4 * _SHOWN)}"
             found.append(Finding("unexamined", "warning", [], text))
         return found
-
-
-_EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 
 def sentence(where: str, call: Call, most: int | None = None) -> str:
@@ -142,16 +139,20 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
     whole = Pickles()
     for name, member in list(source.members.items()):
         if known is not None and member in known:
-            whole.pickles.append(Pickle(0, where=name, names=list(known[member])))
-            continue
-        found = find_pickles(member)
+            found = Pickles([Pickle(0, names=list(known[member]))])
+        else:
+            found = find_pickles(member)
         for pickle in found.pickles:
-            pickle.where = f"{name}: {pickle.where}" if pickle.where else name
+            pickle.where = _inside(name, pickle.where)
         whole.pickles += found.pickles
-        whole.unexamined += [(f"{name}: {where}" if where else name, why) for where, why in found.unexamined]
+        whole.unexamined += [(_inside(name, where), why) for where, why in found.unexamined]
+        whole.evaluated += [(_inside(name, where), call) for where, call in found.evaluated]
         whole.program |= found.program
-        whole.evaluated += [(f"{name}: {where}", call) for where, call in found.evaluated]
     return of_pickles(whole)
+
+
+def _inside(name: str, where: str) -> str:
+    return f"{name}: {where}" if where else name
 
 
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
