@@ -32,26 +32,25 @@ _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _UNPACKED = "once it is unpacked"
 # Calls of files that are not for torch.load.
 _ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.", "onnx.", "flax.", "h5py.")
-_CALLS = {
-    "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
-    "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
-    "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
-    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load", "keras": "h5py.File", "hdf5": "h5py.File",
-    "flax": "flax.serialization.msgpack_restore",
-}  # fmt: skip
-# Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
-_REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
-    "pickle": "it is a pickle that torch.save did not write",
-    "zip-bundle": "it is an archive around checkpoints",
-    **dict.fromkeys(("npz", "npy"), "it is a file of NumPy's"),
-    "onnx": "it is an ONNX model",
-    **dict.fromkeys(("keras", "hdf5"), "it is an HDF5 file"),
-    "flax": "it is a file of Flax's",
-    "gguf": "it is a GGUF file, which llama.cpp loads",
-    "torch-tar": "it is in the tar format, which weights_only does not take",
-    "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
-    **dict.fromkeys(PART_CONTAINERS, "it is a file for each rank, each with that rank's parts of the tensors"),
-    "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
+_PARTS = "it is a file for each rank, each with that rank's parts of the tensors"
+_CUT_PART = "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only"
+# What loads each container, and why torch.load with weights_only does not give what it holds, whatever its pickles say.
+_LOADED: dict[str, tuple[str, str]] = {
+    "torchscript": ("torch.jit.load", "it is a TorchScript program, which torch.jit.load loads"),
+    "torch-export": ("torch.export.load", "it is an exported program, which torch.export.load loads"),
+    "pickle": ("pickle.load", "it is a pickle that torch.save did not write"),
+    "torch-tar": (TORCH_LOAD, "it is in the tar format, which weights_only does not take"),
+    "zip-bundle": ("the library that wrote it", "it is an archive around checkpoints"),
+    **dict.fromkeys(("npz", "npy"), ("numpy.load", "it is a file of NumPy's")),
+    **dict.fromkeys(("keras", "hdf5"), ("h5py.File", "it is an HDF5 file")),
+    "safetensors": (_SAFETENSORS, ""),
+    "onnx": ("onnx.load", "it is an ONNX model"),
+    "flax": ("flax.serialization.msgpack_restore", "it is a file of Flax's"),
+    "gguf": ("gguf.GGUFReader", "it is a GGUF file, which llama.cpp loads"),
+    "dcp": (_DCP, f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads"),
+    "dcp-part": (f"{_DCP}, from its folder with .metadata", _CUT_PART),
+    **dict.fromkeys(PART_CONTAINERS, (_RANK_FILES, _PARTS)),
+    "deepspeed": (_DEEPSPEED, _PARTS),
 }
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 
@@ -82,15 +81,16 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
     call, refused = _call(checkpoint), checkpoint.refused_globals
+    own = _LOADED.get(container, ("", ""))[1]
     if checkpoint.packed is not None:
         reason = f"it is in a file of {checkpoint.packed.kind}, which has to be unpacked first"
         return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", refused, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
-        return Loads(call, [], [_REFUSED[container]], misnamed)
+        return Loads(call, [], [own], misnamed)
     reasons: list[str] = []
     if not refused:
         reasons += [f"it is {misnamed}"] if misnamed else []
-        reasons += [_REFUSED[container]] if container in _REFUSED else [f"it uses {reason}" for reason in checkpoint.unusual]
+        reasons += [own] if own else [f"it uses {reason}" for reason in checkpoint.unusual]
         reasons += [f"another pickle in the file names {name}" for name in elsewhere]
         if container == "safetensors" and checkpoint.path.suffix != ".safetensors" and not misnamed:
             reasons.append("it is a safetensors file, which torch.load takes under a name that ends in .safetensors only")
@@ -101,7 +101,7 @@ def _call(checkpoint: Checkpoint) -> str:
     if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.globals):
         return _JOBLIB
     if checkpoint.container != "sharded":
-        return _CALLS.get(checkpoint.container, TORCH_LOAD)
+        return _LOADED.get(checkpoint.container, (TORCH_LOAD, ""))[0]
     plain = (tensor.node.storage.device for tensor in checkpoint.tensors if type(tensor.node) is Entry)
     return f"{TORCH_LOAD if any(plain) else _SAFETENSORS}, shard by shard"
 

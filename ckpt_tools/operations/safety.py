@@ -184,20 +184,13 @@ def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
-    if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
-        return _of_data(examine(checkpoint.packed.whole), checkpoint.globals)
-    if checkpoint.is_examined:
+    if checkpoint.packed is None and checkpoint.is_examined:
         return Safety("plain")
-    return _of_data(examine(checkpoint.source, checkpoint.examined), checkpoint.globals)
-
-
-def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
-    """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
+    whole = None if checkpoint.packed is None else checkpoint.packed.whole  # whatever else is in there is unpacked with it
+    found = examine(checkpoint.source, checkpoint.examined) if whole is None else examine(whole)
     if found.verdict != "nothing":
         return found
-    if all(map(_is_plain, names)):
+    if all(map(_is_plain, checkpoint.globals)):
         return replace(found, verdict="plain")
-    return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
-
-
-_MISSED = "its reader found a pickle that could not be told from other bytes"
+    missed = "its reader found a pickle that could not be told from other bytes"
+    return replace(found, verdict="unexamined", unexamined=[("", missed)])
