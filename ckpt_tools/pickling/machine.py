@@ -513,9 +513,7 @@ class Machine:
                         stack.append(self._byte_string(made) if type(made) is bytes else made)
                     elif op in _OUTSIDE:
                         if strict:
-                            raise Malformed(
-                                f"is {_OUTSIDE[op]}, which no checkpoint uses: it refers to something outside the file"
-                            )
+                            raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it is of something outside the file")
                         if op == 0x97:  # bytes that the program hands over
                             self.left -= 1
                             stack.append(b"")

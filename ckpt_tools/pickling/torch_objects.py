@@ -356,7 +356,7 @@ def _quantized(args: Any) -> UnusualTensor:
     return UnusualTensor("quantized", view.dtype, view.shape, view.stride)
 
 
-_PER_CHANNEL = named("torch:per_channel_affine,per_channel_affine_float_qparams")
+_PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
 
 
 def _length(node: Any) -> int:
