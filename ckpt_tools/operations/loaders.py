@@ -6,6 +6,7 @@ imported. Whether a class could be imported is asked of Python's finders, and fo
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import sys
@@ -31,26 +32,25 @@ _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _UNPACKED = "once it is unpacked"
 # Calls of files that are not for torch.load.
 _ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.", "onnx.", "flax.", "h5py.")
-_CALLS = {
-    "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
-    "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
-    "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
-    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load", "keras": "h5py.File", "hdf5": "h5py.File",
-    "flax": "flax.serialization.msgpack_restore",
-}  # fmt: skip
-# Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
-_REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
-    "pickle": "it is a pickle that torch.save did not write",
-    "zip-bundle": "it is an archive around checkpoints",
-    **dict.fromkeys(("npz", "npy"), "it is a file of NumPy's"),
-    "onnx": "it is an ONNX model",
-    **dict.fromkeys(("keras", "hdf5"), "it is an HDF5 file"),
-    "flax": "it is a file of Flax's",
-    "gguf": "it is a GGUF file, which llama.cpp loads",
-    "torch-tar": "it is in the tar format, which weights_only does not take",
-    "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
-    **dict.fromkeys(PART_CONTAINERS, "it is a file for each rank, each with that rank's parts of the tensors"),
-    "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
+_PARTS = "it is a file for each rank, each with that rank's parts of the tensors"
+_CUT_PART = "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only"
+# What loads each container, and why torch.load with weights_only does not give what it holds, whatever its pickles say.
+_LOADED: dict[str, tuple[str, str]] = {
+    "torchscript": ("torch.jit.load", "it is a TorchScript program, which torch.jit.load loads"),
+    "torch-export": ("torch.export.load", "it is an exported program, which torch.export.load loads"),
+    "pickle": ("pickle.load", "it is a pickle that torch.save did not write"),
+    "torch-tar": (TORCH_LOAD, "it is in the tar format, which weights_only does not take"),
+    "zip-bundle": ("the library that wrote it", "it is an archive around checkpoints"),
+    **dict.fromkeys(("npz", "npy"), ("numpy.load", "it is a file of NumPy's")),
+    **dict.fromkeys(("keras", "hdf5"), ("h5py.File", "it is an HDF5 file")),
+    "safetensors": (_SAFETENSORS, ""),
+    "onnx": ("onnx.load", "it is an ONNX model"),
+    "flax": ("flax.serialization.msgpack_restore", "it is a file of Flax's"),
+    "gguf": ("gguf.GGUFReader", "it is a GGUF file, which llama.cpp loads"),
+    "dcp": (_DCP, f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads"),
+    "dcp-part": (f"{_DCP}, from its folder with .metadata", _CUT_PART),
+    **dict.fromkeys(PART_CONTAINERS, (_RANK_FILES, _PARTS)),
+    "deepspeed": (_DEEPSPEED, _PARTS),
 }
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
 
@@ -80,29 +80,28 @@ class Loads:
 def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads:
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
+    call, refused = _call(checkpoint), checkpoint.refused_globals
+    own = _LOADED.get(container, ("", ""))[1]
     if checkpoint.packed is not None:
         reason = f"it is in a file of {checkpoint.packed.kind}, which has to be unpacked first"
-        call = _call(checkpoint)
-        return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", checkpoint.refused_globals, [reason])
+        return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", refused, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
-        return Loads(_call(checkpoint), [], [_REFUSED[container]], misnamed)
-    refused = checkpoint.refused_globals
+        return Loads(call, [], [own], misnamed)
     reasons: list[str] = []
     if not refused:
-        own = [_REFUSED[container]] if container in _REFUSED else [f"it uses {reason}" for reason in checkpoint.unusual]
-        reasons = own + [f"another pickle in the file names {name}" for name in elsewhere]
-    if misnamed and not refused:
-        reasons.insert(0, f"it is {misnamed}")
-    elif container == "safetensors" and checkpoint.path.suffix != ".safetensors":
-        reasons.append("it is a safetensors file, which torch.load takes under a name that ends in .safetensors only")
-    return Loads(_call(checkpoint), refused, reasons, misnamed)
+        reasons += [f"it is {misnamed}"] if misnamed else []
+        reasons += [own] if own else [f"it uses {reason}" for reason in checkpoint.unusual]
+        reasons += [f"another pickle in the file names {name}" for name in elsewhere]
+        if container == "safetensors" and checkpoint.path.suffix != ".safetensors" and not misnamed:
+            reasons.append("it is a safetensors file, which torch.load takes under a name that ends in .safetensors only")
+    return Loads(call, refused, reasons, misnamed)
 
 
 def _call(checkpoint: Checkpoint) -> str:
     if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.globals):
         return _JOBLIB
     if checkpoint.container != "sharded":
-        return _CALLS.get(checkpoint.container, TORCH_LOAD)
+        return _LOADED.get(checkpoint.container, (TORCH_LOAD, ""))[0]
     plain = (tensor.node.storage.device for tensor in checkpoint.tensors if type(tensor.node) is Entry)
     return f"{TORCH_LOAD if any(plain) else _SAFETENSORS}, shard by shard"
 
@@ -122,19 +121,15 @@ def misnaming(checkpoint: Checkpoint) -> str:
 # --- what stands in the way of loading on this machine
 
 
-_OBJECTS = "--objects plain"
 _LONGEST_INDEX = 16  # more digits than any machine has devices
 
 
 def obstacles(checkpoint: Checkpoint, device: str | None = None) -> Iterator[Finding]:
     """What stands in the way of loading on this machine, in this Python; with `device`, on a machine that has this one."""
-    path, names = str(checkpoint.path), checkpoint.globals
     yield from _devices(checkpoint, device)
     if checkpoint.container in PROGRAMS:
         return  # torch's own loaders import none of the classes that a program names
-    yield from _classes(path, [name for name in names if name not in ALLOWED], how_it_loads(checkpoint).call)
-    yield from _numpy(path, names)
-    yield from _paths(path, names)
+    yield from _names(str(checkpoint.path), checkpoint.globals, how_it_loads(checkpoint).call)
 
 
 def is_device(text: str) -> bool:
@@ -181,56 +176,53 @@ def _cuda_devices() -> int:
     return cuda_devices()
 
 
-def _classes(path: str, names: Sequence[Global], call: str) -> Iterator[Finding]:
-    """Classes whose package is not installed, or that were defined in a script."""
-    fix = mending("convert", path, _OBJECTS)
-    missing = [name for name in names if not _importable(name.module)]
-    if missing:
-        package = missing[0].module.partition(".")[0]
-        fails = "torch.load(weights_only=False)" if call.startswith(TORCH_LOAD + ",") or call == TORCH_LOAD else "unpickling it"
-        found = f"{listed(missing)}: not importable here, so {fails} fails"
-        yield Finding("not-importable", "warning", [], found, f"the package {package!r}", fix)
-    scripts = [name for name in names if name.module == "__main__"]
-    if scripts:
-        found = f"{listed(scripts)}: defined in the script that saved the file; no other program has it"
-        yield Finding("script-class", "warning", [], found, "data, or a class in a module", fix)
-
-
-def _importable(module: str) -> bool:
-    """Whether a module's top-level package is there. Runs nothing of it."""
-    package = module.partition(".")[0]
-    if package in sys.modules or package in sys.stdlib_module_names:
-        return True
-    if not package.isidentifier():
-        return False
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _numpy(path: str, names: Sequence[Global]) -> Iterator[Finding]:
-    """Module paths of the other NumPy: 2.0 renamed `numpy.core` to `numpy._core`."""
-    new = [name for name in names if name.module.startswith("numpy._core")]
+def _names(path: str, names: Sequence[Global], call: str) -> Iterator[Finding]:
+    """What names say: classes whose package is not here or that a script defined, another NumPy, paths of other systems."""
+    missing = [name for name in names if name not in ALLOWED and not _importable(name.module)]
+    fails = "torch.load(weights_only=False)" if call.startswith(TORCH_LOAD + ",") or call == TORCH_LOAD else "unpickling it"
+    package = missing[0].module.partition(".")[0] if missing else ""
+    numpy = _version("numpy") if any(name.module.startswith(("numpy._core", "numpy.core")) for name in names) else None
+    major, minor = numpy or (0, 0)
+    has_stubs = (major, minor) >= _NUMPY_WITH_STUBS
+    new = [name for name in names if name.module.startswith("numpy._core") and not (has_stubs and name.module in _NUMPY_STUBS)]
     old = [name for name in names if name.module.startswith("numpy.core")]
-    present = _version("numpy") if new or old else None
-    if present is None:
-        return
-    fix = mending("convert", path, _OBJECTS)
-    if present >= _NUMPY_WITH_STUBS:
-        new = [name for name in new if name.module not in _NUMPY_STUBS]
-    if new and present < (2, 0):
-        found = f"{listed(new)}: written with NumPy 2, and NumPy {present[0]}.{present[1]} is installed"
-        yield Finding("numpy-2", "warning", [], found, "NumPy 2", fix)
-    if old and present >= (2, 0):
-        found = f"{listed(old)}: written with NumPy 1; NumPy 2 finds it under its old name"
-        yield Finding("numpy-1", "info", [], found, "", fix)
+    other = "PosixPath" if os.name == "nt" else "WindowsPath"
+    foreign = [name for name in names if name.module.partition(".")[0] == "pathlib" and name.name == other]
+    local = [name for name in names if name.module == "pathlib._local"] if sys.version_info < (3, 13) else []
+    scripts = [name for name in names if name.module == "__main__"]
+    rows: tuple[tuple[str, Sequence[Global], str, str], ...] = (
+        ("not-importable", missing, f"not importable here, so {fails} fails", f"the package {package!r}"),
+        (
+            "script-class",
+            scripts,
+            "defined in the script that saved the file; no other program has it",
+            "data, or a class in a module",
+        ),
+        ("numpy-2", new if major == 1 else (), f"written with NumPy 2, and NumPy {major}.{minor} is installed", "NumPy 2"),
+        ("numpy-1", old if major > 1 else (), "written with NumPy 1; NumPy 2 finds it under its old name", ""),
+        ("foreign-path", foreign, "a path of another system", "text"),
+        ("newer-path", local, "written by Python 3.13", "text"),
+    )
+    for code, found, said, expected in rows:
+        if found:
+            severity: Literal["info", "warning"] = "warning" if expected else "info"
+            fix = mending("convert", path, "--objects plain")
+            yield Finding(code, severity, [], f"{listed(found)}: {said}", expected, fix)
 
 
 _NUMPY_WITH_STUBS = (1, 26)  # which reads most of what NumPy 2 writes
 _NUMPY_STUBS = frozenset(
     f"numpy._core.{name}" for name in ("_dtype", "_dtype_ctypes", "_internal", "_multiarray_umath", "multiarray", "umath")
 )
+
+
+def _importable(module: str) -> bool:
+    """Whether a module's top-level package is there. Runs nothing of it."""
+    package = module.partition(".")[0]
+    with contextlib.suppress(ImportError, ValueError):
+        is_known = package in sys.modules or package in sys.stdlib_module_names
+        return is_known or (package.isidentifier() and find_spec(package) is not None)
+    return False
 
 
 def _version(package: str) -> tuple[int, int] | None:
@@ -242,15 +234,3 @@ def _version(package: str) -> tuple[int, int] | None:
         return int(major), int(minor)
     except (PackageNotFoundError, ValueError):
         return None
-
-
-def _paths(path: str, names: Sequence[Global]) -> Iterator[Finding]:
-    """Paths of the other system, and of another Python."""
-    other = "PosixPath" if os.name == "nt" else "WindowsPath"
-    fix = mending("convert", path, _OBJECTS)
-    foreign = [name for name in names if name.module.partition(".")[0] == "pathlib" and name.name == other]
-    if foreign:
-        yield Finding("foreign-path", "warning", [], f"{listed(foreign)}: a path of another system", "text", fix)
-    local = [name for name in names if name.module == "pathlib._local"]
-    if local and sys.version_info < (3, 13):
-        yield Finding("newer-path", "warning", [], f"{listed(local)}: written by Python 3.13", "text", fix)

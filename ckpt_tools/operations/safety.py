@@ -88,22 +88,19 @@ class Safety:
         Args:
             opens: whether its tensors can be had.
         """
-        taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
-        fix = f"Do not load it.{taken if opens else ''}"
         shown = [sentence(where, call, _SHOWN) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
         found = [Finding("dangerous", "problem", [], text) for text in shown]
         if found:
-            found[0] = replace(found[0], expected=_EXPECTED, fix=fix)
+            taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}" if opens else ""
+            expected = "data, and calls that make data (docs/scan.md)"
+            found[0] = replace(found[0], expected=expected, fix=f"Do not load it.{taken}")
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
             text = f"not all of it could be examined: {shortened(reasons, 4 * _SHOWN)}"
             found.append(Finding("unexamined", "warning", [], text))
         return found
-
-
-_EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 
 def sentence(where: str, call: Call, most: int | None = None) -> str:
@@ -175,20 +172,13 @@ def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
-    if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
-        return _of_data(examine(checkpoint.packed.whole), checkpoint.globals)
-    if checkpoint.is_examined:
+    if checkpoint.packed is None and checkpoint.is_examined:
         return Safety("plain")
-    return _of_data(examine(checkpoint.source, checkpoint.examined), checkpoint.globals)
-
-
-def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
-    """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
+    whole = None if checkpoint.packed is None else checkpoint.packed.whole  # whatever else is in there is unpacked with it
+    found = examine(checkpoint.source, checkpoint.examined) if whole is None else examine(whole)
     if found.verdict != "nothing":
         return found
-    if all(map(_is_plain, names)):
+    if all(map(_is_plain, checkpoint.globals)):
         return replace(found, verdict="plain")
-    return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
-
-
-_MISSED = "its reader found a pickle that could not be told from other bytes"
+    missed = "its reader found a pickle that could not be told from other bytes"
+    return replace(found, verdict="unexamined", unexamined=[("", missed)])

@@ -92,7 +92,7 @@ class _Keys:
 
     def check_state(self, state: Node, cls: Node, entry: Entry | None = None) -> None:
         """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
-        is_known = cls is None or cls in ALLOWED
+        is_known = cls is None or (type(cls) is Global and cls in ALLOWED)
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             keys = _keys_of(part)
             self.count(len(keys))

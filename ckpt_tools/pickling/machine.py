@@ -73,7 +73,7 @@ class Machine:
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}  # of long bytes, by their ids
-        self.cut, self.needed, self.two_ways, self.unread = False, 0, False, False
+        self.cut, self.two_ways, self.unread = False, False, False
 
     def load(self) -> Node:
         if self.budget.room(limits.MEMORY) < 0:
@@ -81,10 +81,8 @@ class Machine:
         try:
             root: Node = self.run()
         except (Malformed, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
-            at = min(self.position, self.end)
-            is_cut = self.position > self.end or (isinstance(error, IndexError) and self.position == self.end)
-            self.cut = is_cut or isinstance(error, struct.error)
-            self.needed = self.position if self.position > self.end else 0
+            at, last = min(self.position, self.end), self.end - 1 if isinstance(error, IndexError) else self.end
+            self.cut = self.position > last or isinstance(error, struct.error)
             told = _TOLD.get(type(error), str(error))
             raise PickleError(f"The pickle is malformed: the opcode before offset {at} {told}.") from None
         except DamagedFileError as error:
@@ -182,7 +180,7 @@ class Machine:
             self.makers[cls](given)  # which refuses what `__new__` would
         return Object("new" if kwargs is None else "new_ex", cls, given, kwargs)
 
-    def instance(self, cls: Node, args: tuple[Node, ...]) -> Node:
+    def instance(self, cls: Node, *args: Node) -> Node:
         return self.call(cls, args) if args or not self.strict else self.new(cls, ())
 
     def build(self, target: Node, state: Node) -> Node:
@@ -227,19 +225,6 @@ class Machine:
             if opcode == "APPEND" or target.function != _COUNTER:
                 self.unusual[f"{opcode} on something that is not a list or dict"] = None
             target.set(pairs_of(items)) if opcode == "SETITEM" else target.append(items)
-
-    def outside(self, op: int, stack: list[Node], at: int) -> int:
-        """A global that a program has given a number, by `copyreg.add_extension`, or bytes that it hands over."""
-        if self.strict:
-            raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it refers to something outside the file")
-        width = {0x82: 1, 0x83: 2, 0x84: 4}.get(op, 0)
-        if width:
-            number = int.from_bytes(self.data[at : at + width], "little")
-            stack.append(self.name("copyreg", f"<extension {number}>"))
-        elif op == 0x97:
-            self.left -= 1
-            stack.append(b"")
-        return at + width
 
     def _note_given(self, args: tuple[Node, ...], step: Build | None = None) -> None:
         """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""
@@ -451,7 +436,7 @@ class Machine:
                         if op == 0x69:
                             items, stack = stack, marks.pop()
                             self.position = at
-                            made = self.instance(made, tuple(items))
+                            made = self.instance(made, *items)
                         stack.append(made)
                         if made == REBUILD and strict and made in self.makers:
                             rebuild = made
@@ -495,7 +480,7 @@ class Machine:
                         elif op == 0x91:  # FROZENSET
                             stack.append(self.call(_FROZENSET, (List(items),)))
                         elif op == 0x6F:  # OBJ
-                            stack.append(self.instance(items[0], tuple(items[1:])))
+                            stack.append(self.instance(items[0], *items[1:]))
                         else:  # LIST, DICT
                             stack.append(List(items) if op == 0x6C else Dict(pairs_of(items)))
                     elif op == 0x92:  # NEWOBJ_EX
@@ -527,7 +512,15 @@ class Machine:
                         self.unread |= made is None
                         stack.append(self._byte_string(made) if type(made) is bytes else made)
                     elif op in _OUTSIDE:
-                        at = self.outside(op, stack, at)
+                        if strict:
+                            raise Malformed(f"is {_OUTSIDE[op]}, which no checkpoint uses: it is of something outside the file")
+                        if op == 0x97:  # bytes that the program hands over
+                            self.left -= 1
+                            stack.append(b"")
+                        elif op != 0x98:  # a global that it has given a number, by `copyreg.add_extension`
+                            n = 1 << (op - 0x82)
+                            at += n
+                            stack.append(self.name("copyreg", f"<extension {int.from_bytes(data[at - n : at], 'little')}>"))
                     else:
                         at -= 1
                         raise PickleError(f"The pickle is malformed: offset {at} holds byte {op:#04x}, which is not an opcode.")

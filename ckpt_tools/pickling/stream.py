@@ -69,7 +69,7 @@ class Pickles:
                 root = machine.load()
             except CkptError:
                 room = self.part.end - self.anchor
-                self.cut = machine.cut and (len(self.data) == room or machine.needed > room)
+                self.cut = machine.cut and (len(self.data) == room or machine.position > room)
                 if self.cut or not machine.cut:
                     raise
                 budget.taken = before  # the same bytes again are no further ones

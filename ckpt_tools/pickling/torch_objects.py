@@ -30,15 +30,15 @@ class Storages:
 
     def __init__(self, locate: Locate, prefix: str = "") -> None:
         self.locate, self.prefix = locate, prefix
-        self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
+        self.by_key: dict[str, tuple[Any, Storage]] = {}
 
     def storage(self, pid: Node) -> Storage:
-        match pid:
-            case ("storage", kind, str(key), str(device), int(numel)) if key and type(numel) is int and 0 <= numel < _TOO_MANY:
-                known = self.by_key.get(key)
-            case _:
-                why = "Expected ('storage', class, key, location, size)."
-                raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
+        is_named = type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"
+        _, kind, key, device, numel = cast("tuple[Node, ...]", pid) if is_named else (None,) * 5
+        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
+            why = "Expected ('storage', class, key, location, size)."
+            raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
+        known = self.by_key.get(key)
         if known is not None:
             if known[0] != pid:
                 raise TensorError(f"Storage {key!r} is used with two types, sizes or devices.")
@@ -356,7 +356,7 @@ def _quantized(args: Any) -> UnusualTensor:
     return UnusualTensor("quantized", view.dtype, view.shape, view.stride)
 
 
-_PER_CHANNEL = named("torch:per_channel_affine,per_channel_affine_float_qparams")
+_PER_CHANNEL = (Global("torch", "per_channel_affine"), Global("torch", "per_channel_affine_float_qparams"))
 
 
 def _length(node: Any) -> int:

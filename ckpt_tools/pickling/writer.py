@@ -21,10 +21,9 @@ _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _BYTE_STORAGE = Global("torch", "ByteStorage")
 _ENCODE = Global("_codecs", "encode")
-_REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
-_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
-_REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
-_REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state")
+_REBUILD_V2, _REBUILD_V3, _REBUILD_PARAMETER, _REBUILD_PARAMETER_STATE = (
+    Global("torch._utils", f"_rebuild_{name}") for name in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+)
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _NO_EXTRAS = Extras()
 _LONG = 64  # bytes, or characters, of a value that goes through the memo
@@ -78,31 +77,33 @@ class _Writer:
     def write_all(self, todo: list[_Todo]) -> None:
         while todo:
             node = todo.pop()
-            if type(node) in ENCODERS and type(node) is not str and id(node) not in self.shared:
-                self.out += ENCODERS[type(node)](node)
+            encode = _ENCODERS.get(type(node))
+            if encode is not None and id(node) not in self.shared:
+                self.out += encode(node)
             elif type(node) is _Done:
                 self.finish(node)
-            elif type(node) is Dict or type(node) is List or type(node) is Object or type(node) is tuple:
-                todo.extend(reversed(self.open(node)))
-            elif type(node) is Entry:
-                todo.extend(reversed(self.entry(node)))
-            else:
-                self.leaf(node)
+            elif type(node) is tuple and not node:
+                self.out += b")"
+            elif id(node) not in self.shared or not self.recall(id(node)):
+                todo.extend(reversed(self.begin(node)))
+                if id(node) in self.shared and not self.opened.get(id(node)):
+                    self.remember(id(node))
 
     # --- the memo
 
     def remember(self, key: Any) -> None:
-        index = self.memo[key] = len(self.memo)
-        self.out += _put(index)
+        if key not in self.memo:
+            index = self.memo[key] = len(self.memo)
+            self.out += b"q%c" % index if index < 256 else b"r" + U32(index)
 
     def recall(self, key: Any) -> bool:
         index = self.memo.get(key)
-        if index is None:
-            return False
-        self.out += _get(index)
-        return True
+        if index is not None:
+            self.out += b"h%c" % index if index < 256 else b"j" + U32(index)
+        return index is not None
 
-    def begin(self, node: Node) -> None:
+    def open(self, node: Node) -> None:
+        """A node goes into the memo only once its parts are written, which may lead back to it."""
         self.opened[id(node)] = rounds = self.opened.get(id(node), 0) + 1
         if rounds > self.rounds:
             if self.rounds == 1:
@@ -121,31 +122,28 @@ class _Writer:
         elif id(node) in self.shared:
             self.remember(id(node))
 
-    # --- nodes with parts: each returns what is to be written next, in order
+    # --- what is written of a node at once; returned is what is to be written next, in order
 
-    def open(self, node: Dict | List | Object | tuple[Node, ...]) -> list[_Todo]:
-        if id(node) in self.shared and self.recall(id(node)):
-            return []
+    def begin(self, node: Node) -> list[_Todo]:
         if type(node) is Dict:
             return self.dict(node)
-        if type(node) is List:
-            self.out += b"]"
-            if id(node) in self.shared:
-                self.remember(id(node))
-            return self.elements(node.items)
         if type(node) is Object:
             return self.object(node)
-        if not node:
-            return [_Done(b")")]
-        self.begin(node)
-        if len(node) < 4:
-            return [*node, _Done(TUPLES[len(node)], node)]
-        self.out += b"("
-        return [*node, _Done(b"t", node)]
+        if type(node) is Entry:
+            return self.entry(node)
+        if type(node) is List:
+            self.out += b"]"
+            return self.elements(node.items)
+        if type(node) is tuple:
+            self.open(node)
+            self.out += b"" if len(node) < 4 else b"("
+            return [*node, _Done(_TUPLES.get(len(node), b"t"), node)]
+        self.leaf(node)
+        return []
 
     def dict(self, node: Dict) -> list[_Todo]:
         if node.ordered:
-            self.leaf(ORDERED_DICT)
+            self.global_(ORDERED_DICT)
         self.out += b")R" if node.ordered else b"}"
         if id(node) in self.shared:
             self.remember(id(node))
@@ -169,7 +167,7 @@ class _Writer:
         return len(pairs)
 
     def object(self, node: Object) -> list[_Todo]:
-        self.begin(node)
+        self.open(node)
         todo: list[_Todo] = [node.function]
         given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
         if node.call == "reduce" and node.function in _SETS and type(given) is List:  # which nothing but the set sees
@@ -191,17 +189,13 @@ class _Writer:
         return todo if node.call != "none" else [*todo, _Done(b"", node)]
 
     def entry(self, entry: Entry) -> list[_Todo]:
-        if id(entry) in self.shared and self.recall(id(entry)):
-            return []
         if not entry.dtype.in_torch:
             raise ConvertError(f"torch has no dtype for {entry.dtype.name}, so a .pth cannot hold it.")
-        if entry.extras is not None:
-            self.begin(entry)
-            return [*self.calls(entry, entry.extras), _Done(b"", entry)]
-        self.plain_entry(entry)
-        if id(entry) in self.shared:
-            self.remember(id(entry))
-        return []
+        if entry.extras is None:
+            self.plain_entry(entry)
+            return []
+        self.open(entry)
+        return [*self.calls(entry, entry.extras), _Done(b"", entry)]
 
     def plain_entry(self, entry: Entry) -> None:
         """A tensor or parameter without extras, emitted at once: checkpoints hold thousands, which differ in their keys."""
@@ -250,41 +244,35 @@ class _Writer:
     # --- nodes without parts
 
     def leaf(self, node: Node) -> None:
-        """A value; a long one that is used several times goes through the memo, as in pickle."""
-        if id(node) not in self.shared:
-            self.value(node)
-        elif not self.recall(id(node)):
-            self.value(node)
-            self.remember(id(node))
-
-    def value(self, node: Node) -> None:
         if type(node) is str:
-            self.out += self.short_text(node)
-        elif type(node) in ENCODERS:
-            self.out += ENCODERS[type(node)](node)
+            self.text(node)
+        elif type(node) in _ENCODERS:
+            self.out += _ENCODERS[type(node)](node)
         elif type(node) is Global:
             self.global_(node)
         elif type(node) is Storage:
             self.storage(node)
         elif type(node) is bytes:
-            self.bytes(node)
+            self.global_(_ENCODE)
+            self.out += text_of(node.decode("latin1"))
+            self.constant("latin1")
+            self.out += b"\x86R"
         elif type(node) is ByteString:
             self.out += b"T" + struct.pack("<i", len(node.data)) + node.data
         else:
             raise PickleError(f"A value of type {type(node).__name__} cannot be written.")
 
-    def short_text(self, text: str) -> bytes:
+    def text(self, text: str) -> None:
         """A text as it is, from the third time on from the memo: what refers to one text a million times stays small."""
-        if text in self.memo:
-            return _get(self.memo[text])
-        written = text_of(text)
+        if self.recall(text):
+            return
+        self.out += text_of(text)
         if text in self.texts:
-            index = self.memo[text] = len(self.memo)
-            return written + _put(index)
+            self.remember(text)
+            return
         if len(self.texts) > _MOST_TEXTS:
             self.texts.clear()
         self.texts.add(text)
-        return written
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -301,12 +289,6 @@ class _Writer:
             self.out += b"c" + f"{node.module}\n{node.name}\n".encode("utf-8", "surrogatepass")
         self.remember(node)
 
-    def bytes(self, data: bytes) -> None:
-        self.global_(_ENCODE)
-        self.out += text_of(data.decode("latin1"))
-        self.constant("latin1")
-        self.out += b"\x86R"
-
     def storage(self, storage: Storage) -> None:
         self.out += b"("
         self.constant("storage")
@@ -320,14 +302,6 @@ class _Writer:
 
     def key_of(self, storage: Storage) -> str:
         return storage.key if self.keys is None else self.keys[id(storage)]
-
-
-def _put(index: int) -> bytes:
-    return b"q%c" % index if index < 256 else b"r" + U32(index)
-
-
-def _get(index: int) -> bytes:
-    return b"h%c" % index if index < 256 else b"j" + U32(index)
 
 
 # --- what has to be known of a tree before it is written
@@ -369,7 +343,7 @@ def is_long(node: Node) -> bool:
 
 # --- values without parts
 
-TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 U32 = struct.Struct("<I").pack
 
 
@@ -390,8 +364,7 @@ def text_of(text: str) -> bytes:
     return b"X%b%b" % (U32(len(data)), data)
 
 
-ENCODERS: dict[type, Callable[[Any], bytes]] = {
-    str: text_of,
+_ENCODERS: dict[type, Callable[[Any], bytes]] = {
     int: integer,
     float: lambda number: b"G" + struct.pack(">d", number),
     bool: lambda value: b"\x88" if value else b"\x89",

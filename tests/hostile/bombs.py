@@ -142,6 +142,21 @@ def calls_of_laughs() -> bytes:
 
 
 @bomb("inspect IN", 0)
+def a_class_of_laughs() -> bytes:
+    """What rebuilds a tensor with attributes is made an instance of, and its class is such a tuple."""
+    given = p.tuple_of(p.NONE, laughs(2), p.NONE, p.NONE)
+    return beside(p.glob("torch._tensor", "_rebuild_from_type_v2") + given + b"\x81")
+
+
+@bomb("inspect IN")
+def a_scheme_of_laughs() -> bytes:
+    """A quantised tensor that says by such a tuple how it is quantised."""
+    scheme = p.tuple_of(laughs(2), p.integer(1), p.integer(0), p.integer(0))
+    given = (p.storage(numel=24, kind="QUInt8Storage"), p.integer(0), p.sizes(24), p.sizes(1), scheme, p.FALSE, p.ORDERED_DICT)
+    return torch_zip(p.pickle(p.dict_of(w=p.call("torch._utils", "_rebuild_qtensor", *given))), FLOATS)
+
+
+@bomb("inspect IN", 0)
 def keys_that_collide() -> bytes:
     """Numbers that all have Python's hash 0."""
     step = 2**61 - 1
