@@ -18,7 +18,7 @@ from ckpt_tools.text import listed
 
 # The rules are compiled where one is asked for: most checkpoints are one file.
 _NAME = r"(?i)(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))"
-_ITEM = r"(?P<head>.+_)(?P<rank>\d{1,6})\.(?:pt|safetensors)"
+ITEM = r"(?P<head>.+_)(?P<rank>\d{1,6})\.(?:pt|safetensors)"
 _WORLD = r"(?i)world[_-]?size[_-]?(\d{1,6})"
 _SHARD = r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)"
 CONSOLIDATED = r"consolidated\.(\d{2,5})\.pth"
@@ -89,7 +89,7 @@ def _groups(names: Sequence[str], rule: str = _NAME) -> list[Group]:
 
 def item_groups(names: Sequence[str]) -> list[Group]:
     """The files that torch_checkpointing calls by their item and rank, `model_0.pt`, of all ranks from 0 on."""
-    return [group for group in _groups(names, _ITEM) if group.ranks == set(range(len(group.ranks)))]
+    return [group for group in _groups(names, ITEM) if group.ranks == set(range(len(group.ranks)))]
 
 
 def group_of(name: str, names: Sequence[str], *, items: bool = False) -> Group | None:
