@@ -121,15 +121,22 @@ def _malformed(file: str, why: str) -> PartError:
 # another and cut that row, stage 3 cuts each parameter by itself. Experts are on some ranks alone, which count their own.
 
 
-def _run(rank: int, entries: Sequence[Entry], ends: Sequence[int], start: int, count: int, at: int) -> Iterator[Piece]:
-    """Elements of a rank's row as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
-    number = bisect_right(ends, start)
-    while count > 0 and number < len(ends):
-        entry = entries[number]
-        inside = start - (ends[number] - entry.numel)
-        taken = min(count, entry.numel - inside)
-        yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
-        start, at, count, number = start + taken, at + taken, count - taken, number + 1
+class _Row:
+    """Elements behind one another: of each part of them whose it is, its entry, None where that is missing, and its length."""
+
+    def __init__(self, parts: Sequence[tuple[int, Entry | None, int]]) -> None:
+        self.parts, self.ends = parts, list(accumulate(length for _, _, length in parts))
+
+    def run(self, start: int, count: int, at: int) -> Iterator[Piece]:
+        """Elements as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            rank, entry, length = self.parts[number]
+            inside = start - (self.ends[number] - length)
+            taken = min(count, length - inside)
+            if entry is not None:
+                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,27 +172,20 @@ class Group:
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies on the ranks that are there."""
-        runs = {}
-        for number, rank in enumerate(self.ranks):
-            if rank in held:
-                entries = [entry for entry in held[rank] if entry.numel]
-                runs[number] = partial(_run, rank, entries, list(accumulate(entry.numel for entry in entries)))
+        count, rows = len(self.ranks), dict[int, _Row]()
+        if self.paddings is None:  # the last part is filled up; rows behind it hold nothing but filling
+            for number, rank in enumerate(self.ranks):
+                rows[number] = _Row([(rank, entry, entry.numel) for entry in held.get(rank, ())])
+        else:  # one row of all ranks
+            every = [(rank, *held.get(rank, (None,))) for rank in self.ranks]
+            rows[0] = _Row([(rank, one, self.part if one is None else min(self.part, one.numel)) for rank, one in every])
         start = 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
-            numel, pieces = prod(shape), list[Piece]()
-            if self.paddings is None:
-                part = -(-numel // len(self.ranks))  # the last part is filled up; rows behind it hold nothing but filling
-                for number, run in runs.items():
-                    pieces += run(start, min(part, numel - number * part), number * part)
-                start += part
-            else:
-                for number in range(start // self.part, -(-(start + numel) // self.part)):
-                    begin = number * self.part - start  # of the rank's row, in the parameter
-                    if number in runs:
-                        at = max(0, begin)
-                        pieces += runs[number](max(0, -begin), min(self.part, numel - at), at)
-                start += numel + padding
-            yield name, shape, pieces
+            numel = prod(shape)
+            part = -(-numel // count) if self.paddings is None else numel
+            parts = ((row, number * part) for number, row in rows.items())
+            yield name, shape, [piece for row, at in parts for piece in row.run(start, min(part, numel - at), at)]
+            start += part + padding
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
