@@ -281,13 +281,11 @@ class _Reader:
         new: dict[int, Storage] = {}
 
         def swap(node: Node) -> Node:
-            storage = node.storage if type(node) is Entry else node
-            known = self.waiting.get(id(storage.content)) if type(storage) is Storage else None
-            if type(storage) is not Storage or known is None:
+            if type(node) is not Entry or (known := self.waiting.get(id(node.storage.content))) is None:
                 return node
-            if id(storage) not in new:
-                new[id(storage)] = replace(storage, content=known[1]())
-            return replace(node, storage=new[id(storage)]) if type(node) is Entry else new[id(storage)]
+            if id(node.storage) not in new:
+                new[id(node.storage)] = replace(node.storage, content=known[1]())
+            return replace(node, storage=new[id(node.storage)])
 
         return exchange.replace(root, swap)
 

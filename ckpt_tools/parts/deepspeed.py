@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from operator import itemgetter
+from typing import TypeVar
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Warned
@@ -19,7 +20,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.deepspeed_slice import EXPERT, ModelState, OptimizerState, Slice
 from ckpt_tools.parts.merge import Held, Merger, merged
 from ckpt_tools.parts.names import by_rank, check_same, check_world, zero_files
-from ckpt_tools.parts.partition import listed_in
+from ckpt_tools.parts.partition import SAVE_ZERO, listed_in
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair
@@ -27,7 +28,7 @@ from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "deepspeed"
-_SAVE = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+_Value = TypeVar("_Value")
 # What a model file says about the parts, which is not a part any more.
 _OF_PARTS = frozenset((
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -74,7 +75,7 @@ class _Model:
         experts, layers = self._of("expert"), self._of("layer")
         if (experts and (layers or len(numbers) > 1)) or any(part for _, part in layers):
             what = "These are experts of a mixture, or stages of a pipeline, whose model is cut in another way too"
-            raise PartError(f"{what}, which is not read.", fix=_SAVE)
+            raise PartError(f"{what}, which is not read.", fix=SAVE_ZERO)
         if self._of("optimizer") and (unnamed := [*self._of("expert-optimizer").values()]):
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
         self.slices = {f"mp_rank_{number:02d}": self._slice(number) for number in numbers}
@@ -88,7 +89,7 @@ class _Model:
         if len(self.slices) > 1 and not layers:
             if self.first.model.rules is None:
                 what = "These are tensor parallel parts, and nothing says how they were cut (no universal_checkpoint_info)."
-                raise PartError(what, fix=_SAVE)
+                raise PartError(what, fix=SAVE_ZERO)
             self.rules = Rules(self.first.model.rules, self.first.model.buffers)
         self.layers: Mapping[str, Node] | None = None  # the 16-bit weights of a pipeline
         if layers:
@@ -183,10 +184,7 @@ class _Model:
         """The optimizer's state dict by the parameters' names, as torch's `get_optimizer_state_dict` gives it."""
         every = {called: own.optimizer() for called, own in self.slices.items()}
         merger = Merger(self.merger.keys)
-        held: dict[str, dict[str, Dict]] = {}
-        for called, (states, _) in every.items():
-            for name, values in states.items():
-                held.setdefault(name, {})[called] = values
+        held = _by_name({called: states for called, (states, _) in every.items()})
         state: list[Pair] = [(name, self._state(merger, name, values)) for name, values in held.items()]
         merger.compared(None)
         _, first = next(iter(every.values()))
@@ -202,20 +200,17 @@ class _Model:
         state: list[Pair] = [("optimizer", self.optimizer())] if self.has_state else []
         return Dict([("model", self.weights), *state, *rest])
 
-    def _state(self, merger: Merger, name: str, held: Mapping[str, Dict]) -> Dict:
+    def _state(self, merger: Merger, name: str, held: Sequence[tuple[str, Dict]]) -> Dict:
         """The optimizer's state of one parameter: what has its shape is joined as it is."""
         rows = list[Pair]()
-        for key, value in next(iter(held.values())).items:
-            own = [(called, values.get(key)) for called, values in held.items()] if type(key) is str else []
+        for key, value in held[0][1].items:
+            own = [(called, values.get(key)) for called, values in held] if type(key) is str else []
             is_cut = type(value) is Entry and value.shape and own and all(type(entry) is Entry for _, entry in own)
             rows.append((key, self._one(merger, name, own) if is_cut else value))
         return Dict(rows)
 
     def _joined(self, roots: Mapping[str, Dict]) -> dict[str, Node]:
-        every: dict[str, list[tuple[str, Node]]] = {}
-        for called, root in roots.items():
-            for name, value in root.named.items():
-                every.setdefault(name, []).append((called, value))
+        every = _by_name({called: root.named for called, root in roots.items()})
         one = functools.partial(self._one, self.merger)
         made = {name: self.merger.unless_lost(name, functools.partial(one, name, held)) for name, held in every.items()}
         return {name: value for name, value in made.items() if value is not DROP}
@@ -233,6 +228,12 @@ class _Model:
         if len(entries) < len(held):
             raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
         return merger.replicated(name, entries) if self.rules is None else self.rules.join(merger, name, entries)
+
+
+def _by_name(slices: Mapping[str, Mapping[str, _Value]]) -> dict[str, list[tuple[str, _Value]]]:
+    """What each slice has under every name."""
+    names = dict.fromkeys(name for own in slices.values() for name in own)
+    return {name: [(called, own[name]) for called, own in slices.items() if name in own] for name in names}
 
 
 # --- experts and layers, in files of their own

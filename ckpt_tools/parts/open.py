@@ -80,8 +80,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         source = Files(Path(path), folder_of_files(Path(path)))
     else:
         source = Source(path)
-    name = families.weights_of(source.folder, source.names()) if isinstance(source, Files) else None
-    return source if name is None or not isinstance(source, Files) else open_source(f"{source.folder}/{name}")
+    if isinstance(source, Files) and (name := families.weights_of(source.folder, source.names())) is not None:
+        return open_source(f"{source.folder}/{name}")
+    return source
 
 
 def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
@@ -107,28 +108,22 @@ def _decode(source: Source, member: str) -> Checkpoint:
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
-    container = next((row for row in containers() if row.sniff(head)), None)
-    with_others = found.decode if found is not None else None
-    if with_others is None and container is not None and container.with_others is not None:
-        with_others = functools.partial(container.with_others, source)
-    if with_others is None:
+    if found is not None:
+        with_others: Callable[[Files], Checkpoint] = found.decode
+    elif (own := next((row.with_others for row in containers() if row.sniff(head)), None)) is not None:
+        with_others = functools.partial(own, source)
+    else:
         return decode_file(source)
     files = files_beside(source)
     files.adopt(source)
-    try:
-        return with_others(files)
-    except BaseException:
-        files.close()
-        raise
+    return _opened(files, with_others)
 
 
 def _is_whole(folder: Path, names: list[str], member: Callable[[str], Source | None]) -> bool:
     """Whether a folder in an archive is one checkpoint; an index of something else makes none of it."""
     found = families.layout_of(folder, names)
-    if found is None:
-        return False
-    members = [member(name) for name in found.names]
-    if found.family == "sharded" and (index := members[0]) is not None:
+    members = [member(name) for name in found.names] if found is not None else [None]
+    if found is not None and found.family == "sharded" and (index := members[0]) is not None:
         return is_index(index, index.read(0, min(HEAD, index.size)))
     return None not in members
 

@@ -27,7 +27,7 @@ _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
     "torch's get_model_state_dict with full_state_dict=True."
 )
-_ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+SAVE_ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -121,7 +121,7 @@ _ROWS = {"partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups
 
 def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By what DeepSpeed calls what is in it, or by its name where that alone says it."""
-    said, kind, fix = named_in(checkpoint.root), zero_kind(checkpoint.name)[0], _ZERO
+    said, kind, fix = named_in(checkpoint.root), zero_kind(checkpoint.name)[0], SAVE_ZERO
     optimizer, size, shapes = named_in(said.get("optimizer_state_dict")), said.get("mp_world_size"), said.get("param_shapes")
     has_version, world = "ds_version" in said, _count(said.get("dp_world_size"))
     if _ROWS & optimizer.keys():
