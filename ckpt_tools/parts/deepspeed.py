@@ -74,8 +74,8 @@ class _Model:
         numbers = sorted({said[-1] for kind, said in self.found if kind in ("optimizer", "model", "whole")})
         experts, layers = self._of("expert"), self._of("layer")
         if (experts and (layers or len(numbers) > 1)) or any(part for _, part in layers):
-            what = "These are experts of a mixture, or stages of a pipeline, whose model is cut in another way too"
-            raise PartError(f"{what}, which is not read.", fix=SAVE_ZERO)
+            what = "These are experts, or stages of a pipeline, of a model that is cut in another way too, which is not read."
+            raise PartError(what, fix=SAVE_ZERO)
         if self._of("optimizer") and (unnamed := [*self._of("expert-optimizer").values()]):
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
         self.slices = {f"mp_rank_{number:02d}": self._slice(number) for number in numbers}

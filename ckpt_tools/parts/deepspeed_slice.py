@@ -76,9 +76,7 @@ class OptimizerState:
         counts = tuple(count for count in listed_in(said.get("partition_count")) if type(count) is int)
         self.flat = tuple(row for row in rows if type(row) is Entry and len(row.shape) == 1 and row.is_contiguous)
         if min(counts, default=0) < 1 or len(self.flat) != len(rows) or (not self.is_stage_3 and _STAGE_2 not in said):
-            raise _malformed(
-                file, f"it has no part of the weights ({_STAGE_2}, {_STAGE_3}), it is not rows, or no partition_count"
-            )
+            raise _malformed(file, "it has no part of the weights, or it is not rows, or no partition_count")
         self.world = max(counts)
         self.counts = counts if len(counts) == len(rows) else (self.world,) * len(rows)
         paddings = [sizes_of(group) for group in listed_in(said.get("param_alignment_paddings"))]
@@ -278,9 +276,8 @@ class Slice:
                 made[name] = made[_holder(name, shared, made)]
         order = dict.fromkeys((*module, *made))
         root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
-        for name in order:
-            if made[name] is DROP:
-                self.merger.lost.setdefault(name, "is tied to what is not whole")
+        gone = (name for name in order if made[name] is DROP and name not in self.merger.lost)
+        self.merger.lost |= dict.fromkeys(gone, "is tied to what is not whole")
         root.attributes = self.model.module.attributes
         return root
 
@@ -333,7 +330,7 @@ class Slice:
             groups.append(([item for item in values.items if item[0] != "params"], own))
         return state, groups
 
-    def _states(self, group: Group) -> Iterator[tuple[str, Dict]]:
+    def _states(self, group: Group) -> list[tuple[str, Dict]]:
         """The state of each parameter of a group: rows cut as the weights are, and steps as they are."""
         first = self.optimizers[group.ranks[0]].states.get(group.rows[0], Dict())
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
@@ -346,7 +343,7 @@ class Slice:
                 kept = self.merger.keys.renew(value)
                 for items in made.values():
                     items.append((key, kept))
-        yield from ((name, Dict(items)) for name, items in made.items())
+        return [(name, Dict(items)) for name, items in made.items()]
 
     def _row(self, rank: int, row: int, key: Node) -> Entry:
         """One state of a rank's row, which is as long as the weights there; stages 1 and 2 may fill it up."""
