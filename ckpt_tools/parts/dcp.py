@@ -27,6 +27,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.parts.merge import Merger, Piece
 from ckpt_tools.parts.names import COMMON
+from ckpt_tools.parts.partition import arguments_of
 from ckpt_tools.parts.sharded import joined, partly
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
@@ -34,7 +35,6 @@ from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, nodes
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Pair, Storage
 from ckpt_tools.values.boxes import Sizes, assemble
 from ckpt_tools.values.numeric import part as range_of
@@ -277,13 +277,11 @@ class _Reader:
         new: dict[int, Storage] = {}
 
         def swap(node: Node) -> Node:
-            storage = node.storage if type(node) is Entry else node
-            known = self.waiting.get(id(storage.content)) if type(storage) is Storage else None
-            if type(storage) is not Storage or known is None:
+            if type(node) is not Entry or (known := self.waiting.get(id(node.storage.content))) is None:
                 return node
-            if id(storage) not in new:
-                new[id(storage)] = replace(storage, content=known[1]())
-            return replace(node, storage=new[id(storage)]) if type(node) is Entry else new[id(storage)]
+            if id(node.storage) not in new:
+                new[id(node.storage)] = replace(node.storage, content=known[1]())
+            return replace(node, storage=new[id(node.storage)])
 
         return exchange.replace(root, swap)
 
@@ -357,9 +355,7 @@ def complete(decoded: Checkpoint, files: Files) -> Checkpoint:
     if type(common) is not Dict or not ("args" in common or "iteration" in common):
         return decoded
     decoded.beside = {"common": common}
-    arguments = common.get("args")
-    state = arguments if type(arguments) is Dict else attributes(arguments)
-    layers = state.get("num_layers") if state is not None else None
+    layers = state.get("num_layers") if (state := arguments_of(common)) is not None else None
     stacked = [key for key, _ in _tensors(decoded.root) if _STACKED.fullmatch(key)]
     if stacked and type(layers) is int and 0 < layers <= _MOST_LAYERS:
         decoded.others = {**decoded.others, "model": lambda: model_of(decoded.root, layers)}

@@ -5,25 +5,30 @@ Source: deepspeed/runtime/engine.py (`_save_checkpoint`), deepspeed/utils/zero_t
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from operator import itemgetter
+from typing import TypeVar
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
-from ckpt_tools.parts.deepspeed_files import ModelState, OptimizerState, Rules, with_experts, with_layers
-from ckpt_tools.parts.deepspeed_slice import Slice
+from ckpt_tools.parts.deepspeed_slice import EXPERT, ModelState, OptimizerState, Slice
 from ckpt_tools.parts.merge import Held, Merger, merged
 from ckpt_tools.parts.names import by_rank, check_same, check_world, zero_files
+from ckpt_tools.parts.partition import SAVE_ZERO, listed_in
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Pair
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "deepspeed"
-_SAVE = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+_Value = TypeVar("_Value")
 # What a model file says about the parts, which is not a part any more.
 _OF_PARTS = frozenset((
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -69,8 +74,8 @@ class _Model:
         numbers = sorted({said[-1] for kind, said in self.found if kind in ("optimizer", "model", "whole")})
         experts, layers = self._of("expert"), self._of("layer")
         if (experts and (layers or len(numbers) > 1)) or any(part for _, part in layers):
-            what = "These are experts of a mixture, or stages of a pipeline, whose model is cut in another way too"
-            raise PartError(f"{what}, which is not read.", fix=_SAVE)
+            what = "These are experts, or stages of a pipeline, of a model that is cut in another way too, which is not read."
+            raise PartError(what, fix=SAVE_ZERO)
         if self._of("optimizer") and (unnamed := [*self._of("expert-optimizer").values()]):
             raise PartError(f"{unnamed[0]} is of a save without ZeRO.", fix="Remove what is of another save.")
         self.slices = {f"mp_rank_{number:02d}": self._slice(number) for number in numbers}
@@ -84,12 +89,12 @@ class _Model:
         if len(self.slices) > 1 and not layers:
             if self.first.model.rules is None:
                 what = "These are tensor parallel parts, and nothing says how they were cut (no universal_checkpoint_info)."
-                raise PartError(what, fix=_SAVE)
+                raise PartError(what, fix=SAVE_ZERO)
             self.rules = Rules(self.first.model.rules, self.first.model.buffers)
         self.layers: Mapping[str, Node] | None = None  # the 16-bit weights of a pipeline
         if layers:
             shapes = {name: shape for own in self.slices.values() for row in own.model.shapes for name, shape in row.items()}
-            self.layers = with_layers({name: (key[0], self._root(name)) for key, name in sorted(layers.items())}, shapes)
+            self.layers = _with_layers({name: (key[0], self._root(name)) for key, name in sorted(layers.items())}, shapes)
             # what is frozen, and buffers, are in these alone
             have = {name.partition(".")[0] for name in self.layers}
             used = dict.fromkeys(number for name in shapes if (number := name.partition(".")[0]).isdecimal())
@@ -135,7 +140,7 @@ class _Model:
             read[said[0]] = ModelState(name, self._root(name, renewed=not read), in_layers=bool(self._of("layer")))
         own = next(iter(read.values()))
         if experts := self._of("expert"):
-            own.module = with_experts(own, {said[:2]: (name, self._root(name)) for said, name in experts.items()})
+            own.module = _with_experts(own, {said[:2]: (name, self._root(name)) for said, name in experts.items()})
         if first is None and any(model.shapes for model in read.values()):
             raise PartError(
                 "There is no file of the optimizer (zero_pp_rank_0_mp_rank_00_optim_states.pt), which holds the fp32 weights.",
@@ -179,10 +184,7 @@ class _Model:
         """The optimizer's state dict by the parameters' names, as torch's `get_optimizer_state_dict` gives it."""
         every = {called: own.optimizer() for called, own in self.slices.items()}
         merger = Merger(self.merger.keys)
-        held: dict[str, dict[str, Dict]] = {}
-        for called, (states, _) in every.items():
-            for name, values in states.items():
-                held.setdefault(name, {})[called] = values
+        held = _by_name({called: states for called, (states, _) in every.items()})
         state: list[Pair] = [(name, self._state(merger, name, values)) for name, values in held.items()]
         merger.compared(None)
         _, first = next(iter(every.values()))
@@ -198,20 +200,17 @@ class _Model:
         state: list[Pair] = [("optimizer", self.optimizer())] if self.has_state else []
         return Dict([("model", self.weights), *state, *rest])
 
-    def _state(self, merger: Merger, name: str, held: Mapping[str, Dict]) -> Dict:
+    def _state(self, merger: Merger, name: str, held: Sequence[tuple[str, Dict]]) -> Dict:
         """The optimizer's state of one parameter: what has its shape is joined as it is."""
         rows = list[Pair]()
-        for key, value in next(iter(held.values())).items:
-            own = [(called, values.get(key)) for called, values in held.items()] if type(key) is str else []
+        for key, value in held[0][1].items:
+            own = [(called, values.get(key)) for called, values in held] if type(key) is str else []
             is_cut = type(value) is Entry and value.shape and own and all(type(entry) is Entry for _, entry in own)
             rows.append((key, self._one(merger, name, own) if is_cut else value))
         return Dict(rows)
 
     def _joined(self, roots: Mapping[str, Dict]) -> dict[str, Node]:
-        every: dict[str, list[tuple[str, Node]]] = {}
-        for called, root in roots.items():
-            for name, value in root.named.items():
-                every.setdefault(name, []).append((called, value))
+        every = _by_name({called: root.named for called, root in roots.items()})
         one = functools.partial(self._one, self.merger)
         made = {name: self.merger.unless_lost(name, functools.partial(one, name, held)) for name, held in every.items()}
         return {name: value for name, value in made.items() if value is not DROP}
@@ -229,3 +228,106 @@ class _Model:
         if len(entries) < len(held):
             raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
         return merger.replicated(name, entries) if self.rules is None else self.rules.join(merger, name, entries)
+
+
+def _by_name(slices: Mapping[str, Mapping[str, _Value]]) -> dict[str, list[tuple[str, _Value]]]:
+    """What each slice has under every name."""
+    names = dict.fromkeys(name for own in slices.values() for name in own)
+    return {name: [(called, own[name]) for called, own in slices.items() if name in own] for name in names}
+
+
+# --- experts and layers, in files of their own
+
+_MIXTURE, _TIED = "deepspeed_moe.", "tied_modules."
+_MOST_LAYERS = 4096
+
+
+def _with_experts(model: ModelState, found: Mapping[tuple[int, ...], tuple[str, Node]]) -> Dict:
+    """The 16-bit weights with those of the experts, each behind what else its mixture has; `found`: by layer and expert."""
+    rows = [count for count in listed_in(model.root.get("num_experts")) if type(count) is int]
+    for layer, count in enumerate(rows[:_MOST_LAYERS]):
+        if missing := [expert for expert in range(min(count, _MOST_LAYERS)) if (layer, expert) not in found]:
+            raise PartError(f"Experts are missing: layer_{layer}_expert_{missing[0]}_*.", fix="Get the files of all experts.")
+    items = model.module.items
+    last = {str(name).partition(_MIXTURE)[0]: number for number, (name, _) in enumerate(items) if _MIXTURE in str(name)}
+    names, placed = set(model.module.named), list[tuple[int, Pair]](enumerate(items))
+    for _, (file, root) in sorted(found.items()):
+        for name, value in root.items if type(root) is Dict else [(None, None)]:
+            match = EXPERT.fullmatch(name) if isinstance(name, str) else None
+            if match is None or type(value) is not Entry or match.string in names:
+                raise PartError(
+                    f"{file} holds something else than an expert's tensors, or what another file holds too: {name!r}."
+                )
+            names.add(match.string)
+            placed.append((last.get(match["layer"], len(items)), (name, value)))
+    made = Dict([item for _, item in sorted(placed, key=itemgetter(0))], ordered=True)
+    made.attributes = model.module.attributes
+    return made
+
+
+def _with_layers(roots: Mapping[str, tuple[int, Node]], shapes: Mapping[str, Sizes]) -> dict[str, Node]:
+    """The 16-bit weights of a pipeline's layers by their names in the model; `shapes`: of the weights in the optimizer."""
+    tied: dict[str, dict[str, Sizes]] = {}
+    for name, shape in shapes.items():
+        key, found, rest = name.removeprefix(_TIED).partition(".")
+        if name.startswith(_TIED) and found:
+            tied.setdefault(key, {})[rest] = shape
+    known = {name.partition(".")[0] for name in shapes}
+    made: dict[str, Node] = {}
+    for file, (number, root) in roots.items():
+        if type(root) is not Dict or any(type(name) is not str for name, _ in root.items):
+            raise PartError(f"{file} holds something else than the weights of a layer by name.")
+        own = {name: value.shape for name, value in root.named.items() if type(value) is Entry}
+        fitting = [key for key, shapes in tied.items() if all(own.get(name) == shape for name, shape in shapes.items())]
+        if str(number) in known or not fitting:  # or else a tied layer, of which the optimizer has no weight under its number
+            prefix = f"{number}."
+        elif len(fitting) == 1:
+            prefix = f"{_TIED}{fitting[0]}."
+        else:
+            raise PartError(f"{file} may be each of several layers that stages share: {listed(sorted(fitting))}.")
+        for name, value in root.named.items():
+            made.setdefault(f"{prefix}{name}", value)
+    return made
+
+
+# --- how tensor parallel ranks were cut
+
+
+_SWIGLU, _ROWS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_WHOLE = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+# A text, single characters of any kind, digits; what is repeated may be so three times: more can take for ever.
+_MOST = 1000
+_PATTERN = re.compile(r"(?:(?:\w|[-/:,@ .]|\\d|\\\W)(?:[+*](?!(?:.*[+*]){3}))?)*", re.ASCII)
+
+
+class Rules:
+    """How tensor parallel ranks are joined, by `universal_checkpoint_info`. It speaks of parameters; buffers are whole."""
+
+    def __init__(self, info: Dict, buffers: AbstractSet[str]) -> None:
+        self.buffers = buffers
+        self.patterns = {key: _patterns(info.get(key)) for key in (*_WHOLE, _SWIGLU, _ROWS, _UNSUPPORTED)}
+        several = info.get("parameter_with_sub_params")
+        for row in several.items if type(several) is List else ():
+            self.patterns[_UNSUPPORTED] += _patterns(row.get("patterns") if type(row) is Dict else None)
+
+    def _fits(self, name: str, *kinds: str) -> bool:
+        return any(pattern.match(name) for kind in kinds for pattern in self.patterns[kind])
+
+    def join(self, merger: Merger, name: str, held: Held) -> Entry:
+        """One tensor of what each slice has of it."""
+        if self._fits(name, _UNSUPPORTED):
+            raise PartError(f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.")
+        if name in self.buffers or self._fits(name, *_WHOLE) or not held[0][1].shape:
+            return merger.replicated(name, held)
+        return merger.along(name, int(self._fits(name, _ROWS)), [held], count=2 if self._fits(name, _SWIGLU) else 1)
+
+
+def _patterns(node: Node) -> list[re.Pattern[str]]:
+    """The patterns of one list, or the keys of a dict, each of which fits from a name's beginning on."""
+    rows = [key for key, _ in node.items] if type(node) is Dict else listed_in(node)
+    texts = [text.removeprefix("^") for text in rows if type(text) is str]
+    for text in texts:
+        if len(texts) > _MOST or len(text) > _MOST or not _PATTERN.fullmatch(re.sub(r"(?<!\\)\$$", "", text)):
+            raise PartError(f"universal_checkpoint_info tells names by the pattern {text[:100]!r}, which is not read.")
+    return [re.compile(text, re.ASCII) for text in texts]

@@ -1,9 +1,12 @@
-"""One slice of a DeepSpeed checkpoint as a model: its fp32 weights, and its optimizer's state by the parameters' names.
+"""One slice of a DeepSpeed checkpoint: what its files say, its fp32 weights, its optimizer's state by the parameters' names.
 
-Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`)."""
+Source: deepspeed/utils/zero_to_fp32.py; deepspeed/utils/groups.py (`_create_expert_and_data_parallel`); `state_dict` in
+deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py."""
 
 from __future__ import annotations
 
+import re
+import struct
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +16,20 @@ from math import prod
 from typing import TypeAlias
 
 from ckpt_tools.errors import PartError
-from ckpt_tools.parts.deepspeed_files import EXPERT, ModelState, OptimizerState, listed_in
+from ckpt_tools.io.content import read
 from ckpt_tools.parts.merge import Merger, Piece, check_casts, check_not_twice
+from ckpt_tools.parts.partition import listed_in, named_in
+from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.exchange import DROP, Drop
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Pair
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
+from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
+EXPERT = re.compile(r"(?P<layer>.*?)deepspeed_moe\.experts\.deepspeed_experts\.(?P<number>\d{1,6})\.(?P<rest>.*)")
+_STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
 _ALIGNMENT = 2  # elements a rank, to which stages 1 and 2 fill a group up
 _MOST_EXPERTS = 1 << 16
 _COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
@@ -28,19 +37,104 @@ Rows: TypeAlias = Mapping[int, Sequence[Entry]]  # of each rank, what it holds o
 Made: TypeAlias = tuple[str, Callable[[], Entry]]  # a parameter, and what puts it together
 
 
+# --- what the files say
+
+
+class ModelState:
+    """What a model file says. `shapes`: of the parameters in the optimizer, by group."""
+
+    def __init__(self, file: str, root: Node, *, in_layers: bool = False) -> None:
+        said = named_in(root)
+        module = Dict(ordered=True) if in_layers and said.get("module") is None else said.get("module")
+        if type(root) is not Dict or type(module) is not Dict:
+            raise _malformed(file, "it has no weights (`module`)")
+        self.file, self.root, self.module = file, root, module
+        self.buffers = frozenset(name for name in listed_in(said.get("buffer_names")) if type(name) is str)
+        self.shapes = tuple(_shapes(file, group) for group in listed_in(said.get("param_shapes")))
+        self.frozen = _shapes(file, said.get("frozen_param_shapes"))
+        self.fragments = {name: row for name, row in named_in(said.get("frozen_param_fragments")).items() if type(row) is Entry}
+        self.shared = {name: holder for name, holder in named_in(said.get("shared_params")).items() if type(holder) is str}
+        self.world, self.step = (
+            size if type(size) is int else None for size in map(said.get, ("dp_world_size", "global_steps"))
+        )
+        rules = said.get("universal_checkpoint_info")
+        self.rules = rules if type(rules) is Dict else None
+        names = [name for group in self.shapes for name in group]
+        if len(names) != len(set(names)):
+            raise _malformed(file, "a parameter is in two groups")
+
+
+class OptimizerState:
+    """What one rank's optimizer file says. `flat`: its row of each group's weights; `counts`: how many ranks share a group."""
+
+    def __init__(self, file: str, root: Node) -> None:
+        said = named_in(named_in(root).get("optimizer_state_dict"))
+        self.file, self.is_stage_3 = file, _STAGE_3 in said
+        rows = listed_in(said.get(_STAGE_3 if self.is_stage_3 else _STAGE_2))
+        if "ds_zero_partition_groups" in said:
+            raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
+        counts = tuple(count for count in listed_in(said.get("partition_count")) if type(count) is int)
+        self.flat = tuple(row for row in rows if type(row) is Entry and len(row.shape) == 1 and row.is_contiguous)
+        if min(counts, default=0) < 1 or len(self.flat) != len(rows) or (not self.is_stage_3 and _STAGE_2 not in said):
+            raise _malformed(file, "it has no part of the weights, or it is not rows, or no partition_count")
+        self.world = max(counts)
+        self.counts = counts if len(counts) == len(rows) else (self.world,) * len(rows)
+        paddings = [sizes_of(group) for group in listed_in(said.get("param_alignment_paddings"))]
+        if any(group is None or min(group, default=0) < 0 for group in paddings):
+            raise _malformed(file, "its param_alignment_paddings are not numbers")
+        self.paddings = tuple(group for group in paddings if group is not None)
+        inner = said.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
+        own = named_in(inner).get("state")
+        # an elastic checkpoint of old versions has a list of states
+        found = enumerate(inner.items) if type(inner) is List else own.items if type(own) is Dict else ()
+        self.states = {number: one for number, one in found if type(number) is int and type(one) is Dict}
+        self.groups = tuple(group for group in listed_in(named_in(inner).get("param_groups")) if type(group) is Dict)
+
+    @property
+    def steps(self) -> list[object]:
+        """How often each group was stepped, by the state (torch) or by the group (Apex)."""
+        found = list[object]()
+        for values in (*(values for _, values in sorted(self.states.items())), *self.groups):
+            step = values.get("step")
+            if type(step) is Entry and step.numel == 1 and step.dtype.name in _CODES:
+                found += struct.unpack(_CODES[step.dtype.name], read(row_major(step)))
+            elif type(step) in (int, float):
+                found.append(step)
+        return found
+
+
+def _shapes(file: str, node: Node) -> dict[str, Sizes]:
+    shapes = {name: sizes_of(value) for name, value in named_in(node).items()}
+    good = {name: shape for name, shape in shapes.items() if shape is not None and min(shape, default=0) >= 0}
+    if wrong := [name for name in shapes if name not in good or prod(good[name]) > MAX_ELEMENTS]:
+        raise _malformed(file, f"the shape of {wrong[0]!r} is not one")
+    return good
+
+
+def _malformed(file: str, why: str) -> PartError:
+    return PartError(f"{file} cannot be joined with the others: {why}.")
+
+
 # --- where a parameter's elements lie in the rows of the optimizer. Stages 1 and 2 put the parameters of a group behind one
 # another and cut that row, stage 3 cuts each parameter by itself. Experts are on some ranks alone, which count their own.
 
 
-def _run(rank: int, entries: Sequence[Entry], ends: Sequence[int], start: int, count: int, at: int) -> Iterator[Piece]:
-    """Elements of a rank's row as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
-    number = bisect_right(ends, start)
-    while count > 0 and number < len(ends):
-        entry = entries[number]
-        inside = start - (ends[number] - entry.numel)
-        taken = min(count, entry.numel - inside)
-        yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
-        start, at, count, number = start + taken, at + taken, count - taken, number + 1
+class _Row:
+    """Elements behind one another: of each part of them whose it is, its entry, None where that is missing, and its length."""
+
+    def __init__(self, parts: Sequence[tuple[int, Entry | None, int]]) -> None:
+        self.parts, self.ends = parts, list(accumulate(length for _, _, length in parts))
+
+    def run(self, start: int, count: int, at: int) -> Iterator[Piece]:
+        """Elements as pieces of a flattened tensor from its element `at` on; fewer where the row ends."""
+        number = bisect_right(self.ends, start)
+        while count > 0 and number < len(self.ends):
+            rank, entry, length = self.parts[number]
+            inside = start - (self.ends[number] - length)
+            taken = min(count, length - inside)
+            if entry is not None:
+                yield Piece((at,), replace(entry, shape=(taken,), stride=(1,), offset=entry.offset + inside), rank)
+            start, at, count, number = start + taken, at + taken, count - taken, number + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +170,20 @@ class Group:
 
     def cut(self, held: Rows) -> Iterator[tuple[str, Sizes, list[Piece]]]:
         """Each parameter with its shape and where it lies on the ranks that are there."""
-        runs = {}
-        for number, rank in enumerate(self.ranks):
-            if rank in held:
-                entries = [entry for entry in held[rank] if entry.numel]
-                runs[number] = partial(_run, rank, entries, list(accumulate(entry.numel for entry in entries)))
+        count, rows = len(self.ranks), dict[int, _Row]()
+        if self.paddings is None:  # the last part is filled up; rows behind it hold nothing but filling
+            for number, rank in enumerate(self.ranks):
+                rows[number] = _Row([(rank, entry, entry.numel) for entry in held.get(rank, ())])
+        else:  # one row of all ranks
+            every = [(rank, *held.get(rank, (None,))) for rank in self.ranks]
+            rows[0] = _Row([(rank, one, self.part if one is None else min(self.part, one.numel)) for rank, one in every])
         start = 0
         for (name, shape), padding in zip(self.shapes.items(), self.paddings or (0,) * len(self.shapes), strict=True):
-            numel, pieces = prod(shape), list[Piece]()
-            if self.paddings is None:
-                part = -(-numel // len(self.ranks))  # the last part is filled up; rows behind it hold nothing but filling
-                for number, run in runs.items():
-                    pieces += run(start, min(part, numel - number * part), number * part)
-                start += part
-            else:
-                for number in range(start // self.part, -(-(start + numel) // self.part)):
-                    begin = number * self.part - start  # of the rank's row, in the parameter
-                    if number in runs:
-                        at = max(0, begin)
-                        pieces += runs[number](max(0, -begin), min(self.part, numel - at), at)
-                start += numel + padding
-            yield name, shape, pieces
+            numel = prod(shape)
+            part = -(-numel // count) if self.paddings is None else numel
+            parts = ((row, number * part) for number, row in rows.items())
+            yield name, shape, [piece for row, at in parts for piece in row.run(start, min(part, numel - at), at)]
+            start += part + padding
 
 
 def groups_of(model: ModelState, optimizers: Mapping[int, OptimizerState], world: int) -> list[Group]:
@@ -189,9 +276,8 @@ class Slice:
                 made[name] = made[_holder(name, shared, made)]
         order = dict.fromkeys((*module, *made))
         root = Dict([(name, whole) for name in order if (whole := made[name]) is not DROP], ordered=True)
-        for name in order:
-            if made[name] is DROP:
-                self.merger.lost.setdefault(name, "is tied to what is not whole")
+        gone = (name for name in order if made[name] is DROP and name not in self.merger.lost)
+        self.merger.lost |= dict.fromkeys(gone, "is tied to what is not whole")
         root.attributes = self.model.module.attributes
         return root
 
@@ -244,7 +330,7 @@ class Slice:
             groups.append(([item for item in values.items if item[0] != "params"], own))
         return state, groups
 
-    def _states(self, group: Group) -> Iterator[tuple[str, Dict]]:
+    def _states(self, group: Group) -> list[tuple[str, Dict]]:
         """The state of each parameter of a group: rows cut as the weights are, and steps as they are."""
         first = self.optimizers[group.ranks[0]].states.get(group.rows[0], Dict())
         made: dict[str, list[Pair]] = {name: [] for name in group.shapes}
@@ -257,7 +343,7 @@ class Slice:
                 kept = self.merger.keys.renew(value)
                 for items in made.values():
                     items.append((key, kept))
-        yield from ((name, Dict(items)) for name, items in made.items())
+        return [(name, Dict(items)) for name, items in made.items()]
 
     def _row(self, rank: int, row: int, key: Node) -> Entry:
         """One state of a rank's row, which is as long as the weights there; stages 1 and 2 may fill it up."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -199,8 +198,9 @@ def find_layout(folder: str | os.PathLike[str]) -> Found | None:
 def is_whole(folder: Path) -> bool:
     """Whether a local folder is one checkpoint, or a run of which one is read."""
     try:
-        return find_layout(folder) is not None or weights_of(folder, os.listdir(folder)) is not None or bool(steps_of(folder))
-    except (NotACheckpointError, OSError):  # told about when it is opened
+        names = by_name.names_in(folder)
+        return find_layout(folder) is not None or weights_of(folder, names) is not None or bool(steps_of(folder))
+    except NotACheckpointError:  # told about when it is opened
         return True
 
 
@@ -208,11 +208,9 @@ def steps_of(place: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of the training run that a folder is, the newest first; none where it is one checkpoint itself."""
     if isinstance(place, Handed) or is_address(place) or not os.path.isdir(place):
         return []
-    with contextlib.suppress(OSError):
-        folder, names = Path(place), os.listdir(place)
-        if (steps := training.steps_in(folder, names)) and find_layout(folder) is None and weights_of(folder, names) is None:
-            return steps
-    return []
+    folder, names = Path(place), by_name.names_in(Path(place))
+    steps = training.steps_in(folder, names)
+    return steps if steps and find_layout(folder) is None and weights_of(folder, names) is None else []
 
 
 def files_of(source: Source, head: bytes, names: Callable[[], list[str]]) -> Found | None:

@@ -17,9 +17,9 @@ from ckpt_tools.formats.single import decode_file
 from ckpt_tools.io.sources import Files
 from ckpt_tools.parts.merge import Held, Merger, Rank, check_not_twice, merged
 from ckpt_tools.parts.names import MP_RANK, by_rank, check_same, check_world
+from ckpt_tools.parts.partition import arguments_of
 from ckpt_tools.parts.sharded import read_json, renewed
 from ckpt_tools.text import listed, some
-from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.boxes import Sizes
@@ -114,8 +114,7 @@ def decode_megatron(names: Sequence[str], files: Files) -> Checkpoint:
     sizes: Place = (1, 1, 1)
     for name, part in zip(sorted(names), renewed(decoded, merger.keys), strict=True):
         root, folder = part.root, name.partition("/")[0]
-        arguments = root.get("args") if type(root) is Dict else None
-        state = arguments if type(arguments) is Dict else attributes(arguments)
+        state = arguments_of(root) if type(root) is Dict else None
         if type(root) is not Dict or state is None:
             raise PartError(f"{name} carries no args, so that nothing says into how many parts the model was cut.")
         sizes = _sizes(folder, state) if not parts else sizes

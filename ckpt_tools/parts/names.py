@@ -18,7 +18,7 @@ from ckpt_tools.text import listed
 
 # The rules are compiled where one is asked for: most checkpoints are one file.
 _NAME = r"(?i)(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))"
-_ITEM = r"(?P<head>.+_)(?P<rank>\d{1,6})\.(?:pt|safetensors)"
+ITEM = r"(?P<head>.+_)(?P<rank>\d{1,6})\.(?:pt|safetensors)"
 _WORLD = r"(?i)world[_-]?size[_-]?(\d{1,6})"
 _SHARD = r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)"
 CONSOLIDATED = r"consolidated\.(\d{2,5})\.pth"
@@ -89,7 +89,7 @@ def _groups(names: Sequence[str], rule: str = _NAME) -> list[Group]:
 
 def item_groups(names: Sequence[str]) -> list[Group]:
     """The files that torch_checkpointing calls by their item and rank, `model_0.pt`, of all ranks from 0 on."""
-    return [group for group in _groups(names, _ITEM) if group.ranks == set(range(len(group.ranks)))]
+    return [group for group in _groups(names, ITEM) if group.ranks == set(range(len(group.ranks)))]
 
 
 def group_of(name: str, names: Sequence[str], *, items: bool = False) -> Group | None:
@@ -182,22 +182,21 @@ def folder_of_files(folder: Path) -> Path:
     if (said := _text_of(folder / _LATEST_ITERATION, _MOST_DIGITS)) is not None:
         name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
         if not name or not (folder / name).is_dir():
-            raise _not_there(folder, said, _LATEST_ITERATION, "the folder that is wanted.")
+            what = f"{folder / _LATEST_ITERATION} names the checkpoint {said!r}, which is not there."
+            raise NotACheckpointError(what, fix="Name the folder that is wanted.")
         folder /= name
     tag = _text_of(folder / _LATEST, _TAG_LENGTH)
-    names = _listed(folder)
+    names = names_in(folder)
     tags = sorted((name for name in names if re.fullmatch(_TAG, name) or name == tag), key=len)
-    tags = [name for name in tags if zero_files(_listed(folder / name))]
+    tags = [name for name in tags if zero_files(names_in(folder / name))]
     if tag in tags or (tag is None and len(tags) == 1):
         return folder / (tag or tags[0])
     if not tags or zero_files(names):
         return folder
-    raise _not_there(folder, tag, _LATEST, f"one of them: {folder / tags[-1]}")
-
-
-def _not_there(folder: Path, said: str | None, file: str, wanted: str) -> NotACheckpointError:
-    what = f"{folder / file} names the checkpoint {said[:100]!r}, which is not there." if said is not None else ""
-    return NotACheckpointError(what or f"{folder} holds several checkpoints, and no {file} names one.", fix=f"Name {wanted}")
+    what = f"{folder} holds several checkpoints, and no {_LATEST} names one."
+    if tag is not None:
+        what = f"{folder / _LATEST} names the checkpoint {tag[:100]!r}, which is not there."
+    raise NotACheckpointError(what, fix=f"Name one of them: {folder / tags[-1]}")
 
 
 def _text_of(path: Path, most: int) -> str | None:
@@ -208,7 +207,8 @@ def _text_of(path: Path, most: int) -> str | None:
     return None
 
 
-def _listed(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder; nothing where that cannot be told."""
     with contextlib.suppress(OSError):  # told about when it is read
         return os.listdir(folder)
     return []

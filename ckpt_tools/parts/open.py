@@ -80,8 +80,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         source = Files(Path(path), folder_of_files(Path(path)))
     else:
         source = Source(path)
-    name = families.weights_of(source.folder, source.names()) if isinstance(source, Files) else None
-    return source if name is None or not isinstance(source, Files) else open_source(f"{source.folder}/{name}")
+    if isinstance(source, Files) and (name := families.weights_of(source.folder, source.names())) is not None:
+        return open_source(f"{source.folder}/{name}")
+    return source
 
 
 def _opened(source: _Source, decode: Callable[[_Source], Checkpoint]) -> Checkpoint:
@@ -107,18 +108,15 @@ def _decode(source: Source, member: str) -> Checkpoint:
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     found = families.files_of(source, head, lambda: files_beside(source).names())
-    with_others = found.decode if found is not None else None
-    if with_others is None and (alone := getattr(container_of(head), "decode_with_others", None)) is not None:
+    if found is not None:
+        with_others: Callable[[Files], Checkpoint] = found.decode
+    elif (alone := getattr(container_of(head), "decode_with_others", None)) is not None:
         with_others = functools.partial(alone, source)
-    if with_others is None:
+    else:
         return decode_file(source)
     files = files_beside(source)
     files.adopt(source)
-    try:
-        return with_others(files)
-    except BaseException:
-        files.close()
-        raise
+    return _opened(files, with_others)
 
 
 def files_beside(source: Source) -> Files:

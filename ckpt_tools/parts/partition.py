@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckpt_tools.errors import TensorError
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import find_tensors
-from ckpt_tools.parts.names import CONSOLIDATED, zero_kind
+from ckpt_tools.parts.names import CONSOLIDATED, ITEM, ITEM_METADATA, zero_kind
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node
@@ -27,7 +27,7 @@ _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
     "torch's get_model_state_dict with full_state_dict=True."
 )
-_ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+SAVE_ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -106,10 +106,9 @@ def family_of(parts: Sequence[Part]) -> str:
 
 def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """A file of torch_checkpointing: by its name, and by the metadata.pkl beside it, which alone says how tensors were cut."""
-    described = checkpoint.path.parent / "metadata.pkl"
-    if not isinstance(described, Path) or not described.is_file():
-        return None
-    count = beside() if re.fullmatch(r".+_\d{1,6}\.(?:pt|safetensors)", checkpoint.path.name) else None
+    described = checkpoint.path.parent / ITEM_METADATA
+    is_one = isinstance(described, Path) and described.is_file() and re.fullmatch(ITEM, checkpoint.path.name)
+    count = beside() if is_one else None
     if count is None or (count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
         return None
     found = f"one of {count} ranks' files of an item that torch_checkpointing saved"
@@ -117,28 +116,26 @@ def of_item(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
 
 
 # What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
-_ROWS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
+_ROWS = {"partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups"}
 
 
 def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     """By what DeepSpeed calls what is in it, or by its name where that alone says it."""
-    root, name = checkpoint.root, checkpoint.name
-    if type(root) is not Dict:
-        return None
-    optimizer, size, experts = root.get("optimizer_state_dict"), root.get("mp_world_size"), root.get("num_experts")
-    has_version, fix, world = "ds_version" in root, _ZERO, _count(root.get("dp_world_size"))
-    if type(optimizer) is Dict and any(key in optimizer for key in _ROWS):
+    said, kind, fix = named_in(checkpoint.root), zero_kind(checkpoint.name)[0], SAVE_ZERO
+    optimizer, size, shapes = named_in(said.get("optimizer_state_dict")), said.get("mp_world_size"), said.get("param_shapes")
+    has_version, world = "ds_version" in said, _count(said.get("dp_world_size"))
+    if _ROWS & optimizer.keys():
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
         world = _count(optimizer.get("partition_count"))
     elif has_version and type(size) is int and size > 1:
         found = f"one of {size} parts (tensor parallel ranks, or stages of a pipeline) of a DeepSpeed checkpoint"
         world = size
-    elif has_version and type(root.get("param_shapes")) in (List, Dict) and _is_zero_3(root.get("module")):
+    elif has_version and type(shapes) in (List, Dict) and _is_zero_3(said.get("module")):
         found = "the names of a DeepSpeed ZeRO 3 checkpoint, which keeps the parts of the weights in the files zero_pp_rank_*"
-    elif zero_kind(name)[0] in ("expert", "layer"):
+    elif kind in ("expert", "layer"):
         found, world = "a layer, or an expert of one, of a DeepSpeed checkpoint", None
-    elif "param_shapes" in root and zero_kind(name)[0] and (_has_items(experts) or beside() is not None):
-        what = "experts" if _has_items(experts) else "fp32 ones"
+    elif kind and "param_shapes" in said and ((experts := listed_in(said.get("num_experts"))) or beside() is not None):
+        what = "experts" if experts else "fp32 ones"
         found = f"the 16-bit weights of a DeepSpeed checkpoint; the {what} are in files of their own"
         fix = "Get the files of all ranks; in a folder of its own it is read alone."
     else:  # under stages 0 to 2 a model file is whole, in 16 bits
@@ -146,17 +143,21 @@ def of_zero(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     return Partition(found, fix, "DeepSpeed", None, world)
 
 
-def _has_items(node: Node) -> bool:
-    return type(node) is List and bool(node.items)
+def named_in(node: Node) -> dict[str, Node]:
+    return node.named if type(node) is Dict else {}
+
+
+def listed_in(node: Node) -> Sequence[Node]:
+    """The elements of a list; of anything else but None, that alone."""
+    return node.items if type(node) is List else node if type(node) is tuple else () if node is None else (node,)
 
 
 def _count(node: Node) -> int | None:
-    counts = [count for count in (node.items if type(node) is List else [node]) if type(count) is int]
-    return max(counts, default=None)
+    return max((count for count in listed_in(node) if type(count) is int), default=None)
 
 
 def _is_zero_3(weights: Node) -> bool:
-    entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
+    entries = [value for value in named_in(weights).values() if type(value) is Entry]
     empty = sum(not entry.numel for entry in entries)
     return weights is None or bool(empty and empty * 2 >= len(entries))
 
@@ -166,8 +167,7 @@ def of_consolidated(checkpoint: Checkpoint, beside: Beside) -> Partition | None:
     match = re.fullmatch(CONSOLIDATED, checkpoint.name) if checkpoint.name.startswith("consolidated.") else None
     if match is None or type(checkpoint.root) is not Dict:
         return None
-    world = beside() or _parts_by_shape(checkpoint.root)
-    if world == 1:
+    if (world := beside() or _parts_by_shape(checkpoint.root)) == 1:
         return None
     found = f"rank {int(match[1])} of {world} of Meta's model parallelism"
     return Partition(found, "Get all consolidated.*.pth of the model into one folder.", "Meta", int(match[1]), world)
@@ -187,6 +187,12 @@ def _parts_by_shape(root: Dict) -> int:
 _NEMO_RANK = r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt"
 
 
+def arguments_of(root: Dict) -> Dict | None:
+    """Megatron-LM's `args` in a checkpoint; a dict where they were made plain."""
+    arguments = root.get("args")
+    return arguments if type(arguments) is Dict else attributes(arguments)
+
+
 def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
     """Megatron-LM's: by its arguments; a member of a .nemo by its folder."""
     root = checkpoint.root
@@ -195,11 +201,8 @@ def of_megatron(checkpoint: Checkpoint, _: Beside) -> Partition | None:
     if checkpoint.packed is not None and re.fullmatch(_NEMO_RANK, checkpoint.packed.member):
         fix = "NeMo's own scripts write it for one rank (tensor_model_parallel_size=1)."
         return Partition("one rank's part of a model of NeMo", fix, "Megatron-LM")
-    arguments = root.get("args")
-    state = arguments if type(arguments) is Dict else attributes(arguments)  # a dict where it was made plain
-    if state is None or "checkpoint_version" not in root:
-        return None
-    sizes = {kind: state.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")}
+    state = arguments_of(root) if "checkpoint_version" in root else None
+    sizes = {kind: state.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")} if state else {}
     cut = {kind: size for kind, size in sizes.items() if type(size) is int and size > 1}
     if not cut:
         return None

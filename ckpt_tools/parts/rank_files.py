@@ -193,24 +193,21 @@ def describes(path: Path, group: Group) -> bool:
 def _items_of(files: Files) -> tuple[dict[str, Row], dict[str, Group]]:
     """What metadata.pkl says of each item, and the files of each: where it says, else by the item's name."""
     content = _python(decode_file(files.open(ITEM_METADATA)).root, _LEVELS, {})  # no more levels are asked for
-    if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
-        raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
-    if content.get("version") != _VERSION:
-        raise UnsupportedContainerError(f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.")
-    described, names = content["metadata"], files.names()
-    world: Any = content.get("world_size")
-    if type(world) is not int or not 0 < world <= MOST_RANKS:
-        raise DamagedFileError(f"{ITEM_METADATA} does not say how many ranks there were.")
-    found: dict[str, Group] = {}
-    for name, item in described.items():
-        layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
-        good = type(name) is str and isinstance(layouts, dict) and set(layouts) == set(range(world))
-        if not good or layouts is None or not isinstance(item.get("nested_path_to_metadata"), dict):
-            raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
-        wanted = [(rank, _file(name, rank, layouts[rank])) for rank in range(world)]
-        found[name] = Group(f"{name}_", [row for row in wanted if "/" in row[1] or row[1] in names], world)
-        if not found[name].rows:
-            raise PartError(f"No file of the item {name!r} is there; {ITEM_METADATA} describes {world} of them.")
+    names, found = files.names(), dict[str, Group]()
+    try:
+        if content["version"] != _VERSION:
+            raise UnsupportedContainerError(f"{ITEM_METADATA} is of version {content['version']!r}; {_VERSION!r} is read.")
+        described, world = content["metadata"], content["world_size"]
+        for name, item in described.items():
+            layouts, _ = item["rank_to_layout_info"], item["nested_path_to_metadata"].items()
+            if not 0 < world <= MOST_RANKS or set(layouts) != set(range(world)):
+                raise ValueError("another number of ranks")
+            wanted = [(rank, _file(name, rank, layouts[rank])) for rank in range(world)]
+            found[name] = Group(name + "_", [row for row in wanted if "/" in row[1] or row[1] in names], world)
+            if not found[name].rows:
+                raise PartError(f"No file of the item {name!r} is there; {ITEM_METADATA} describes {world} of them.")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DamagedFileError(f"{ITEM_METADATA} does not describe its items as torch_checkpointing does.") from None
     for group in by_name.item_groups(names):
         if len(group.ranks) == world:
             found.setdefault(group.stem.removesuffix("_"), Group(group.stem, group.rows, world))
@@ -221,11 +218,9 @@ def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
     """Dicts, lists and tuples of the tree as Python's own; what is referred to again and again is made once."""
     if levels < 0:
         raise DamagedFileError(f"{ITEM_METADATA} is nested deeper than what it describes.")
-    if id(node) in known:
-        return known[id(node)]
-    if type(node) is Dict:
+    if type(node) is Dict and id(node) not in known:
         known[id(node)] = {key: _python(value, levels - 1, known) for key, value in node.items if type(key) in (str, int)}
-    elif type(node) in (List, tuple):
+    elif type(node) in (List, tuple) and id(node) not in known:
         known[id(node)] = tuple(_python(value, levels - 1, known) for value in row_of(node))
     return known.get(id(node), node)
 
@@ -233,12 +228,9 @@ def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
 def _file(name: str, rank: int, row: Any) -> str:
     if row is None:
         return f"{name}_{rank}.pt"
-    path, kind = row.get("file_path"), row.get("serialization_format")
-    written = kind.get("type") if isinstance(kind, dict) else None
-    if type(path) is not str:
-        raise DamagedFileError(f"{ITEM_METADATA} does not say where the item {name!r} of rank {rank} is.")
-    if written not in _READ:
+    if (written := row["serialization_format"]["type"]) not in _READ:
         raise UnsupportedContainerError(f"The item {name!r} is written as {written}; {', '.join(_READ)} are read.")
+    path: str = row["file_path"]
     return path
 
 

@@ -4,7 +4,7 @@ Source: torch/distributed: tensor/_dtensor_spec.py, placement_types.py, device_m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -95,10 +95,9 @@ class PartReader:
         unusual = unusual_tensor(node)
         if type(node) is not Object or unusual is None or unusual.kind not in PART_KINDS:
             return None
-        if unusual.dtype is None or unusual.shape is None:
-            raise TensorError("A distributed tensor has no dtype or shape.")
-        read = self._dtensor if unusual.kind == "dtensor" else _sharded
+        read: Callable[..., Part] = self._dtensor if unusual.kind == "dtensor" else _sharded
         try:
+            _need(unusual.dtype is not None and unusual.shape is not None)
             return read(unwrapped(node).args, unusual.dtype, unusual.shape)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise TensorError("A distributed tensor does not say where its part lies in the whole.") from None
@@ -111,8 +110,7 @@ class PartReader:
             self.meshes[id(spec["mesh"])] = _mesh(_record(spec["mesh"], "DeviceMesh"))
         mesh = self.meshes[id(spec["mesh"])]
         placements = tuple(_placement(place, len(shape)) for place in row_of(spec["placements"]))
-        if len(placements) != len(mesh.shape):
-            raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
+        _need(len(placements) == len(mesh.shape))
         held: tuple[Piece, ...] = ()
         if mesh.coordinate is not None:
             order = _shard_order(spec.get("shard_order"), placements)
@@ -168,8 +166,7 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
     if node is None or any(place.kind == "strided" for place in placements):
         return None
     cuts = [number for entry in row_of(node) for number in sizes_of(cast(Any, entry).args[1]) or ()]
-    if sorted(cuts) != [number for number, place in enumerate(placements) if place.kind == "shard"]:
-        raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
+    _need(sorted(cuts) == [number for number, place in enumerate(placements) if place.kind == "shard"])
     return cuts
 
 
@@ -178,11 +175,10 @@ def _placement(node: Node, dimensions: int) -> Placement:
     name = _class_name(node)
     if name == "Replicate" or "Partial" in name:
         return Placement("replicate" if name == "Replicate" else "partial")
-    dim, factor = record["dim"], record.get("split_factor", 1)
-    dim = dim + dimensions if type(dim) is int and dim < 0 else dim
-    if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
-        raise TensorError("A DTensor is cut along a dimension that it does not have.")
-    return Placement("strided" if name == "_StridedShard" else "shard", dim, factor)
+    dim: Any = record["dim"]
+    factor: Any = record.get("split_factor", 1)
+    _need(type(dim) is type(factor) is int and -dimensions <= dim < dimensions and factor > 0)
+    return Placement("strided" if name == "_StridedShard" else "shard", dim % dimensions, factor)
 
 
 def _mesh(state: dict[str, Node]) -> Mesh:
@@ -194,15 +190,12 @@ def _mesh(state: dict[str, Node]) -> Mesh:
     else:
         ranks, shape = _numbers(state.get("_flatten_mesh_list"), state["mesh"]), _entry(state["mesh"]).shape
         world = len(ranks)
-    good = len(shape) <= _MOST_DIMENSIONS and min(shape, default=1) > 0 and prod(shape) == len(ranks)
-    if not good or min(ranks, default=0) < 0 or len(set(ranks)) != len(ranks):
-        raise TensorError("A mesh has impossible sizes or ranks.")
+    _need(len(shape) <= _MOST_DIMENSIONS and min(shape, default=1) > 0 and prod(shape) == len(ranks) == len(set(ranks)))
+    _need(min(ranks) >= 0)
     if coordinate is not None:
-        if len(coordinate) != len(shape) or any(not 0 <= at < size for at, size in zip(coordinate, shape, strict=True)):
-            raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(shape)}.")
+        _need(all(0 <= at < size for at, size in zip(coordinate, shape, strict=True)))
         own = ranks[sum(map(mul, coordinate, contiguous_stride(shape)))]
-        if rank not in (None, own):
-            raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
+        _need(rank in (None, own))
         rank = own
     return Mesh(shape, ranks, names, rank, coordinate, world)
 
@@ -217,17 +210,14 @@ def _by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Sizes,
     else:  # torch 2.9
         rows = [((size,), (step,)) for size, step in zip(_ints(layout["shape"]), _ints(layout["stride"]), strict=True)]
     shape, rank = tuple(prod(sizes) for sizes, _ in rows), state.get("_rank")
-    if len(shape) > _MOST_DIMENSIONS or any(min(sizes, default=1) < 1 for sizes, _ in rows) or prod(shape) > MOST_RANKS:
-        raise TensorError("A mesh has impossible sizes.")
+    _need(len(shape) <= _MOST_DIMENSIONS and all(min(sizes, default=1) > 0 for sizes, _ in rows) and prod(shape) <= MOST_RANKS)
     if type(rank) is not int or coordinate is None:
         return shape, everyone[: prod(shape)], None, len(everyone)
-    if prod(shape) > len(everyone) or len(coordinate) != len(rows):
-        raise TensorError("A mesh has more ranks than there are.")
+    _need(prod(shape) <= len(everyone) and len(coordinate) == len(rows))
     axes = [_offsets(*row) for row in rows]
     first = everyone.index(rank) - sum(axis[at] for axis, at in zip(axes, coordinate, strict=True))
     places = [first + sum(steps) for steps in product(*axes)]
-    if min(places) < 0:
-        raise TensorError("A mesh has ranks that are not there.")
+    _need(min(places) >= 0)
     return shape, tuple(everyone[place] for place in places), rank, len(everyone)
 
 
@@ -249,8 +239,7 @@ def _sharded(args: Any, dtype: DType, shape: Sizes) -> Part:
     for shard in shards.items:
         record = _record(shard, "Shard")
         entry, (offsets, sizes) = _entry(record["tensor"]), _box(record["metadata"], shape)
-        if entry.shape != sizes or (offsets, sizes) not in listed:
-            raise TensorError(f"A ShardedTensor of shape {list(shape)} holds a shard that is not what its metadata lists.")
+        _need(entry.shape == sizes and (offsets, sizes) in listed)
         held.append(Piece(offsets, entry))
     rank, world = known.get("global_rank"), known.get("global_world_size")
     world = world if type(world) is int else len(listed)
@@ -260,19 +249,22 @@ def _sharded(args: Any, dtype: DType, shape: Sizes) -> Part:
 def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
     record = _record(node, "ShardMetadata")
     offsets, sizes = _ints(record["shard_offsets"]), _ints(record["shard_sizes"])
-    if not all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
-        raise TensorError(f"A shard reaches outside the tensor's shape {list(shape)}.")
+    _need(all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)))
     return offsets, sizes
 
 
-# --- records; `PartReader.read` sees to those of another shape than torch gives them
+# --- records; `PartReader.read` tells of those that are not as torch makes them
+
+
+def _need(holds: object) -> None:
+    if not holds:
+        raise ValueError
 
 
 def _record(node: Node, *names: str) -> dict[str, Node]:
     """The attributes of an object of one of torch.distributed's classes."""
-    if type(node) is not Object or _class_name(node) not in names:
-        raise TensorError(f"A distributed tensor has something else where a {names[0]} is expected.")
-    return _state(node.state) if node.state is not None else {}
+    _need(_class_name(node) in names)
+    return _state(cast(Object, node).state)
 
 
 def _class_name(node: Node) -> str:
@@ -287,9 +279,8 @@ def _state(node: Node) -> dict[str, Node]:
 
 
 def _entry(node: Node) -> Entry:
-    if type(node) is not Entry:
-        raise TensorError("A distributed tensor has something else where a plain tensor is expected.")
-    return node
+    _need(type(node) is Entry)
+    return cast(Entry, node)
 
 
 def row_of(node: Node) -> Sequence[Node]:
@@ -299,9 +290,8 @@ def row_of(node: Node) -> Sequence[Node]:
 
 def _ints(node: Node) -> Sizes:
     found = (node,) if type(node) is int else sizes_of(node)
-    if found is None or any(number.bit_length() > 62 for number in found):
-        raise TensorError("A distributed tensor has sizes that are not numbers.")
-    return found
+    _need(found is not None and all(number.bit_length() <= 62 for number in found))
+    return found or ()
 
 
 def _numbers(listed: Node, tensor: Node) -> Sizes:
@@ -309,8 +299,7 @@ def _numbers(listed: Node, tensor: Node) -> Sizes:
     if type(listed) in (tuple, List):
         return _ints(listed)
     entry = _entry(tensor)
-    if entry.dtype.name not in ("int32", "int64") or max(entry.numel, entry.span) > MOST_RANKS:
-        raise TensorError("The ranks of a mesh cannot be read.")
+    _need(entry.dtype.name in ("int32", "int64") and max(entry.numel, entry.span) <= MOST_RANKS)
     from ckpt_tools.values.numeric import part  # only files of ranks need it
 
     width = entry.dtype.itemsize

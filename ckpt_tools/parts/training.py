@@ -53,18 +53,11 @@ def is_state_of_step(path: Path) -> bool:
 
 
 def is_training(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-        return TRAINER_STATE in names or _is_accelerates(names) or bool(steps_in(folder, names))
-    return False
-
-
-def _is_accelerates(names: Iterable[str]) -> bool:
-    return any(name.startswith("random_states_") for name in names)
+    return TRAINER_STATE in by_name.names_in(folder) or bool(described(folder))
 
 
 def steps_in(folder: Path, names: Iterable[str]) -> list[Path]:
-    found = [(int(match[1]), name) for name in names if (match := re.fullmatch(_STEP, name)) and (folder / name).is_dir()]
+    found = [(int(match[1]), name) for name in names if (match := re.fullmatch(_STEP, name)) and os.path.isdir(folder / name)]
     return [folder / name for _, name in sorted(found, reverse=True)]
 
 
@@ -99,13 +92,10 @@ def step_of(folder: Path) -> int | None:
 
 def described(folder: Path) -> str:
     """What a folder is, in one line; "" where it is neither a run's nor a step's."""
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-        if steps := steps_in(folder, names):
-            return f"a training run with {len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the newest {steps[0].name}"
-        if TRAINER_STATE in names:
-            step = step_of(folder)
-            return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}"
-        if _is_accelerates(names):
-            return "a state of accelerate"
-    return ""
+    names = by_name.names_in(folder)
+    if steps := steps_in(folder, names):
+        return f"a training run with {len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the newest {steps[0].name}"
+    if TRAINER_STATE in names:
+        step = step_of(folder)
+        return f"a checkpoint of transformers' Trainer{'' if step is None else f' at step {step}'}"
+    return "a state of accelerate" if any(name.startswith("random_states_") for name in names) else ""

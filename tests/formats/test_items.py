@@ -186,9 +186,9 @@ EDITS: dict[str, tuple[Callable[[Row], object], type[CkptError], str]] = {
         lambda row: item(row)["nested_path_to_metadata"].update({'["x"]': LAUGHS}), DamagedFileError, "nested deeper"),
     "an unread format": (layout("a.json", "JsonSerialization"), UnsupportedContainerError, "JsonSerialization"),
     "another version": (lambda row: row.update(version="3.0"), UnsupportedContainerError, "version '3.0'"),
-    "a world that lies": (lambda row: row.update(world_size=1 << 40), DamagedFileError, "how many ranks there were"),
-    "fewer ranks": (lambda row: row.update(world_size=1), DamagedFileError, "are not described"),
-    "no items": (lambda row: row.update(metadata=[]), DamagedFileError, "does not describe items"),
+    "a world that lies": (lambda row: row.update(world_size=1 << 40), DamagedFileError, "does not describe its items"),
+    "fewer ranks": (lambda row: row.update(world_size=1), DamagedFileError, "does not describe its items"),
+    "no items": (lambda row: row.update(metadata=[]), DamagedFileError, "does not describe its items"),
 }  # fmt: skip
 
 
