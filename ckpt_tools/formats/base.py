@@ -70,7 +70,7 @@ def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A map of JSON, in which no key is there twice, or is no text. Raises ValueError."""
+    """A map of JSON, each of whose keys is text, and is there once. Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"the key {repeated(pairs)!r} is there twice")

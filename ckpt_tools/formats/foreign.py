@@ -42,6 +42,8 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
         return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
     for start, kind, why, fix in _KINDS:
         if re.match(start, head, re.DOTALL):
+            title = re.search(rb"(?is)<title[^>]*>\s*(.*?)\s*</title", head) if kind == "a web page" else None
+            why += f" Its title is {title[1][:80].decode('utf-8', 'replace')!r}." if title is not None else ""
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", why=why, fix=fix)
     if not any(head) and not any(any(source.read(at, min(1 << 20, source.size - at))) for at in range(0, source.size, 1 << 20)):
         return NotACheckpointError(

@@ -178,7 +178,7 @@ def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -
     for name, target in aliases.items():
         of = target.get("of") if isinstance(target, dict) else None
         if not isinstance(of, str) or of not in entries or name in entries or name.encode(errors="ignore").decode() != name:
-            raise DamagedFileError(f"The tied tensor {name!r} refers to a tensor that is not there, or is no text.")
+            raise DamagedFileError(f"The tied tensor {name!r} refers to a tensor that is not there, or is not text.")
         place = target.get("index")
         if type(place) is not int or place in places or not 0 <= place < len(items) + len(aliases):
             unplaced.append((name, entries[of]))

@@ -158,8 +158,8 @@ def keep(old: Path, fd: int) -> None:
     """Give a new file the owner, group, mode and extended attributes of the one that it replaces, as far as the system lets."""
     if not hasattr(os, "fchown"):
         return
-    status = os.stat(old)
-    for owner, group in ((status.st_uid, -1), (-1, status.st_gid)):
+    status, now = os.stat(old), os.fstat(fd)
+    for owner, group in {(status.st_uid, -1), (-1, status.st_gid)} - {(now.st_uid, -1), (-1, now.st_gid)}:
         with contextlib.suppress(OSError):
             os.fchown(fd, owner, group)
     with contextlib.suppress(OSError):

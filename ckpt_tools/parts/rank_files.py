@@ -98,9 +98,7 @@ class _Merging:
         for where, value in values[self.first].items():
             ranks = [rank for rank, own in values.items() if where not in own or not _same(own[where], value)]
             if ranks and where and where[-1] in _STEPS:
-                raise PartError(
-                    f"{dotted(where)!r} is of different steps: {value!r} on rank {self.first}, not on {these_ranks(ranks)}."
-                )
+                raise PartError(f"{dotted(where)!r} is {value!r} on rank {self.first}, and another on {these_ranks(ranks)}.")
             self.differing += [dotted(where)] if ranks else []
 
     def _merged(self, where: Where, name: str, held: Mapping[int, Node]) -> Node:
