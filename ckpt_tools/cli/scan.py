@@ -91,5 +91,6 @@ def print_scanned(report: Scanned, out: Page) -> None:
 
 def print_counts(reports: Sequence[Scanned], out: Page) -> None:
     """The line below all."""
-    found = ", ".join(f"{count:,} {_WORDS.get(verdict, verdict)}" for verdict, count in counts(reports).items())
+    words = _WORDS | {"needs-code": "need code"}
+    found = ", ".join(f"{count:,} {(words if count > 1 else _WORDS).get(row, row)}" for row, count in counts(reports).items())
     out.print((f"{counted(len(reports), 'file')}: {found}", "bold"))

@@ -165,7 +165,7 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
     for source, equals, target in pairs:
         for device in (source, target) if equals else (source,):
             if not is_device(device):
-                what = f"`map_location={spec!r}`: {device!r} is not a device that holds values."
+                what = f"`map_location={spec!r}`: {device!r} is not a device."
                 raise UsageError(what, fix="For example: cpu, cuda:1, cuda:0=cpu.")
     if len(pairs) == 1 and not pairs[0][1]:
         return lambda tag: spec.strip()

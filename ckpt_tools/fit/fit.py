@@ -364,7 +364,7 @@ def _left_over(
         allow = ", or `allow_missing=[GLOB, ...]`" if in_code else ""
         advice += [f"initialise missing ones with `reinit=SCHEME`{allow}"] * bool(missing)
         others = "or `adapt`" if in_code else "`adapt`, or a step of a `plan`"
-        advice += [f"`on_mismatch=reinit, overlap or skip`, {others} for other shapes"] * bool(mismatched)
+        advice += [f"for other shapes use `on_mismatch=reinit, overlap or skip`, {others}"] * bool(mismatched)
     if globs := [extra.glob for extra in spare[:_MOST_GLOBS]]:
         drops = [f"`allow_unexpected={globs!r}`"] if in_code else [f"`drop={glob!r}`" for glob in globs]
         advice.append(f"leave what is not in the target out with {' '.join(drops)}")

@@ -139,6 +139,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
             write_one(checkpoints[0], edits, report.output, stack, output)
         for checkpoint in checkpoints:
             checkpoint.source.check_unchanged()
+    report.output.notes[:] = [note for note in report.output.notes if note.code != "no-prefix"]  # said of the first file alone
     for note in report.output.notes:
         note.text = note.text.replace("`strip_module`", "`unwrap`")  # what average has
     if beyond := [name for name, count in mean.counts if count.overflowed or count.saturated]:

@@ -113,8 +113,9 @@ def _lightning(facts: Facts) -> Iterator[_Advised]:
     names = f" --strip-prefix {shlex.quote(f'{inner[0]}.')}" if len(inner) == 1 else ""
     keep = f" --keep {shlex.quote(f'{inner[0]}.*')}" if names and len(parts) > 1 else ""
     expected = f"only the network {inner[0]!r}, by its own names" if names else "only the state dict"
-    fix = facts.fix(f"--select state_dict{keep}{names}")
-    yield Finding("lightning-run", "info", [], "a Lightning checkpoint with the weights in 'state_dict'", expected, fix), ""
+    option = f"--select state_dict{keep}{names}"
+    found = "a Lightning checkpoint with the weights in 'state_dict'"
+    yield Finding("lightning-run", "info", [], found, expected, facts.fix(option)), option
 
 
 def _wrappers(facts: Facts) -> Iterator[_Advised]:

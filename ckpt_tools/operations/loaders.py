@@ -41,7 +41,7 @@ _LOADED: dict[str, tuple[str, str]] = {
     "pickle": ("pickle.load", "it is a pickle that torch.save did not write"),
     "torch-tar": (TORCH_LOAD, "it is in the tar format, which weights_only does not take"),
     "zip-bundle": ("the library that wrote it", "it is an archive around checkpoints"),
-    **dict.fromkeys(("npz", "npy"), ("numpy.load", "it is a file of NumPy's")),
+    **dict.fromkeys(("npz", "npy"), ("numpy.load", "it is a NumPy file")),
     **dict.fromkeys(("keras", "hdf5"), ("h5py.File", "it is an HDF5 file")),
     "safetensors": (_SAFETENSORS, ""),
     "onnx": ("onnx.load", "it is an ONNX model"),

@@ -360,6 +360,8 @@ class Slice:
         """Against the names of the optimizer's files: that none is there twice, and the 16-bit weights are those rounded."""
         for group in self.groups:
             check_not_twice({self.optimizers[rank].file: rows for rank, rows in self._flat_of(group).items()})
+        if self.is_stage_3:
+            check_not_twice({model.file: [*model.fragments.values()] for model in self.models.values()})
         check_casts(self._casts(self.model.module.named if module is None else module))
 
     def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:

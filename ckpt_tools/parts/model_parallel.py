@@ -125,7 +125,7 @@ def decode_megatron(names: Sequence[str], files: Files) -> Checkpoint:
         parts.append(_Part(folder, _place(folder, sizes), root, state, chunks))
     _check_agreeing(parts, sizes)
     merging = _Merging(parts, sizes, merger)
-    made = merged("megatron", merging.run(), files, decoded, merger)
+    made = merged("megatron", merging.run(), files, decoded, merger, also=lambda: check_not_twice(merging.cut))
     left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
     left += [_OPTIMIZER] if any((part.source.path.parent / _OPTIMIZER).exists() for part in decoded) else []
     if left:
@@ -199,6 +199,7 @@ class _Merging:
         self.first, self.arguments = parts[0].root, parts[0].arguments
         self.padding = ""
         self.held: dict[str, dict[Place, tuple[Rank, Entry]]] = {}
+        self.cut: dict[str, list[Entry]] = {}
 
     def run(self) -> Node:
         """The merged tree: the first rank's, with the whole model in it, and args that say that it is one part."""
@@ -257,6 +258,8 @@ class _Merging:
         groups: list[Held] = [[held[at, stage, experts] for at in range(self.sizes[0])] for stage, experts in stages]
         cut = self._cut_of(name, [entry for _, entry in groups[0]]) if self.sizes[0] > 1 else None
         if cut is not None:
+            for folder, entry in groups[0]:  # what is cut alike elsewhere is there twice by right
+                self.cut.setdefault(str(folder), []).append(entry)
             return self.merger.along(name, cut[0], groups, count=cut[1])
         return self.merger.replicated(name, [row for group in groups for row in group])
 

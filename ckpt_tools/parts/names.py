@@ -234,7 +234,8 @@ def check_world(there: Mapping[int, str], world: int, called: Callable[[int], st
     count = world - len(there)
     if count and (not partial or world > MOST_MISSING):
         shown = listed(list(islice(missing, 5)), rest=count - 5)  # a file may say any number
-        raise PartError(f"{count} of {world} parts are missing: {shown}.", fix="Get the others too.", rest=True)
+        what = f"{count} of {world} parts {'is' if count == 1 else 'are'} missing: {shown}."
+        raise PartError(what, fix="Get the others too.", rest=True)
     return list(missing)
 
 

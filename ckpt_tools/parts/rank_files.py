@@ -94,11 +94,14 @@ class _Merging:
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
-        values = {rank: _values(root) for rank, root in self.roots.items()}
-        for where, value in values[self.first].items():
-            ranks = [rank for rank, own in values.items() if where not in own or not _same(own[where], value)]
-            if ranks and where and where[-1] in _STEPS:
-                raise PartError(f"{dotted(where)!r} is {value!r} on rank {self.first}, and another on {these_ranks(ranks)}.")
+        values: dict[int, dict[Where, Any]] = {rank: _values(root) for rank, root in self.roots.items()}
+        first = values[self.first]
+        for where in dict.fromkeys(where for own in values.values() for where in own):
+            ranks = [rank for rank, own in values.items() if not _same(own.get(where, DROP), first.get(where, DROP))]
+            if ranks and where in first and where and where[-1] in _STEPS:
+                raise PartError(
+                    f"{dotted(where)!r} is {first[where]!r} on rank {self.first}, and another on {these_ranks(ranks)}."
+                )
             self.differing += [dotted(where)] if ranks else []
 
     def _merged(self, where: Where, name: str, held: Mapping[int, Node]) -> Node:

@@ -61,7 +61,8 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
 def partly(made: Checkpoint, missing: Collection[str]) -> Checkpoint:
     """A checkpoint of which not all files are there: it says so."""
     if missing:
-        text = f"{len(missing)} parts are missing: {listed(list(missing))}; what is whole without them is taken"
+        count = "1 part is" if len(missing) == 1 else f"{len(missing)} parts are"
+        text = f"{count} missing: {listed(list(missing))}; what is whole without them is taken"
         made.warnings.append(Warned("parts-missing", text))
     return made
 

@@ -91,7 +91,7 @@ def _rows(report: Converted) -> list[Row]:
     rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
-    rows += rows_of("came along" if not report.dry_run else "comes along", report.companions)
+    rows += rows_of("copied" if not report.dry_run else "would copy", report.companions)
     rows += rows_of("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
     rows += rows_of("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:

@@ -62,6 +62,7 @@ def walk(
     entries: bool = True, bare: bool = True,
 ) -> Iterator[tuple[Where, Node]]:  # fmt: skip
     """Every node with its path, depth first in order, the root included; a shared container at each path, while few are.
+    One that holds itself is not told again inside.
 
     Without `plain` it leaves out plain values but `values`, and what holds nothing else; without `entries` tensors, without
     `bare` objects of few plain values too.
@@ -76,7 +77,7 @@ def walk(
     spare, effort, most = _SPARE, 0, limits.MEMORY.value // 4
     while stack:
         for key, node in stack[-1]:
-            if left_out(node):
+            if left_out(node) or id(node) in above:  # what holds itself was told where it begins
                 continue
             effort += costs[-1] - _EFFORT_A_NODE
             if type(key) is str and len(key) > _LONG_KEY:
@@ -84,7 +85,7 @@ def walk(
             if effort > most:
                 raise limits.MEMORY.error("The checkpoint is nested deeper, or under longer keys, than any real one.")
             yield (*path, key), node
-            if type(node) not in CONTAINERS or id(node) in above:
+            if type(node) not in CONTAINERS:
                 continue
             width = 1 + _width(node)
             if (id(node) in seen and width > spare) or (stop is not None and stop(node)):

@@ -489,3 +489,11 @@ def test_groups_of_layers_in_one_file(tmp_path: Path) -> None:
     for key, tensor in wanted.items():
         assert torch.equal(found[key].to(tensor.dtype), tensor), key
     assert len(report.dequantised) > 2
+
+
+@pytest.mark.parametrize("name", ["comfy.safetensors", "torchao.safetensors"])
+def test_the_header_of_plain_weights_says_nothing_of_codes(name: str, tmp_path: Path) -> None:
+    """What ComfyUI and torchao read there would make quantised layers of plain weights."""
+    report = ckpt_tools.convert(QUANTISED / name, tmp_path / "out.safetensors", dequantize="bf16")
+    assert ckpt_tools.inspect(tmp_path / "out.safetensors").metadata == {"format": "pt"}
+    assert "config-quantization" in {note.code for note in report.notes}

@@ -96,7 +96,7 @@ def write_params(text: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (drop("consolidated.01.pth"), r"1 of 4 parts are missing: consolidated\.01\.pth\."),
+        (drop("consolidated.01.pth"), r"1 of 4 parts is missing: consolidated\.01\.pth\."),
         (drop("consolidated.03.pth"), r"wo\.weight' is not whole: 9 of its 12 columns are in consolidated\.00\.pth"),
         (change(2, lambda state: state.pop("rope.freqs")), r"consolidated\.02\.pth does not have 'rope\.freqs'"),
         (

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_tools import CkptError, convert, inspect, scan
+from ckpt_tools import CkptError, check, convert, inspect, scan
 from ckpt_tools.errors import ChecksumError, ConvertError, DamagedFileError, LimitError, OutputError
 from tests.support.damage import flip_bit
 from tests.support.job import job
@@ -289,6 +289,7 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError, match=message):
         convert(folder, tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
+    assert check(folder).verdict != "healthy"
 
 
 def test_metadata_that_is_set_twice(folder: Path) -> None:

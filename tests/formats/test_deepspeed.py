@@ -173,7 +173,7 @@ def expect_refused(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "spoil", "text"), [
-    *((stage, lambda own: own.unlink(), r"1 of 3 parts are missing: zero_pp_rank_1_mp_rank_00_\*\.") for stage in (1, 3)),
+    *((stage, lambda own: own.unlink(), r"1 of 3 parts is missing: zero_pp_rank_1_mp_rank_00_\*\.") for stage in (1, 3)),
     (1, lambda own: shutil.copy(own, own.with_name(f"bf16_{own.name}")), "are one part, under two names"),
     *((stage, lambda own, key=key, count=count: edit(own, lambda saved: saved["optimizer_state_dict"][key].__setitem__(
         0, torch.ones(count))), f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
@@ -240,6 +240,7 @@ def genuine(name: str, folder: Path) -> Path:
     ("hop", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("z1-fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     ("z3-bf16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("z3-bf16", "zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
 ])  # fmt: skip
 def test_one_file_under_two_names(name: str, first: str, second: str, tmp_path: Path) -> None:
     """A rank's file that is a copy of another's is refused by every command that takes the tensors, also where sizes fit."""
@@ -294,7 +295,7 @@ def test_a_stage_of_a_pipeline_is_missing(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "some.pth", weights_only=True)["1.bias"].shape == (11,)
     for path in tag.glob("*mp_rank_01_*"):
         path.unlink()
-    with pytest.raises(PartError, match=r"1 of 2 parts are missing: mp_rank_01_"):
+    with pytest.raises(PartError, match=r"1 of 2 parts is missing: mp_rank_01_"):
         load_state_dict(tmp_path / "in")
 
 

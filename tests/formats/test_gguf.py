@@ -76,7 +76,7 @@ def test_in_several_files(tmp_path: Path) -> None:
         )
         (tmp_path / "out.safetensors").unlink()
     (tmp_path / "split-00003-of-00003.gguf").unlink()
-    with pytest.raises(PartError, match="1 of 3 parts are missing"):
+    with pytest.raises(PartError, match="1 of 3 parts is missing"):
         ckpt_tools.inspect(tmp_path / "split-00001-of-00003.gguf")
     shutil.copy(HERE / "split-00001-of-00003.gguf", tmp_path / "split-00003-of-00003.gguf")
     with pytest.raises(PartError, match="is not number 3 of 3"):

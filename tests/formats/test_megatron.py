@@ -1,6 +1,7 @@
 """Megatron-LM's mp_rank folders become one checkpoint, equal to the model that was cut, or an error names what does not fit."""
 
 import argparse
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,8 +269,17 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
     save(tmp_path, 2, 2)
     (tmp_path / "mp_rank_01_000").rename(tmp_path / "elsewhere")
     for path in (tmp_path, tmp_path / "mp_rank_00_000" / "model_optim_rng.pt"):
-        with pytest.raises(PartError, match=r"1 of 4 parts are missing: mp_rank_01_000"):
+        with pytest.raises(PartError, match=r"1 of 4 parts is missing: mp_rank_01_000"):
             merged(path)
+
+
+def test_a_rank_s_file_under_two_names(tmp_path: Path) -> None:
+    """A rank's file that is a copy of another's is refused; ranks of experts hold the same rest by right."""
+    save(tmp_path / "in", 2, 1)
+    shutil.copy(tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt", tmp_path / "in" / "mp_rank_01")
+    with pytest.raises(PartError, match="mp_rank_00 and mp_rank_01 hold the very same numbers"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select="model")
+    assert "parts-disagree" in [row.code for row in ckpt_tools.check(tmp_path / "in").findings]
 
 
 @pytest.mark.parametrize("text", ["7", "../../etc", "release", "", "1" * 40])

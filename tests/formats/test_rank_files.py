@@ -108,6 +108,10 @@ def test_another_step(tmp_path: Path) -> None:
     save_ranks(tmp_path / "c", lambda model, rank, world: {"model": fsdp2(model, rank, world), "step": 7, "host": rank}, 2)
     assert "parts-differ" in [note.code for note in ckpt_tools.convert(tmp_path / "c", tmp_path / "c.pth").notes]
     assert torch.load(tmp_path / "c.pth", weights_only=True)["step"] == 7
+    save_ranks(
+        tmp_path / "d", lambda model, rank, world: {"model": fsdp2(model, rank, world)} | dict.fromkeys(["late"] * rank, 1), 2
+    )
+    assert "'late'" in next(row.text for row in ckpt_tools.convert(tmp_path / "d", tmp_path / "d.pth").notes)
 
 
 def test_sums_and_flat_rows_are_refused(tmp_path: Path) -> None:

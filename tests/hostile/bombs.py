@@ -107,6 +107,12 @@ def laughs(unit: int) -> bytes:
 
 
 @bomb("inspect IN", 0)
+def a_list_of_itself() -> bytes:
+    """One list that stands in itself at every second byte."""
+    return b"\x80\x02]q\x00(" + b"h\x00" * (SIZE // 2) + b"e."
+
+
+@bomb("inspect IN", 0)
 def empty_dicts() -> bytes:
     """Millions of containers."""
     return repeated(p.EMPTY_LIST + p.MARK, p.EMPTY_DICT, p.APPENDS)

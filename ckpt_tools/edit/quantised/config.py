@@ -27,6 +27,9 @@ OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant
 KEYS = ("quantization", "quantization_config", "compression_config")
 
 
+COMFY_LAYERS = "_quantization_metadata"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What is said; None or empty for what is not."""
@@ -64,6 +67,13 @@ def plain_config(source: Source) -> bytes | None:
     if not _strip(content):
         return None
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """A header's metadata without what it says of quantised weights: ComfyUI's layers, torchao's names with a text for each."""
+    names = metadata.get("tensor_names", "") if any('"_type"' in text for text in metadata.values()) else ""
+    gone = (COMFY_LAYERS, "tensor_names") if names else (COMFY_LAYERS,)
+    return {key: text for key, text in metadata.items() if key not in gone and f'"{key}"' not in names}
 
 
 def _strip(content: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.config import COMFY_LAYERS, Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch, said_in
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.quantised import Rows, multiplied, nibbles, nibbles_turned, tiled
@@ -79,9 +79,7 @@ def _settle(blocks: Part, scales: Part, *, turned: bool) -> Plain:
 # Its `nvfp4` and `mxfp8` have the names and shapes of others, but scales lie in tiles of 128 x 4, and of NVFP4 the high half of
 # a byte comes first; with `convrot` matrices are rotated. Sources: comfy/utils.py, `convert_old_quants`, and comfy_kitchen.
 
-
 _AS_OTHERS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
-_METADATA = "_quantization_metadata"
 
 
 def marked(tensor: Quantised, mark: Part | None) -> Quantised:
@@ -91,7 +89,7 @@ def marked(tensor: Quantised, mark: Part | None) -> Quantised:
         if mark is not None:
             said: Any = said_in(mark.name, mark.small())
         else:
-            layers: Any = said_in(_METADATA, config.metadata.get(_METADATA, "{}").encode()).get("layers")
+            layers: Any = said_in(COMFY_LAYERS, config.metadata.get(COMFY_LAYERS, "{}").encode()).get("layers")
             said = layers.get(tensor.name.removesuffix(".weight")) if isinstance(layers, dict) else None
         if not isinstance(said, dict):
             return tensor.settle(config)

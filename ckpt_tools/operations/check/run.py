@@ -22,6 +22,7 @@ from ckpt_tools.errors import (
     NotACheckpointError,
     PartError,
     RemoteError,
+    TensorError,
     UsageError,
 )
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
@@ -312,7 +313,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     safety, disorders = of_checkpoint(checkpoint), list(disorder(checkpoint))
     loads = list(_loading(checkpoint, safety, wanted))
     state_dicts = [state_dict.where for state_dict in checkpoint.state_dicts]
-    in_parts = checkpoint.container in PART_CONTAINERS  # of which the ranks are compared when all was read
+    in_parts = checkpoint.container in ("dcp", *PART_CONTAINERS)  # of which the ranks are compared when all was read
     if not in_parts:
         checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
@@ -341,7 +342,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     if in_parts:
         try:
             checkpoint.locate()
-        except PartError as error:
+        except (PartError, TensorError, DamagedFileError) as error:
             found.append(Finding("parts-disagree", "problem", [], error.what, error.why, error.fix))
     report.findings = [*found, *loads]
     if checkpoint.packed is not None:  # ckpt repair takes only what is not

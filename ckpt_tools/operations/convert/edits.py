@@ -203,12 +203,15 @@ class Edits:
                 fix="In two steps: `dequantize` with `objects='keep'`, then `objects`.",
             )
         from ckpt_tools.edit.casts import Casting
-        from ckpt_tools.edit.quantised.config import read_config
+        from ckpt_tools.edit.quantised.config import plain_metadata, read_config
         from ckpt_tools.edit.quantised.dequantising import dequantise
 
         target = DTYPES[CAST_TARGETS[self.options.dequantize]]
         before = tensors_in(root)
         done = dequantise(root, target, read_config(checkpoint))
+        if (kept := plain_metadata(checkpoint.metadata)) != checkpoint.metadata:
+            checkpoint.metadata = kept
+            report.note("config-quantization", "The metadata no longer says how weights were quantised.")
         if self._read_by_dequantize(checkpoint):
             from ckpt_tools.operations.convert import object_policy
 

@@ -239,7 +239,7 @@ class FolderTarget:
             _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
         if (report.casts or report.dequantised) and "config.json" in found.taken:
-            text = "config.json comes along as it is: a dtype in it is that of the input, not of the cast tensors."
+            text = "config.json is copied as it is: a dtype in it is that of the input, not of the cast tensors."
             report.note("config-dtype", text)
         return found
 
@@ -274,7 +274,7 @@ def _say_plain(found: Companions, report: Converted) -> None:
         found.stayed.append((name, "about the quantised weights"))
     if CONFIG in found.taken and (edited := plain_config(found.taken[CONFIG])) is not None:
         found.edited[CONFIG] = edited
-        report.note("config-quantization", "config.json comes along without its quantization_config, which is no longer true.")
+        report.note("config-quantization", "config.json is copied without its quantization_config, which is no longer true.")
 
 
 def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int) -> Converted:

@@ -97,6 +97,6 @@ def flipped_back(content: Range, bit: int) -> Content:
 def reported(name: str, bit: int, size: int) -> tuple[str, str]:
     """The report's note."""
     where = f"bit {bit % 8} of byte {bit // 8} was" if bit >= 0 else "a bit of the checksum was"
-    sure = f"so it would for one in {odds(size)} other damages"
+    sure = f"other damage looks the same in one case of {odds(size):,}"
     text = f"{name}: {where} flipped, and is flipped back; its CRC-32 matches again ({sure})."
     return "flipped-bit", text
