@@ -58,7 +58,7 @@ def decode(names: Sequence[str], files: Files, *, partial: bool = False) -> Chec
         said += ["optimizer (its state by the parameters' names)"] if model.has_state else []
         said.append("training (model, optimizer and what else was saved)")
         made.others |= {"optimizer": model.optimizer, "training": model.training}
-    text = f"without `select` it is {what}; `select` takes {', '.join(said)}"
+    text = f"without `select` you get {what}; `select` takes {', '.join(said)}"
     made.warnings.append(Warned("beside-the-weights", text, "", "info", fix))
     return made
 

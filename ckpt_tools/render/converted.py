@@ -58,7 +58,8 @@ def print_several(
         print_names("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes"))
         for note in (note for report in done for note in report.notes if note.code.startswith("dangerous")):
             out.print(f"\n{note.text}")
-        out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}")
+        notes = "; --json shows the notes" if any(report.notes for report in done) else ""
+        out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}{notes}")
     if others := every - len(results) - passed:
         out.print(f"{counted(others, 'file')} {'is' if others == 1 else 'are'} for the other jobs")
     if passed:

@@ -137,5 +137,6 @@ def _lay_out_gguf(root: Node, checkpoint: Checkpoint, edits: Edits, report: Conv
         report.note("no-architecture", text)
     if quantise := edits.options.quantises:
         count = sum(gguf.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
-        report.note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
+        text = f"{count} of {len(flat.tensors)} tensors become Q8_0: float matrices with a multiple of 32 elements in a row."
+        report.note("quantised", text)
     return gguf.lay_out(flat.tensors, flat.metadata, quantise=quantise)
