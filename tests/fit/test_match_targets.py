@@ -195,7 +195,7 @@ def test_patches_are_reshaped_by_a_plan_only(tmp_path: Path, name: str, step: st
         result = ckpt("match", *sides, "--match", stages, code=1)
         assert 'same number of elements, other shape: step = "reshape" or "permute" in a plan' in result.output
     refused = ckpt("convert", sides[0], tmp_path / "out.pth", *sides[1:], code=3)
-    assert "a step of a --plan for other shapes" in refused.output
+    assert "or a step of a --plan" in refused.output
     plan = tmp_path / "plan.toml"
     text = f'format = "ckpt-plan-1"\n[[tensor]]\nold = "{name}"\nnew = "{name}"\nshape = [32, 588]\n{step}\n'
     plan.write_text(text + "to = [32, 3, 14, 14]\n")
