@@ -14,7 +14,7 @@ import tomllib
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.resources import files
+from pkgutil import get_data
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
@@ -29,7 +29,7 @@ _Given: TypeAlias = tuple[Node, ...]
 
 # --- the lists
 
-_LISTS: dict[str, Any] = tomllib.loads(files("ckpt_tools.pickling").joinpath("names.toml").read_text("utf-8"))
+_LISTS: dict[str, Any] = tomllib.loads((get_data("ckpt_tools.pickling", "names.toml") or b"").decode())
 _WORDS = {key: frozenset(text.split()) for key, text in _LISTS.items() if type(text) is str}
 RECONSTRUCTOR, GETATTR = Global("copyreg", "_reconstructor"), Global("builtins", "getattr")
 _DATA = ALLOWED | ALLOWED_NESTED | named(_LISTS["data"]) | named(_LISTS["shared"])

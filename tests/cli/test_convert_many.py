@@ -35,7 +35,7 @@ def test_one_bad_file_stops_no_other(tmp_path: Path, cut: Path) -> None:
     assert f"Error: {cut}: The zip directory" in done.stderr
     assert re.search(rf"^{re.escape(str(cut))} +refused$", done.stdout, re.M)
     assert re.search(rf"^{re.escape(str(DDP))} +{re.escape(str(out))}/ddp.safetensors +11 +11 ", done.stdout, re.M)
-    assert re.search(r"^wrote 2 of 3 files, .*; 1 refused$", done.stdout, re.M)
+    assert re.search(r"^wrote 2 of 3 files, .*; 1 refused; --json shows the notes$", done.stdout, re.M)
     assert sorted(path.name for path in out.iterdir()) == ["ddp.safetensors", "single.safetensors"]
     ckpt("convert", DDP, tmp_path / "alone.safetensors", "--unwrap")
     assert (out / "ddp.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
