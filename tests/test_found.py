@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,17 @@ def cells(text: str) -> set[str]:
     """What is named in the first column of a table."""
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_command_that_fixes_all_takes_lightning_s_weights_out(tmp_path: Path) -> None:
+    """A run with an object in it: the one command gives the network's own tensors, which torch loads."""
+    run_of_lightning = {
+        "pytorch-lightning_version": "2.6.2",
+        "state_dict": {"net.weight": torch.ones(2)},
+        "when": date(2026, 1, 1),
+    }
+    torch.save(run_of_lightning, tmp_path / "run.ckpt")
+    found = {row.code: row for row in ckpt_tools.inspect(tmp_path / "run.ckpt").findings}
+    _, *options = shlex.split(found["together"].fix)
+    ckpt(*options)
+    assert torch.load(options[2], weights_only=True).keys() == {"weight"}

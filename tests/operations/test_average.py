@@ -90,3 +90,12 @@ def test_conjugate_views_have_a_mean(tmp_path: Path) -> None:
     one, other = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([3 + 4j, 1 + 5j])
     average(files(tmp_path, {"a.w": one.conj()}, {"a.w": other}), tmp_path / "out.pth")
     assert load(tmp_path / "out.pth")["a.w"].tolist() == ((one.conj() + other) / 2).tolist()
+
+
+def test_names_of_any_input_are_unwrapped(tmp_path: Path) -> None:
+    """The first input has no wrapper, the other has one: nothing is said of the first alone."""
+    torch.save({"w": torch.zeros(2)}, tmp_path / "a.pth")
+    torch.save({"module.w": torch.ones(2)}, tmp_path / "b.pth")
+    report = average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "out.pth", unwrap=True)
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].tolist() == [0.5, 0.5]
+    assert not report.output.notes
