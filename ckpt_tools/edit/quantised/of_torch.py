@@ -68,6 +68,9 @@ def _part(key: str, attribute: str, node: Node, dtype: str) -> Part:
     if type(node) is Entry:
         return Part(key, node, attribute)
     numbers: list[Any] = node.items if type(node) is List else [node]
-    data = Literal(struct.pack(f"<{len(numbers)}{_FORMATS[dtype]}", *numbers))
+    try:
+        data = Literal(struct.pack(f"<{len(numbers)}{_FORMATS[dtype]}", *numbers))
+    except struct.error:
+        raise ConvertError(f"{key!r} has a {attribute} that is not a number of {dtype}.") from None
     storage = Storage(f"{key}.{attribute}", DTYPES[dtype], data.length, "cpu", data)
     return Part(key, Entry(storage, DTYPES[dtype], (len(numbers),), contiguous_stride((len(numbers),)), 0), attribute)
