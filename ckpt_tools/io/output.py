@@ -170,8 +170,10 @@ def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether something is at a path; what may not be looked at counts: whoever opens it is told why."""
     try:
         os.lstat(path)
-    except (OSError, ValueError) as error:
-        return not isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError:
+        return True
     return True
 
 
@@ -338,9 +340,10 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
 
 def no_space(target: Path, needed: int) -> OutputError:
     free = free_bytes(target.parent)
-    why = [f"It needs {needed} bytes."] * (needed > 0) + [f"The disk has {free} bytes left."] * (free is not None)
+    needs = f"It needs {needed} bytes." if needed else ""
+    has = "" if free is None else f"The disk has {free} bytes left."
     what, fix = f"{target} cannot be written: no space.", "Make room, or write to another disk."
-    return OutputError(what, why=" ".join(why), fix=fix, errno=errno.ENOSPC)
+    return OutputError(what, why=f"{needs} {has}".strip(), fix=fix, errno=errno.ENOSPC)
 
 
 def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:

@@ -59,15 +59,14 @@ def _inside(path: Path, name: str) -> Path:
 
 
 def is_packed(source: Source, head: bytes) -> bool:
-    return kind_of(head) is not None or _is_tar(source)
+    return kind_of(head) is not None or _is_tar(source, head)
 
 
 def _head(source: Source) -> bytes:
     return source.read(0, min(HEAD, source.size))
 
 
-def _is_tar(source: Source) -> bool:
-    head = _head(source)
+def _is_tar(source: Source, head: bytes) -> bool:
     return torch_tar.sniff(head) and any(head) and not torch_tar.is_torchs(source)
 
 
@@ -77,7 +76,7 @@ def decode(source: Source, head: bytes, wanted: str) -> Checkpoint:
         if kind is None:
             return _in_tar(source, source, "tar", wanted)
         whole = inflate(source, kind)
-        if _is_tar(whole):
+        if _is_tar(whole, _head(whole)):
             return _in_tar(source, whole, f"tar{kind.suffix}", wanted)
         name = source.path.name
         member = name[: -len(kind.suffix)] if name.lower().endswith(kind.suffix) else ""

@@ -21,9 +21,10 @@ _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _BYTE_STORAGE = Global("torch", "ByteStorage")
 _ENCODE = Global("_codecs", "encode")
-_REBUILD_V2, _REBUILD_V3, _REBUILD_PARAMETER, _REBUILD_PARAMETER_STATE = (
-    Global("torch._utils", f"_rebuild_{name}") for name in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
-)
+_REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+_REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
+_REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state")
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _NO_EXTRAS = Extras()
 _LONG = 64  # bytes, or characters, of a value that goes through the memo

@@ -25,8 +25,6 @@ CONFIG = "config.json"
 OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant_config.json"))  # GPTQ's, AWQ's, ModelOpt's
 # MLX's; transformers'; what compressed-tensors called it before
 KEYS = ("quantization", "quantization_config", "compression_config")
-
-
 COMFY_LAYERS = "_quantization_metadata"
 
 

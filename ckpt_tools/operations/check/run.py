@@ -25,7 +25,7 @@ from ckpt_tools.errors import (
     TensorError,
     UsageError,
 )
-from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
+from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.single import collector_paused
 from ckpt_tools.formats.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
@@ -90,8 +90,8 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         of = f" of {row.source.path.name}" if row.source is not checkpoint.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
         part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
-        is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp" or checkpoint.container == "dcp-part"
-        no_repair = is_part or checkpoint.container in (*PROGRAMS, "npz")
+        is_part = isinstance(row.source, Window) or row.source.path.suffix == ".distcp"
+        no_repair = is_part or checkpoint.container in (*PROGRAMS, "dcp-part", "npz")
         fix = part if no_repair else mending("repair", str(row.source.path))
         yield Finding("damaged-record", "problem", [], text, "the bytes that were saved; torch.load does not notice", fix)
     if written_twice:
@@ -313,7 +313,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     safety, disorders = of_checkpoint(checkpoint), list(disorder(checkpoint))
     loads = list(_loading(checkpoint, safety, wanted))
     state_dicts = [state_dict.where for state_dict in checkpoint.state_dicts]
-    in_parts = checkpoint.container in ("dcp", *PART_CONTAINERS)  # of which the ranks are compared when all was read
+    in_parts = checkpoint.locator is not None  # whose ranks are compared when all was read
     if not in_parts:
         checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
