@@ -66,8 +66,7 @@ class Safety:
         if self.verdict == "needs-code":
             if not self.classes:
                 return "needs code: it is a program; load it only if you trust who made it"
-            names = shortened(printable(listed(self.classes, 3)), _SHOWN)
-            return f"needs code: loading it runs {names}; load it only if you trust these packages"
+            return f"needs code: loading it runs {_some(self.classes)}; load it only if you trust these packages"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return shortened(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), _SHOWN + 70)
@@ -107,6 +106,14 @@ def sentence(where: str, call: Call, most: int | None = None) -> str:
     """What one call does, for people; the call and its place are cut to so many characters."""
     place = f" ({printable(where) if most is None else shortened(printable(where), most // 3)})" if where else ""
     return f"{'this' if call.does == 'names' else 'loading this without weights_only'} {_does(call, most)}{place}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Up to three names that fit a line, and how many more there are."""
+    shown = [shortened(printable(name), _SHOWN) for name in names[:3]]
+    while len(", ".join(shown)) > _SHOWN:
+        shown.pop()
+    return listed(shown, rest=len(names) - len(shown))
 
 
 def _does(call: Call, most: int | None = None) -> str:
