@@ -98,6 +98,27 @@ def test_numbers_count_in_any_order() -> None:
     assert {(row.old, row.new) for row in found.matched} >= {("l1.weight", "m1.weight"), ("l2.weight", "m2.weight")}
 
 
+def test_levels_that_count_backwards_are_not_paired_by_their_numbers() -> None:
+    """The decoder of Stable Diffusion: `up.3` of its authors is `up_blocks.0` of diffusers, and levels 2 and 3 are alike."""
+
+    def decoder(levels: dict[str, int], block: str, time: str) -> dict[str, tuple[int, ...]]:
+        return {
+            name: shape
+            for level, depth in levels.items()
+            for name, shape in (
+                (f"{level}.{block}.weight", ((32, 32, 16, 8)[depth],) * 2 + (3, 3)), (f"{level}.{time}.weight", (64,)),
+            )
+        }  # fmt: skip
+
+    old = decoder({f"up.{level}": 3 - level for level in range(4)}, "block.0", "t")
+    new = decoder({f"up_blocks.{level}": level for level in range(4)}, "resnets.0", "time")
+    found = pairs(matched(old, new))
+    assert found == {
+        "up_blocks.2.resnets.0.weight": "up.1.block.0.weight",
+        "up_blocks.3.resnets.0.weight": "up.0.block.0.weight",
+    }
+
+
 def test_heads_of_other_sizes_are_mismatched_not_lost() -> None:
     """Another number of classes, under the same names or others throughout: the heads are partners of different shapes."""
     found = matched(nn.Sequential(nn.Linear(4, 10)), nn.Sequential(nn.Linear(4, 20)))
