@@ -144,23 +144,11 @@ _Key: TypeAlias = frozenset[tuple[int, int]]  # kinds of units, and how many of 
 Item: TypeAlias = Unit | Block
 
 
-def _whole_paths(units: Sequence[Unit]) -> set[Path]:
-    """The paths whose units are registered one after another, as those of a module are."""
-    last: dict[Path, int] = {}
-    broken: set[Path] = set()
-    for number, unit in enumerate(units):
-        for path in _above(unit.path):
-            if last.setdefault(path, number - 1) != number - 1:
-                broken.add(path)
-            last[path] = number
-    return last.keys() - broken
-
-
 def _above(path: Path, depth: int = 0) -> Iterator[Path]:
     return (path[:length] for length in range(depth + 1, len(path) + 1))
 
 
-def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int], whole: set[Path]) -> dict[_Key, list[Block]]:
+def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> dict[_Key, list[Block]]:
     """The blocks of two units and more below a module path of this depth, by key; not the whole itself."""
     below: dict[Path, list[Unit]] = defaultdict(list)
     for unit in units:
@@ -170,7 +158,7 @@ def _blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int], whol
     for path, members in below.items():
         longer = members[0].path[: len(path) + 1]
         same_below = len(longer) > len(path) and len(below[longer]) == len(members)
-        if 2 <= len(members) < len(units) and path in whole and not same_below:
+        if 2 <= len(members) < len(units) and not same_below:
             key = frozenset(Counter(unit.kind for unit in members if unit.kind in counted).items())
             found[key].append(Block(members[0].index, path, tuple(members)))
     return found
@@ -225,7 +213,6 @@ class _Context:
 
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
-    whole: tuple[set[Path], set[Path]]
     counted: frozenset[Counted] = frozenset()
     level: int = 0
     open: frozenset[int] = frozenset()
@@ -352,7 +339,7 @@ class Alignment:
 def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
     _set_kinds(olds, news)
     alignment = Alignment()
-    start = _Context((0, 0), (_families_of(olds), _families_of(news)), (_whole_paths(olds), _whole_paths(news)))
+    start = _Context((0, 0), (_families_of(olds), _families_of(news)))
     pending = [(list(olds), list(news), start)]
     while pending:
         left, right, context = pending.pop()
@@ -361,7 +348,7 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
         uneven = {kind for kind in counts[0].keys() | counts[1].keys() if counts[0][kind] != counts[1][kind]}
         for pair in _pair_blocks(left, right, context):
             below = _Context(
-                (len(pair.old.path), len(pair.new.path)), context.families, context.whole, context.counted | pair.counted,
+                (len(pair.old.path), len(pair.new.path)), context.families, context.counted | pair.counted,
                 context.level + 1, context.open | pair.open,
             )  # fmt: skip
             pending.append((list(pair.old.units), list(pair.new.units), below))
@@ -404,10 +391,7 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: _Context) -> list
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
     for counted in (totals[0].keys() | totals[1].keys(), even):
-        olds, news = (
-            _blocks_of(units, depth, counted, whole)
-            for units, depth, whole in zip((left, right), context.depths, context.whole, strict=True)
-        )
+        olds, news = (_blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
         shared = [key for key in olds.keys() & news.keys() if key]
         for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
             many = len(olds[key])
