@@ -18,7 +18,7 @@ from ckpt_tools.io.sources import Reader, Spooled
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 16
 _MAGIC = 6  # bytes of the longest one
 _COST_OF_RUN = 1 << 14  # in bytes that are inflated
-Magic = bytes | tuple[bytes, ...]
+BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)  # what inflating damaged bytes raises
 Spend = Callable[[int], None]
 
 
@@ -26,7 +26,7 @@ class Kind(NamedTuple):
     """A way to compress: how its files begin and end in their names, what inflates one; zstd is read as a stream."""
 
     name: str
-    magic: Magic
+    magic: bytes | tuple[bytes, ...]
     suffix: str = ""
     make: Callable[[], Any] | None = None
 
@@ -66,36 +66,41 @@ def kind_of(head: bytes) -> Kind | None:
 
 def inflate(source: Source, kind: Kind) -> Spooled:
     """All that a compressed file inflates to, which counts as what the file being read may; it ends where that ends."""
-    budget, why = limits.budget(source.size), ""
+    budget = limits.budget(source.size)
 
     def spend(count: int) -> None:
         budget.take(limits.MEMORY, count // limits.STREAMED, f"{source.path} inflates to more than any real file.")
 
-    def whole() -> Iterator[bytes]:
-        end = yield from runs(source, kind, kind.magic, spend)
-        if end is None:
-            raise EOFError("It is cut off")
-        if end < source.size:
-            raise EOFError(f"{source.size - end} bytes of something else stand behind what was compressed")
-
-    try:
-        return Spooled(source, whole())
-    except CkptError:  # some of ours are an OSError too
-        raise
-    except (zlib.error, lzma.LZMAError, EOFError, ValueError, OSError) as error:
-        why = f"{error}."
+    opened, end, damage = inflated(source, kind, spend)
+    if damage is None and end == source.size:
+        return opened
+    why = f"{damage or f'{source.size - end} bytes of something else stand behind what was compressed'}."
     raise DamagedFileError(f"{source.path} cannot be inflated ({kind.name}).", why=why, fix="Get it again.")
 
 
-def runs(source: Source, kind: Kind, again: Magic, spend: Spend, start: int = 0) -> Generator[bytes, None, int | None]:
-    """What compressed runs from `start` on give, in blocks, and where they end; None where that is not in the file.
+def inflated(source: Source, kind: Kind, spend: Spend) -> tuple[Spooled, int, Exception | None]:
+    """What compressed runs give up to their end or damage; where they end; the damage. `spend` counts bytes before they come."""
+    opened, end = Spooled(source, ()), source.size
 
-    One run may follow another that begins as `again` says. `spend` counts bytes before they are given.
-    """
+    def whole() -> Iterator[bytes]:
+        nonlocal end
+        end = yield from _runs(source, kind, spend)
+
+    try:
+        opened.add(whole())
+    except CkptError:  # some of ours are an OSError too
+        raise
+    except BROKEN as error:
+        return opened, end, error
+    return opened, end, None
+
+
+def _runs(source: Source, kind: Kind, spend: Spend) -> Generator[bytes, None, int]:
+    """What the runs give, one behind another of the same kind, in blocks; returns where they end."""
     if kind.make is None:
         yield from _zstd(source, spend)
         return source.size
-    opened, at = kind.make(), start
+    opened, at = kind.make(), 0
     while at < source.size:
         data = source.read(at, min(_PACKED_BLOCK, source.size - at))
         at += len(data)
@@ -110,11 +115,11 @@ def runs(source: Source, kind: Kind, again: Magic, spend: Spend, start: int = 0)
             while (padding := source.read(at, min(_PACKED_BLOCK, source.size - at))) and not padding.strip(b"\0"):
                 at += len(padding)
             at += len(padding) - len(padding.lstrip(b"\0"))
-            if not again or not source.read(at, min(_MAGIC, source.size - at)).startswith(again):
+            if not source.read(at, min(_MAGIC, source.size - at)).startswith(kind.magic):
                 return at
             spend(_COST_OF_RUN)
             opened = kind.make()
-    return None
+    raise EOFError("It is cut off")
 
 
 def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:

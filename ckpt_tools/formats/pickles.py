@@ -6,26 +6,24 @@ By content alone: a file that is two formats at once is examined as both, and wh
 from __future__ import annotations
 
 import contextlib
-import lzma
 import math
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
+from ckpt_tools.errors import CkptError, LimitError, exhausted
 from ckpt_tools.formats import exported_program, texts
 from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import is_tar, is_zip
-from ckpt_tools.formats.compressed import DEFLATE, EVERY_KIND, Kind, Magic, runs
+from ckpt_tools.formats.compressed import BROKEN, DEFLATE, EVERY_KIND, KINDS, Kind, inflated
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.torch_tar import Headers
 from ckpt_tools.formats.torch_zip import single_folder
 from ckpt_tools.formats.zip_archives import split
-from ckpt_tools.formats.zip_directory import Record, has_end, read_directory, record_content, record_head, signatures
+from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
@@ -40,67 +38,45 @@ _NODES_OF_MEMBER = 20  # each is looked at in several ways
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
-_BLOCK = 4 << 20
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
+_BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib or lzma, whose two bytes other files begin with too
 _LOCKED = ((b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x04\x22\x4d\x18", "an lz4 archive"))
-# `ZF`, 19 characters of its length in hexadecimal, perhaps a space. Source: `joblib.numpy_pickle_compat.read_zfile`.
-_JOBLIB = Kind("zlib of joblib 0.8", b"ZF", make=zlib.decompressobj)
-_ZFILE = 2 + len(hex(2**64))
+# Before it the length in 19 characters, perhaps a space. Source: `joblib.numpy_pickle_compat.read_zfile`.
+_JOBLIB, _ZFILE = Kind("zlib of joblib 0.8", b"ZF", make=zlib.decompressobj), re.compile(rb"ZF.{19} ?", re.DOTALL)
 _KINDS = (*EVERY_KIND, _JOBLIB)
-# What may stand behind such a run and is read on, where that is not another one of its own kind.
-_XZ = (b"\xfd7zXZ\x00", b"]\x00")
-_AGAIN: dict[str, Magic] = {"zlib": b"x", _JOBLIB.name: (), "xz": _XZ, "lzma": _XZ}
-_BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib, whose two bytes other files begin with too
-_BROKEN = (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
-
-
-@dataclass(slots=True)
-class Pickles:
-    pickles: list[Pickle] = field(default_factory=list)
-    unexamined: list[tuple[str, str]] = field(default_factory=list)
-    program: bool = False
-    evaluated: list[tuple[str, Call]] = field(default_factory=list)
-
-
-def find_pickles(source: Source, found: Pickles, where: str = "") -> None:
-    """Look a file through, which is called so among others. Nothing in it is run or imported."""
-    walk = _Walk(source.size, found)
-    try:
-        with limits.of_file(source.size):
-            walk.examine(source, where, 0)
-    except _FullError:
-        walk.skip(where, f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
-    except (MemoryError, RecursionError) as error:
-        raise exhausted(error, str(source.path)) from None
 
 
 class _FullError(Exception):
     pass
 
 
-class _InMemory(Source):
-    def __init__(self, data: bytes, source: Source) -> None:
-        self.path, self.size, self.data = source.path, len(data), data
-        self._fd, self._identity = -1, object()
+class Pickles:
+    """What is found in files that are looked through, one after another. Nothing in them is run or imported."""
 
-    def read(self, offset: int, length: int) -> bytes:
-        return self.data[offset : offset + length]
+    def __init__(self) -> None:
+        self.pickles: list[Pickle] = []
+        self.unexamined: list[tuple[str, str]] = []
+        self.evaluated: list[tuple[str, Call]] = []
+        self.program = False
 
-
-class _Walk:
-    """One file on its way through: how much may still be inflated, and what has been found."""
-
-    def __init__(self, size: int, found: Pickles) -> None:
-        self.found = found
-        self.left, self.parts = limits.STREAMED * limits.MEMORY.most(size), 0
+    def look_through(self, source: Source, where: str = "") -> None:
+        """Find the pickles of a file, which is called so among others."""
+        self.left, self.parts, self.spool = limits.STREAMED * limits.MEMORY.most(source.size), 0, Spooled(source, ())
+        try:
+            with limits.of_file(source.size):
+                self.examine(source, where, 0)
+        except _FullError:
+            self.skip(where, f"It has more members and pickles than are looked at (--limit nodes). {limits.NODES.said}")
+        except (MemoryError, RecursionError) as error:
+            raise exhausted(error, str(source.path)) from None
 
     def examine(self, source: Source, where: str, depth: int, member: str = "", *, of_text: bool = False) -> None:
         self.count()
         if depth > limits.NESTED.value:
             self.skip(where, f"It lies too deep (--limit nested). {limits.NESTED.said}")
             return
-        head, before, behind = source.read(0, min(_HEAD, source.size)), len(self.found.pickles), source
+        head, before, behind = source.read(0, min(_HEAD, source.size)), len(self.pickles), source
         for magic, locked in _LOCKED:
             if head.startswith(magic):
                 self.skip(where, f"{locked}, which has to be unpacked first")
@@ -108,29 +84,19 @@ class _Walk:
             with self.guarded(where):
                 self.compressed(source, where, depth, kind)
         if is_tar(head):
-            ends = [0]
             with self.guarded(where):
-                self.tar(source, where, depth, ends)
-            behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
+                behind = self.tar(source, where, depth)
         with self.guarded(where):
-            if is_zip(head) or has_end(behind):
+            if is_zip(head) or zips.has_end(behind):
                 self.archive(source, where, depth)
         if head.startswith(zips.NUMPY):
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, member=member)
         text = None if of_text else texts.text_in(source, head)
-        if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
+        if text is not None and len(self.pickles) == before:  # a pickle, or an archive of some, is no text
             with self.guarded(where):
                 self.texts(text, where, depth)
-
-    def texts(self, source: Source, where: str, depth: int) -> None:
-        for at, data in texts.bytes_in(source):
-            name = _inside(where, f"text at byte {at}")
-            if texts.CODE.match(data):
-                self.skip(name, "it is code of Python's, written by marshal")
-            elif _is_meant(data):
-                self.examine(_InMemory(data, source), name, depth + 1, of_text=True)
 
     @contextlib.contextmanager
     def guarded(self, where: str) -> Iterator[None]:
@@ -139,7 +105,7 @@ class _Walk:
             yield
         except CkptError as error:
             self.skip(where, error.what + (f" {error.why}" if error.why else ""))
-        except (*_BROKEN, tarfile.TarError, OverflowError) as error:
+        except (*BROKEN, tarfile.TarError, OverflowError) as error:
             self.skip(where, f"it cannot be read: {error}")
 
     def count(self, cost: int = 1) -> None:
@@ -147,8 +113,19 @@ class _Walk:
         if self.parts > limits.NODES.value // _NODES_OF_MEMBER:
             raise _FullError
 
+    def spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise limits.MEMORY.error("The file inflates to more than any real one.")
+
     def skip(self, where: str, why: str) -> None:
-        self.found.unexamined.append((where, why))
+        self.unexamined.append((where, why))
+
+    def held(self, blocks: Iterable[bytes | memoryview]) -> Window:
+        """What is made of a part, in the temporary file that all of them share."""
+        start = self.spool.size
+        self.spool.add(blocks)
+        return Window(self.spool, start, self.spool.size - start)
 
     # --- pickles
 
@@ -175,8 +152,8 @@ class _Walk:
             last = pickle.end
             has_arrays |= pickle.has_arrays
             told |= {call.text for call in pickle.calls}
-            self.found.pickles.append(pickle)
-            self.take(pickle, source, where, depth)
+            self.pickles.append(pickle)
+            self.take(pickle, where, depth)
             if pickle.error is not None:
                 self.skip(where, f"{pickle.error.what} {pickle.error.why}".strip())
             if pickle.unread:
@@ -185,103 +162,104 @@ class _Walk:
         for pickle in list_pickles(part, member, arrays=False) if has_arrays else ():
             by_chance = [call for call in pickle.calls if call.rating == "unknown" and call.function.endswith(".dtype")]
             pickle.calls = [call for call in pickle.calls if call.text not in told and call not in by_chance]
-            self.found.pickles += [pickle] if pickle.calls else []
-            self.take(pickle, source, where, depth)
+            self.pickles += [pickle] if pickle.calls else []
+            self.take(pickle, where, depth)
             if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
                 self.skip(where, pickle.error.what)
         return last
 
-    def take(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
+    def take(self, pickle: Pickle, where: str, depth: int) -> None:
         pickle.where = where
         self.count(_COST_OF_PICKLE)
         for data in pickle.nested:
-            held = _InMemory(data, source)
-            if has_end(held) or _is_meant(data):
-                self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
+            if zips.SIGNATURE_END in data or _is_meant(data):
+                self.examine(self.held([data]), _inside(where, "bytes that it loads"), depth + 1)
+
+    def texts(self, source: Source, where: str, depth: int) -> None:
+        for at, data in texts.bytes_in(source):
+            name = _inside(where, f"text at byte {at}")
+            if texts.CODE.match(data):
+                self.skip(name, "it is code of Python's, written by marshal")
+            elif _is_meant(data):
+                self.examine(self.held([data]), name, depth + 1, of_text=True)
 
     # --- archives
 
     def archive(self, source: Source, where: str, depth: int) -> None:
         """The records of a zip but those that hold the numbers of tensors; of a damaged one whatever has a local header."""
+        places = split(source)
+        for start, size in places:
+            self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth)
+        if places:
+            return
         try:
-            records = read_directory(source).records
+            records = zips.read_directory(source).records
         except LimitError:  # no damage: what stands behind local headers would be as much
             raise
         except CkptError as error:
-            spans = split(source)
-            for start, size in spans:
-                self.archive(Window(source, start, size), _inside(where, f"archive at byte {start}"), depth + 1)
-            if not spans:
-                self.skip(where, error.what)
-                self.damaged_archive(source, where, depth)
+            self.skip(where, error.what)
+            self.damaged_archive(source, where, depth)
             return
-        self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
+        self.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
         with self.guarded(where):  # what torch.export.load runs of the records of a program
             calls = exported_program.calls(records, lambda record: self.opened(source, record).read(0, record.size))
             for path, call in islice(calls, _MOST_EVALUATED):
-                self.found.evaluated.append((_inside(where, path), call))
-        for record in _to_be_examined(source, records):
+                self.evaluated.append((_inside(where, path), call))
+        numbers = _numbers_in(records)
+        for record in records:
             name = _inside(where, record.name)
             with self.guarded(name):
-                head = record_head(source, record, _HEAD) if record.deflated else b""
-                if _npy(head)[1] is None:  # else it is numbers alone
+                head = zips.record_head(source, record, _HEAD) if record.is_array else b""
+                if record.name in numbers and not head.startswith(zips.NUMPY):
+                    continue
+                if not record.deflated or _npy(head)[1] is None:  # else it is numbers alone
                     self.examine(self.opened(source, record), name, depth + 1)
-
-    def damaged_archive(self, source: Source, where: str, depth: int) -> None:
-        """What stands behind the local headers, since readers may differ in what the directory says."""
-        places = [at for _, at in signatures(source, zips.SIGNATURE_LOCAL) if at + zips.LOCAL.size <= source.size]
-        for place, following in pairwise([*places, source.size]):
-            header = zips.LocalHeader.at(source, place)
-            name, start = header.name[:_HEAD].decode("utf-8", "replace"), header.data
-            if start >= source.size:
-                continue
-            member: Source = Window(source, start, max(following, start) - start)
-            with self.guarded(name):
-                if header.method == 8:
-                    member = Spooled(source, runs(member, DEFLATE, b"", self.spend))
-                self.examine(member, _inside(where, name), depth + 1)
 
     def opened(self, source: Source, record: Record) -> Source:
         if not record.deflated:
             return Window(source, record.data, record.size)
         self.spend(record.size)
-        blocks = chunks(record_content(source, record))
-        return _InMemory(b"".join(blocks), source) if record.size <= _BLOCK else Spooled(source, blocks)
+        return self.held(chunks(zips.record_content(source, record)))
 
-    def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise limits.MEMORY.error("The file inflates to more than any real one.")
+    def damaged_archive(self, source: Source, where: str, depth: int) -> None:
+        """What stands behind the local headers, since readers may differ in what the directory says."""
+        places = [at for _, at in zips.signatures(source, zips.SIGNATURE_LOCAL) if at + zips.LOCAL.size <= source.size]
+        for place, following in pairwise([*places, source.size]):
+            header = zips.LocalHeader.at(source, place)
+            if header.data < source.size:
+                name = _inside(where, header.name[:_HEAD].decode("utf-8", "replace"))
+                member = Window(source, header.data, max(following, header.data) - header.data)
+                with self.guarded(name):
+                    if header.method == 8:
+                        self.compressed(member, name, depth, DEFLATE)
+                    else:
+                        self.examine(member, name, depth + 1)
 
-    def tar(self, source: Source, where: str, depth: int, ends: list[int]) -> None:
-        """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends."""
+    def tar(self, source: Source, where: str, depth: int) -> Source:
+        """The members of a tar, as Python's own reader finds them; none is extracted. What is behind them is returned."""
+        end = 0
         with tarfile.open(fileobj=Headers(source), mode="r:") as archive:
             for info in archive:
-                ends.append(info.offset_data + info.size)
+                end = info.offset_data + info.size
                 if info.issparse() or ((info.islnk() or info.issym()) and info.name in _OF_TORCH_TAR):
                     self.skip(_inside(where, info.name), "a link, or a file with holes, which has to be unpacked first")
                 elif info.isreg() or info.type not in tarfile.SUPPORTED_TYPES:  # Python unpacks what it does not know as a file
                     member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
                     self.examine(member, _inside(where, info.name), depth + 1, info.name.rstrip("/"))
+        return Window(source, end, source.size - end) if end <= source.size else source
 
     def compressed(self, source: Source, where: str, depth: int, kind: Kind) -> None:
         """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
-        start, before, damage = 0, len(self.found.pickles), None
-        if kind is _JOBLIB:
-            start = min(_ZFILE, source.size)
-            start += source.read(start, min(1, source.size - start)) == b" "
-        blocks, opened = runs(source, kind, _AGAIN.get(kind.name, kind.magic), self.spend, start), Spooled(source, ())
-        try:
-            opened.add(blocks)
-        except CkptError:  # some of ours are an OSError too
-            raise
-        except _BROKEN as error:
-            damage = error
+        before, header = len(self.pickles), None
+        if kind is _JOBLIB and (header := _ZFILE.match(source.read(0, min(_HEAD, source.size)))):
+            source = Window(source, header.end(), source.size - header.end())
+        opened, end, damage = inflated(source, kind, self.spend)
         if opened.size:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
-        # something else may begin with the two bytes of this kind, which is told by the error
-        is_other = kind.name.startswith("zlib") or (kind.name == "lzma" and str(damage).startswith("Input format"))
-        if damage and not (is_other and opened.size < _BY_ACCIDENT and len(self.found.pickles) == before):
+        if damage is None and end < source.size:
+            self.examine(Window(source, end, source.size - end), _inside(where, f"behind what is {kind.name}"), depth + 1)
+        is_sure = kind in KINDS or opened.size >= _BY_ACCIDENT or len(self.pickles) > before
+        if damage is not None and is_sure:
             self.skip(where, f"it cannot be inflated to its end: {damage}")
 
 
@@ -294,20 +272,14 @@ _OF_PROGRAMS = (
 _OF_EXPORT = re.compile(r"(?:^|/)(?:archive_format|models/[^/]*\.json|[^/]*_config\.json|serialized_exported_program\.json)$")
 
 
-def _to_be_examined(source: Source, records: Sequence[Record]) -> Iterator[Record]:
-    """The records of a zip but those that hold the numbers of a storage: `data/7` beside `data.pkl`, and no .npy."""
-    names = {record.name for record in records}
-    root = "" if (single := single_folder(records)) is None else f"{single}/"
-    folders = set() if any(_OF_EXPORT.search(name.lower()) for name in names) else {f"{root}data", f"{root}constants"}
-    for record in records:
-        folder, _, key = record.name.rpartition("/")
-        is_raw = folder in folders and f"{folder}.pkl" in names and key.isdecimal()
-        if is_raw and record.deflated:
-            is_raw = False
-            with contextlib.suppress(DamagedFileError):  # whoever looks at it will say so
-                is_raw = not record_head(source, record, _HEAD).startswith(zips.NUMPY)
-        if not is_raw or (record.is_array and not record.deflated):
-            yield record
+def _numbers_in(records: Sequence[Record]) -> set[str]:
+    """The names of records that hold the numbers of a storage: `data/7` beside `data.pkl`."""
+    names, root = {record.name for record in records}, single_folder(records)
+    if any(_OF_EXPORT.search(name.lower()) for name in names):
+        return set()
+    top = "" if root is None else f"{root}/"
+    starts = [f"{top}{folder}/" for folder in ("data", "constants") if f"{top}{folder}.pkl" in names]
+    return {name for name in names for start in starts if name.startswith(start) and name[len(start) :].isdecimal()}
 
 
 def _is_pickle(pickle: Pickle, head: bytes) -> bool:
@@ -330,7 +302,7 @@ def _is_meant(data: bytes) -> bool:
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((zips.NUMPY, *(magic for magic, _ in _LOCKED))):
         return True
     for kind in _KINDS:
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*BROKEN):
             if data.startswith(kind.magic) and (kind.make or zlib.decompressobj)().decompress(data, _HEAD):
                 return True
     # GLOBAL or INST and a line, or STACK_GLOBAL, by which a pickle names something by words

@@ -138,7 +138,7 @@ def of_pickles(found: Pickles) -> Safety:
 
 def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = None) -> Safety:
     """Look a file through; of a folder every file that is open, but for those that are known:"""
-    from ckpt_tools.formats.pickles import Pickles, find_pickles  # few files need it
+    from ckpt_tools.formats.pickles import Pickles  # few files need it
     from ckpt_tools.pickling.calls import Pickle
 
     found = Pickles()
@@ -146,7 +146,7 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
         if known is not None and member in known:
             found.pickles.append(Pickle(0, where=name, names=list(known[member])))
         else:
-            find_pickles(member, found, name)
+            found.look_through(member, name)
     return of_pickles(found)
 
 
