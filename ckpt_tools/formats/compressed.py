@@ -79,7 +79,7 @@ def inflate(source: Source, kind: Kind) -> Spooled:
 
 
 def inflated(source: Source, kind: Kind, spend: Spend) -> tuple[Spooled, int, Exception | None]:
-    """What compressed runs give up to their end or damage; where they end; the damage. `spend` counts bytes before they come."""
+    """What compressed runs give up to their end or damage; where they end; the damage. `spend` counts bytes beforehand."""
     opened, end = Spooled(source, ()), source.size
 
     def whole() -> Iterator[bytes]:

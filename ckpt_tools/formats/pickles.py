@@ -258,7 +258,7 @@ class Pickles:
             self.examine(opened, _inside(where, f"({kind.name})"), depth + 1)
         if damage is None and end < source.size:
             self.examine(Window(source, end, source.size - end), _inside(where, f"behind what is {kind.name}"), depth + 1)
-        is_sure = kind in KINDS or opened.size >= _BY_ACCIDENT or len(self.pickles) > before
+        is_sure = kind in KINDS or opened.size >= _BY_ACCIDENT or len(self.pickles) > before or "Memory" in str(damage)
         if damage is not None and is_sure:
             self.skip(where, f"it cannot be inflated to its end: {damage}")
 

@@ -14,7 +14,7 @@ from ckpt_tools.formats.base import trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.formats.torch_legacy import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs, load_with_blobs
-from ckpt_tools.formats.torch_zip import decode_inner
+from ckpt_tools.formats.zip_archives import decode_inside
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine
@@ -65,7 +65,7 @@ def _with_archives(root: Node, blobs: Blobs) -> tuple[Node, list[Checkpoint]]:
         if part is None or part.source is None:
             return node
         try:
-            decoded = decode_inner(part.source, (part.at, part.end), f"bytes{len(found)}")
+            decoded = decode_inside(part.source, (part.at, part.end), f"bytes{len(found)}")
         except CkptError:
             return node
         if decoded.byteorder != "little":

@@ -1,22 +1,50 @@
-"""One file that stands for itself: its container found by content and decoded, and what is something else refused."""
+"""One file that stands for itself: its container found by content and decoded, and what is something else refused.
+
+The containers of one file are a row each: a name, and the module that reads it. A new one is a module and a row. Each has
+`sniff(head)` and `decode(source)`, one that other files may belong to `decode_with_others(source, files)`; it is imported once
+the rows before it have not been what a file is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from types import ModuleType
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, exhausted, out_of_memory
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import container_of
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.findings import getting_again
 
 HEAD = 4096
+ROWS = {
+    "torch-zip": "ckpt_tools.formats.zip_archives",
+    "safetensors": "ckpt_tools.formats.safetensors",
+    "torch-legacy": "ckpt_tools.formats.torch_legacy",
+    "torch-tar": "ckpt_tools.formats.torch_tar",
+    "pickle": "ckpt_tools.formats.plain_pickle",
+    "npy": "ckpt_tools.formats.numpy_files",
+    "gguf": "ckpt_tools.formats.frameworks.gguf",
+    "onnx": "ckpt_tools.formats.frameworks.onnx",
+    "flax": "ckpt_tools.formats.frameworks.flax",
+    "keras": "ckpt_tools.formats.frameworks.keras",
+}
+IN_ZIPS = ("torch-zip", "safetensors", "torch-legacy", "torch-tar", "pickle", "npy", "keras")  # read as members of a zip, too
+
+
+def container_of(head: bytes, names: Iterable[str] = ROWS) -> str:
+    """The row of a file that starts with these bytes; "" for none."""
+    return next((name for name in names if reader(name).sniff(head)), "")
+
+
+def reader(name: str) -> ModuleType:
+    return import_module(ROWS[name])
 
 
 def decode_file(source: Source) -> Checkpoint:
@@ -27,22 +55,21 @@ def decode_file(source: Source) -> Checkpoint:
 def decode_content(source: Source) -> Checkpoint:
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
-    if (container := container_of(head)) is not None:
+    if container := container_of(head):
         try:
-            decoded: Checkpoint = container.decode(source)
+            decoded: Checkpoint = reader(container).decode(source)
         except DamagedFileError as error:
             from ckpt_tools.formats.foreign import text_mode
 
             raise (text_mode(source) if is_zip(head) else None) or error from None
         return decoded
-    from ckpt_tools.formats import safetensors
-    from ckpt_tools.formats.foreign import recognise, unknown
+    from ckpt_tools.formats import foreign, safetensors
 
-    if known := recognise(source, head):
+    if known := foreign.recognise(source, head):
         raise known
     if source.path.suffix.lower() == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
         return safetensors.decode(source)
-    raise unknown(source, head)
+    raise foreign.unknown(source, head)
 
 
 def may_be_packed(head: bytes) -> bool:

@@ -14,11 +14,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError, UnsupportedContainerError
-from ckpt_tools.formats import zip_directory as zips
+from ckpt_tools.errors import TWO_FILES, DamagedFileError, TensorError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.zip_directory import Directory, Record, read_directory, read_record, record_content, record_head
+from ckpt_tools.formats.zip_directory import Directory, Record, RecordRange, read_record, record_content, record_head
 from ckpt_tools.io.content import Content, Deflated
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Machine
@@ -26,24 +25,6 @@ from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
 
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
-
-
-def decode_inner(source: Source, place: zips.Place, name: str) -> Checkpoint:
-    """A torch-zip, or arrays, inside something else, which calls it so."""
-    directory = read_directory(source, place)
-    names, folder = names_of(directory.records)
-    if is_npz(names):
-        from ckpt_tools.formats import numpy_files
-
-        decoded = numpy_files.decode_npz(source, directory)
-    elif f"{folder}/{PICKLE}" in names and not is_program(names, folder or ""):
-        decoded = decode(source, directory, folder or "")
-    else:
-        what, fix = f"{name!r} is a zip, but not one that torch.save wrote.", "Unpack it and convert its members one by one."
-        raise UnsupportedContainerError(what, fix=fix)
-    for record in directory.records:
-        record.name = f"{name}!{record.name}"
-    return decoded
 
 
 def decode(source: Source, directory: Directory, folder: str, storages_of: type[Storages] = Storages) -> Checkpoint:
@@ -100,7 +81,7 @@ def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str
 def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
     """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
     contents = [storage.content for _, storage in storages.by_key.values()]
-    used = {content.offset for content in contents if type(content) is zips.RecordRange or type(content) is Deflated}
+    used = {content.offset for content in contents if type(content) is RecordRange or type(content) is Deflated}
     unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
     head = directory.records[0].header if directory.records else 0
     return head + sum([row.dead for row in directory.records]) + sum(unused)

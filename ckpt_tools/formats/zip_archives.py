@@ -1,73 +1,180 @@
 """What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files.
 
-Several torch-zips one after another in one file are one rank's part of a distributed checkpoint, shown as a list.
+In an archive whatever starts as a checkpoint becomes a subtree under its member's name, JSON plain values, text text; anything
+else is kept as bytes, up to a limit. So stable-baselines3 saves an agent, and people pack a folder. Several torch-zips one
+after another in one file are one rank's part of a distributed checkpoint, shown as a list.
+
+Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, UnsupportedContainerError
+from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, LimitError, PickleError, UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats import zip_directory as zips
-from ckpt_tools.formats.base import Keys, Warned, is_zip
+from ckpt_tools.formats.base import Keys, Warned, is_zip, trailing
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.content import Literal
+from ckpt_tools.formats.single import IN_ZIPS, container_of, reader, refuse_polyglot
+from ckpt_tools.formats.zip_directory import Directory, Record
+from ckpt_tools.io.content import Literal, chunks, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Window
+from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.machine import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.text import some
-from ckpt_tools.tree.nodes import Entry, List
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node
 from ckpt_tools.tree.visit import walk
-
-_COST, _COST_OF_ARCHIVE = 8, 32  # nodes, of a record and of an archive beside its records
 
 sniff = is_zip
 
 
 def decode(source: Source) -> Checkpoint:
-    try:
-        return decode_one(source)
-    except DamagedFileError:
-        if not (places := split(source)):
-            raise
+    if places := split(source):
         return _decode_several(source, places)
+    try:
+        directory = zips.read_directory(source)
+    except zips.MissingDirectoryError:
+        raise _cut_off(source) from None
+    names, folder = torch_zip.names_of(directory.records)
+    if (decoded := _saved(source, directory, names, folder)) is not None:
+        return decoded
+    if folder is not None:
+        from ckpt_tools.formats import exported_program, torchscript  # few files are anything else
+
+        if torch_zip.is_program(names, folder):
+            return torchscript.decode(source, directory, folder)
+        if exported_program.sniff(names, folder):
+            return exported_program.decode(source, directory, folder)
+    if _is_bundle(source, directory):
+        return _decode_bundle(source, directory)
+    why = f"It holds {some(sorted(names)) or 'nothing'}."
+    raise UnsupportedContainerError("This is a zip file, but not one that torch.save wrote.", why=why)
 
 
 def decode_inside(source: Source, place: zips.Place, name: str) -> Checkpoint:
-    """An archive in a file, whose records are called by this name."""
-    decoded = decode_one(source, place)
+    """What torch.save or NumPy wrote inside a file, whose records are called by this name."""
+    directory = zips.read_directory(source, place)
+    decoded = _saved(source, directory, *torch_zip.names_of(directory.records))
+    if decoded is None:
+        what, fix = f"{name!r} is a zip, but not one that torch.save wrote.", "Unpack it and convert its members one by one."
+        raise UnsupportedContainerError(what, fix=fix)
     for record in decoded.records:
         record.name = f"{name}!{record.name}"
     return decoded
 
 
-def decode_one(source: Source, place: zips.Place | None = None) -> Checkpoint:
-    try:
-        directory = zips.read_directory(source, place)
-    except zips.MissingDirectoryError:
-        raise _cut_off(source if place is None else Window(source, *place)) from None
-    what = f"{source.path} holds more records than a file of its size may have."
-    limits.budget(source.size).take(limits.NODES, _COST * len(directory.records), what)
-    names, folder = torch_zip.names_of(directory.records)
+def _saved(source: Source, directory: Directory, names: set[str], folder: str | None) -> Checkpoint | None:
     if f"{folder}/{torch_zip.PICKLE}" in names and f"{folder}/{torch_zip.CONSTANTS}" not in names:
         return torch_zip.decode(source, directory, folder or "")
-    from ckpt_tools.formats import exported_program, numpy_files, torchscript, zip_bundle  # few files are anything else
+    if not torch_zip.is_npz(names):
+        return None
+    from ckpt_tools.formats import numpy_files
 
-    if torch_zip.is_npz(names):
-        return numpy_files.decode_npz(source, directory)
-    if folder is not None and torch_zip.is_program(names, folder):
-        return torchscript.decode(source, directory, folder)
-    if folder is not None and exported_program.sniff(names, folder):
-        return exported_program.decode(source, directory, folder)
-    if zip_bundle.sniff(source, directory):
-        return zip_bundle.decode(source, directory)
-    raise UnsupportedContainerError(
-        "This is a zip file, but not one that torch.save wrote.", why=f"It holds {some(sorted(names)) or 'nothing'}."
-    )
+    return numpy_files.decode_npz(source, directory)
+
+
+# --- an archive around checkpoints
+
+_HEAD = 512  # bytes of a member that tell what it is
+_MAX_MEMBERS, _MAX_JSON_DEPTH = 1000, 100
+_JSON_STARTS = frozenset('{["-0123456789tfn')
+
+
+def _is_bundle(source: Source, directory: Directory) -> bool:
+    """Whether some member starts as a checkpoint does, other than a plain pickle."""
+    records = directory.records
+    if len(records) > _MAX_MEMBERS:
+        return False
+    source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
+    kinds = (container_of(zips.record_head(source, record, _HEAD), IN_ZIPS) for record in records)
+    return any(kind not in ("", "pickle") for kind in kinds)
+
+
+def _decode_bundle(source: Source, directory: Directory) -> Checkpoint:
+    records = directory.records
+    items: list[tuple[Node, Node]] = []
+    unusual = ["an archive around checkpoints"]
+    decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=records)
+    decoded.warnings += trailing(directory.trailing, "the archive")
+    keys, inflated = Keys(), Spooled(source, ()) if any(record.deflated for record in records) else None
+
+    def members() -> Iterator[tuple[str, Checkpoint]]:
+        for record in records:
+            if (part := _member(source, record, inflated, decoded.warnings)) is None:
+                items.extend(_value(source, record, decoded.warnings))
+                continue
+            items.append((record.name, keys.renew(part.root)))
+            if part.source is source:
+                decoded.records = [*decoded.records, *part.records]
+            yield record.name, part
+
+    decoded.merge(members())
+    if len(items) == len(records) == 1:  # around one file: that itself
+        decoded.root = items[0][1]
+    return decoded
+
+
+def _member(source: Source, record: Record, inflated: Spooled | None, warnings: list[Warned]) -> Checkpoint | None:
+    """A member that is a checkpoint; a deflated one is inflated behind the others, into a temporary file."""
+    head = zips.record_head(source, record, _HEAD)
+    kind = container_of(head, IN_ZIPS)
+    if not kind:
+        return None
+    try:
+        place, start, stored = source, record.data, None
+        if inflated is None or not record.deflated:  # checked by its CRC-32 when bytes leave, a deflated one when inflated
+            stored = zips.RecordRange(source, record.data, record.size, record)
+        else:
+            place, start = inflated, inflated.size
+            inflated.add(chunks(zips.record_content(source, record)))
+        if kind == "torch-zip":
+            return decode_inside(place, (start, record.size), record.name)
+        window = Window(place, start, record.size, stored)
+        if kind != "pickle":
+            refuse_polyglot(window, head)
+        part: Checkpoint = reader(kind).decode(window)
+        return part
+    except CkptError as error:
+        if kind == "pickle" and not isinstance(error, LimitError):
+            why = error.what.removesuffix(".")
+            warnings.append(Warned("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}"))
+            return None
+        error.what = f"The member {record.name!r}: {error.what}"
+        raise
+
+
+def _value(source: Source, record: Record, warnings: list[Warned]) -> list[tuple[Node, Node]]:
+    """A member that is not a checkpoint: JSON as plain values, text, else bytes; one that is too large is left out."""
+    from ckpt_tools.io.parsers import load_json
+
+    budget = limits.budget(source.size)
+    if record.size > budget.room(limits.MEMORY) // 2:
+        found = f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
+        warnings.append(Warned("left-out", found))
+        return []
+    budget.take(limits.MEMORY, record.size, f"The member {record.name!r} is too long.")
+    value: Node
+    value = data = read(zips.record_content(source, record))
+    with contextlib.suppress(UnicodeDecodeError):
+        value = text = data.decode()
+        if text.lstrip()[:1] in _JSON_STARTS:
+            with contextlib.suppress(ValueError, LimitError):
+                value = _node(load_json(text), 0)
+    return [(record.name, value)]
+
+
+def _node(value: Any, depth: int) -> Node:
+    limits.check_depth(depth, "nested too deep", _MAX_JSON_DEPTH)
+    if isinstance(value, dict):
+        return Dict([(key, _node(item, depth + 1)) for key, item in value.items()])
+    plain: Node = value
+    return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
 
 
 # --- several archives one after another
@@ -99,7 +206,6 @@ def _decode_several(source: Source, places: Sequence[zips.Place]) -> Checkpoint:
 
     def parts() -> Iterator[tuple[str, Checkpoint]]:
         for index, place in enumerate(places):
-            limits.budget(source.size).take(limits.NODES, _COST_OF_ARCHIVE, f"{source.path} holds too many archives.")
             part = decode_inside(source, place, str(index))
             roots.items.append(keys.renew(part.root))
             yield str(index), part
@@ -130,40 +236,38 @@ _BETWEEN = 4096  # bytes between what is known of a record and the header of the
 
 
 def _cut_off(source: Source) -> DamagedFileError:
-    what, ends = "The zip directory at the end of the file is missing", f"The file ends after {source.size} bytes"
-    try:
-        whole, count, last = _count_whole(source)
-    except CkptError as error:
-        why = f"{ends}. {error.what}"
-        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=why, whole=0)
-    why = f"{ends}, in the record {last!r}." if last else f"{ends}."
-    return DamagedFileError(f"{what}: {whole} of {count} tensors complete.", why=why, whole=whole)
-
-
-def _count_whole(source: Source) -> tuple[int, int, str]:
-    """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
     from ckpt_tools.pickling.stream import Part, Pickles  # few files need it
 
-    header = zips.LocalHeader.at(source, 0) if source.size >= zips.LOCAL.size else None
-    name, data = ("", 0) if header is None else (header.name.decode("utf-8", "replace"), header.data)
-    pickles, storages = Pickles(Part(source, data, source.size)), Storages(lambda _key, _nbytes: Literal(b""))
+    what, ends = "The zip directory at the end of the file is missing", f"The file ends after {source.size} bytes"
+    storages = Storages(lambda _key, _nbytes: Literal(b""))
     try:
-        if data > source.size or not name.endswith(f"/{torch_zip.PICKLE}"):
+        name, start = _header(source, 0)
+        if not name.endswith(f"/{torch_zip.PICKLE}") or start > source.size:
             raise PickleError("There is none.")
+        pickles = Pickles(Part(source, start, source.size))
         root = pickles.load(lambda stream, offset: Machine(stream, MAKERS, storages.storage, offset))[1]
-    except PickleError:
-        raise DamagedFileError("The pickle that lists them is cut off or missing.") from None
-    validate(root)
+        validate(root)
+    except CkptError as error:
+        why = "The pickle that lists them is cut off or missing." if isinstance(error, PickleError) else error.what
+        return DamagedFileError(f"{what}; no tensor can be told from what is left.", why=f"{ends}. {why}", whole=0)
     folder = f"{name.removesuffix('.pkl')}/"
-    entries = [folder + node.storage.key for _, node in walk(root, plain=False) if type(node) is Entry]
-    sizes = {folder + key: storage.nbytes for key, (_, storage) in storages.by_key.items()}
-    whole, end = set[str](), pickles.position
+    whole, end, last = set[str](), pickles.position, ""
     while (found := source.read(end, min(_BETWEEN, source.size - end)).find(zips.SIGNATURE_LOCAL)) >= 0:
-        if (at := end + found) + zips.LOCAL.size > source.size:
+        name, end = _header(source, end + found)
+        _, storage = storages.by_key.get(name.removeprefix(folder), (None, None))
+        end += storage.nbytes if storage is not None else 0
+        if end > source.size:
+            last = f", in the record {name!r}" if name else ""
             break
-        header = zips.LocalHeader.at(source, at)
-        name = header.name.decode("utf-8", "replace")
-        if (end := header.data + sizes.get(name, header.compressed)) > source.size:
-            return sum(entry in whole for entry in entries), len(entries), name
-        whole.add(name)
-    return sum(entry in whole for entry in entries), len(entries), ""
+        whole.add(name.removeprefix(folder))
+    keys = [node.storage.key for _, node in walk(root, plain=False) if type(node) is Entry]
+    count = sum(key in whole for key in keys)
+    return DamagedFileError(f"{what}: {count} of {len(keys)} tensors complete.", why=f"{ends}{last}.", whole=count)
+
+
+def _header(source: Source, at: int) -> tuple[str, int]:
+    """The name in a local header, and where its bytes start; behind the end of the file for one that is cut itself."""
+    if at + zips.LOCAL.size > source.size:
+        return "", source.size + 1
+    header = zips.LocalHeader.at(source, at)
+    return header.name.decode("utf-8", "replace"), header.data

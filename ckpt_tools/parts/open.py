@@ -12,8 +12,16 @@ from typing import TypeVar
 from ckpt_tools.errors import CkptError, NotACheckpointError, PartError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.registry import container_of
-from ckpt_tools.formats.single import HEAD, collector_paused, decode_file, may_be_packed, naming, refuse_polyglot
+from ckpt_tools.formats.single import (
+    HEAD,
+    collector_paused,
+    container_of,
+    decode_file,
+    may_be_packed,
+    naming,
+    reader,
+    refuse_polyglot,
+)
 from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files, HandedSource
@@ -99,8 +107,8 @@ def _decode(source: Source, member: str) -> Checkpoint:
     if isinstance(source, Files):
         return decode_folder(source)
     head = source.read(0, min(HEAD, source.size))
-    refuse_polyglot(source, head)
     if may_be_packed(head):
+        refuse_polyglot(source, head)
         from ckpt_tools.parts import packed
 
         if packed.is_packed(source, head):
@@ -110,7 +118,7 @@ def _decode(source: Source, member: str) -> Checkpoint:
     found = families.files_of(source, head, lambda: files_beside(source).names())
     if found is not None:
         with_others: Callable[[Files], Checkpoint] = found.decode
-    elif (alone := getattr(container_of(head), "decode_with_others", None)) is not None:
+    elif (row := container_of(head)) and (alone := getattr(reader(row), "decode_with_others", None)) is not None:
         with_others = functools.partial(alone, source)
     else:
         return decode_file(source)

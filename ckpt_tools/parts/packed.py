@@ -20,8 +20,7 @@ from ckpt_tools.formats import torch_tar
 from ckpt_tools.formats.checkpoint import Checkpoint, Packed
 from ckpt_tools.formats.compressed import inflate, kind_of
 from ckpt_tools.formats.contents import count_tensors
-from ckpt_tools.formats.registry import container_of
-from ckpt_tools.formats.single import HEAD, decode_content
+from ckpt_tools.formats.single import HEAD, container_of, decode_content
 from ckpt_tools.formats.torch_tar import entries, is_file, odd
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window, is_plain_name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.formats import registry
+from ckpt_tools.formats import single
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
@@ -29,7 +29,7 @@ def test_a_new_container_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pyte
     module = ModuleType("made_up")
     vars(module).update(sniff=lambda head: head.startswith(b"MADE"), decode=decode)
     monkeypatch.setitem(sys.modules, "made_up", module)
-    monkeypatch.setitem(registry.ROWS, "made-up", "made_up")
+    monkeypatch.setitem(single.ROWS, "made-up", "made_up")
     path = write(tmp_path, b"MADE\1\2\3", "in.made")
     assert ckpt_tools.inspect(path).container == "made-up"
     ckpt_tools.convert(path, tmp_path / "out.pth")

@@ -21,8 +21,7 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, OutputError
 from ckpt_tools.formats import safetensors, zip_writer
 from ckpt_tools.formats.checkpoint import Checkpoint
 from ckpt_tools.formats.contents import tensors_by_name
-from ckpt_tools.formats.registry import container_of
-from ckpt_tools.formats.single import collector_paused
+from ckpt_tools.formats.single import collector_paused, container_of
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Literal, Piece, Range, total
 from ckpt_tools.io.output import Source, is_address, output_error, output_errors
