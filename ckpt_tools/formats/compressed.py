@@ -135,16 +135,12 @@ def _next_block(opened: Any, data: bytes) -> Generator[bytes, None, bytes]:
 
 
 def _zstd(source: Source, spend: Spend) -> Iterator[bytes]:
-    module: Any = None
-    for name in ("zstandard", "compression.zstd"):  # the second since Python 3.14, and taken where both are there
-        with contextlib.suppress(ImportError):
-            module = import_module(name)
-    if module is None:
-        what = f"{source.path} is a zstd archive, which Python inflates from 3.14 on, or with the package zstandard."
-        raise UnsupportedContainerError(what, fix="pip install zstandard, or unpack it: unzstd")
-    file = Reader(source)
-    is_own = hasattr(module, "ZstdFile")
-    opened = module.ZstdFile(file) if is_own else module.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    try:
+        module: Any = import_module("zstandard")
+    except ImportError:
+        what = f"{source.path} is a zstd archive, which the package zstandard reads."
+        raise UnsupportedContainerError(what, fix="pip install zstandard, or unpack it: unzstd") from None
+    opened = module.ZstdDecompressor().stream_reader(Reader(source), read_across_frames=True)
     try:
         while piece := opened.read(_BLOCK):
             spend(len(piece))

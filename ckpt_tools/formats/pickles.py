@@ -29,7 +29,6 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
 from ckpt_tools.pickling.stream import Part
-from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
@@ -293,10 +292,6 @@ def _is_pickle(pickle: Pickle, head: bytes) -> bool:
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
-def _can_be_imported(name: Global) -> bool:
-    return name.name[:1] != "<" and not any(map(str.isspace, name.name)) and _MODULE.fullmatch(name.module) is not None
-
-
 def _is_meant(data: bytes) -> bool:
     """Whether bytes that a pickle or a text holds are a pickle, or may hold some: two bytes begin so by chance."""
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((zips.NUMPY, *(magic for magic, _ in _LOCKED))):
@@ -309,11 +304,7 @@ def _is_meant(data: bytes) -> bool:
     end = max(data.rfind(b"\n"), 0)
     if not (_STARTS.match(data) or b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0):
         return False
-    return any(
-        _is_pickle(pickle, data[pickle.start : pickle.start + 2])
-        and (pickle.two_ways or not pickle.calls or any(map(_can_be_imported, pickle.names)))
-        for pickle in list_pickles(Part.of_bytes(data))
-    )
+    return any(_is_pickle(pickle, data[pickle.start : pickle.start + 2]) for pickle in list_pickles(Part.of_bytes(data)))
 
 
 def _npy(head: bytes) -> tuple[int, int | None]:

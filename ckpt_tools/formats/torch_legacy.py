@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import re
 import struct
-from dataclasses import dataclass, field
 
 from ckpt_tools.errors import ConvertError, DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import Warned, trailing, validate_tree
@@ -24,11 +23,11 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.machine import Behind, Machine, PersistentLoad
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
-from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object, Storage
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -37,15 +36,6 @@ _BYTES_PER_NODE = 4  # as many as the file has for each of its bytes
 _KEY = re.compile(r"[0-9]{1,40}")
 _NOWHERE = Literal(b"")
 NESTED = Global("torch._utils", "_rebuild_nested_tensor")
-
-
-@dataclass(slots=True)
-class Stream:
-    root: Node
-    machine: Machine
-    storage_bytes: int
-    end: int
-    classes: list[str] = field(default_factory=list)
 
 
 class Blobs:
@@ -61,10 +51,8 @@ class Blobs:
     ) -> Machine:
         """The machine for bytes that lie in the file from `anchor` on; what one before has found is forgotten."""
         self.storage_bytes = self.count = 0
-        self._anchor, self._machine = (
-            anchor,
-            Machine(data, {**MAKERS, LOAD_FROM_BYTES: self._load}, load, offset, arrays=arrays),
-        )
+        self._anchor = anchor
+        self._machine = Machine(data, {**MAKERS, LOAD_FROM_BYTES: self._load}, load, offset, arrays=arrays)
         return self._machine
 
     def _load(self, args: tuple[Node, ...]) -> Node:
@@ -75,12 +63,13 @@ class Blobs:
         if self.depth == _MAX_BLOBS_IN_BLOBS:
             raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
         self._machine.left -= len(data) // _BYTES_PER_NODE  # one string of bytes can be given again and again
-        stream = read_stream(self.part_of(data), self.depth + 1, f"{self.prefix}{self.count}.")
+        pickles, storages = Pickles(self.part_of(data)), _LegacyStorages(f"{self.prefix}{self.count}.")
+        machine, root = _read_stream(pickles, storages, self.depth + 1)
         self.count += 1
-        self.storage_bytes += stream.storage_bytes
-        self._machine.globals.update(stream.machine.globals)
-        self._machine.unusual.update(stream.machine.unusual)
-        return stream.root
+        self.storage_bytes += storages.storage_bytes
+        self._machine.globals.update(machine.globals)
+        self._machine.unusual.update(machine.unusual)
+        return root
 
     def part_of(self, data: bytes) -> Part:
         """The bytes, and where they lie in the file if they lie there as they are."""
@@ -114,12 +103,13 @@ _MAGIC = re.compile(
 sniff = is_stream
 
 
-def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: dict[int, int] | None = None) -> Stream:
-    pickles = Pickles(part)
+def _read_stream(
+    pickles: Pickles, storages: _LegacyStorages, depth: int = 0, available_bytes: dict[int, int] | None = None
+) -> tuple[Machine, Node]:
     begin, version, info = pickles.description(), pickles.description(), pickles.description()
     if begin != MAGIC_NUMBER or version != PROTOCOL_VERSION or type(info) is not Dict:
         raise PickleError(f"The stream does not begin with torch's magic number, protocol {PROTOCOL_VERSION} and sys_info.")
-    storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
+    blobs = Blobs(pickles.part, depth, storages.prefix)
 
     def make(data: bytes, offset: int) -> Machine:
         storages.forget()
@@ -139,9 +129,8 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: d
     keys = _read_keys(pickles, storages)
     pickles.tell(machine)
     _place(pickles, keys, storages, root, little=info.get("little_endian") is not False, available_bytes=available_bytes)
-    root = modernise(root, machine.globals)
-    size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
-    return Stream(root, machine, size, pickles.position, storages.classes)
+    storages.storage_bytes = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
+    return machine, modernise(root, machine.globals)
 
 
 class _LegacyStorages(Storages):
@@ -153,8 +142,8 @@ class _LegacyStorages(Storages):
 
     def forget(self) -> None:
         self.by_key.clear()
-        self.emptied: dict[str, Storage] = {}
         self.classes: list[str] = []
+        self.storage_bytes = 0
 
     def load(self, pid: Node) -> Node:
         """The storage of ("storage", class, key, location, elements, None), the class of ("module", class, file, source)."""
@@ -165,24 +154,17 @@ class _LegacyStorages(Storages):
         if type(pid) is not tuple or len(pid) != 6 or pid[0] != "storage":
             why = "Expected ('storage', class, key, location, size, view)."
             raise PickleError("The pickle refers to something outside it that is not a storage.", why=why)
-        _, kind, key, device, numel, view = pid
+        key, view = pid[2], pid[5]
         if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
         if view is not None:
-            what = f"Storage {key!r} is saved as a view of another, which only PyTorch up to 0.3 wrote."
-            raise UnsupportedContainerError(what, fix="Load it with torch.load, and save what that gives.")
-        return self._empty(kind, key, device, numel) or self.storage(pid[:5])
+            raise saved_as_view(key)
+        return self.storage(pid[:5])
 
-    def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
-        """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
-        if key not in self.by_key or numel != 0 or type(device) is not str:
-            return None
-        pid, first = self.by_key[key]
-        if first.nbytes or pid[1] == kind:
-            return None
-        dtype = storage_dtype(kind)
-        own = f"{first.key}.{dtype.name if dtype else 'untyped'}"
-        return self.emptied.setdefault(own, Storage(own, dtype, 0, device, _NOWHERE))
+
+def saved_as_view(key: object) -> UnsupportedContainerError:
+    what = f"Storage {str(key)!r} is saved as a view of another, which only PyTorch up to 0.3 wrote."
+    return UnsupportedContainerError(what, fix="Load it with torch.load, and save what that gives.")
 
 
 def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
@@ -235,16 +217,16 @@ def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[st
 
 
 def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Checkpoint:
-    stream = read_stream(Part(source, 0, source.size), available_bytes=available_bytes)
-    machine = stream.machine
-    warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
-    if stream.classes:
-        shown = ", ".join(stream.classes[:5]) + (" ..." if len(stream.classes) > 5 else "")
-        found = f"the source code of {len(stream.classes)} classes ({shown})"
+    pickles, storages = Pickles(Part(source, 0, source.size)), _LegacyStorages()
+    machine, root = _read_stream(pickles, storages, available_bytes=available_bytes)
+    warnings = [*validate_tree(root), *trailing(pickles.left, "the last storage")]
+    if storages.classes:
+        shown = ", ".join(storages.classes[:5]) + (" ..." if len(storages.classes) > 5 else "")
+        found = f"the source code of {len(storages.classes)} classes ({shown})"
         warnings.append(Warned("embedded-source", found, "none; it is not kept"))
     return Checkpoint(
-        "torch-legacy", stream.root, source, list(machine.globals), list(machine.unusual), warnings=warnings,
-        storage_bytes=stream.storage_bytes,
+        "torch-legacy", root, source, list(machine.globals), list(machine.unusual), warnings=warnings,
+        storage_bytes=storages.storage_bytes,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     sys_info   MAY    a pickled dict about the machine that wrote it
     storages   MUST   a pickled count; for each a pickled (key, location, class), its number of elements in 8 bytes, the
-                      elements, little-endian; then MAY a pickled list of views (key, root key, offset, elements)
+                      elements, little-endian; then MAY a pickled list of views on them, read if empty
     tensors    MAY    a pickled count; for each a pickled (key, storage key, class), its number of dimensions
                       in 4 bytes and 4 unused ones, sizes, strides and offset in 8 bytes each
     pickle     MUST   the object; tensors and storages are persistent ids; classes come as (class, file, source)
@@ -16,14 +16,13 @@ import contextlib
 import struct
 import tarfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.formats.base import TAR_BLOCK, Warned, is_tar, trailing, validate_tree
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.io.content import Content, Range
+from ckpt_tools.formats.torch_legacy import saved_as_view
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
 from ckpt_tools.pickling.machine import Machine, Maker
@@ -31,7 +30,7 @@ from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import UINT8, DType
+from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
 
 _LOOKED_AT = 64  # members, of which torch writes four
@@ -72,7 +71,7 @@ def decode(source: Source) -> Checkpoint:
         shown = ", ".join(map(repr, unread[:5]))
         warnings.append(Warned("other-members", f"{len(unread)} members that torch does not read ({shown})", "none"))
     unusual = ["the tar format, which weights_only does not take", *machine.unusual]
-    size = sum(storage.nbytes for storage, below, _ in objects.storages.values() if storage is below)
+    size = sum(storage.nbytes for storage in objects.storages.values())
     return Checkpoint("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
 
 
@@ -99,18 +98,18 @@ def _members(source: Source) -> tuple[dict[str, Part], list[str]]:
 
 
 class _Objects:
-    """Tensors, and storages with the one below each and where in it that begins, by their keys."""
+    """Tensors and storages by their keys."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, tuple[Storage, Storage, int]] = {}
+        self.storages: dict[int, Storage] = {}
         self.tensors: dict[int, Entry] = {}
 
     def load(self, pid: Node) -> Node:
         if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
             return pid[0]
-        return self.tensors.get(_key(pid)) or self.storage(pid)[0]
+        return self.tensors.get(_key(pid)) or self.storage(pid)
 
-    def storage(self, named: Node) -> tuple[Storage, Storage, int]:
+    def storage(self, named: Node) -> Storage:
         if _key(named) not in self.storages:
             raise PickleError("The tar refers to a storage or tensor that is not in it.")
         return self.storages[_key(named)]
@@ -123,41 +122,29 @@ class _Objects:
         named = args[0] if args else None
         if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
             return maker(args)
-        storage = self.storage(named[2])[0]
+        storage = self.storage(named[2])
         if storage_dtype(named[1]) is not storage.dtype or named[4] != storage.nbytes // (storage.dtype or UINT8).itemsize:
             raise TensorError(f"Storage {storage.key!r} is used with two types or sizes.")
         return maker((storage, *args[1:]))
 
     def read_storages(self, pickles: Pickles) -> None:
         for named, location, kind in _records(pickles):
-            dtype, (numel,) = storage_dtype(kind), struct.unpack("<q", pickles.take(8))
+            key, dtype, (numel,) = _key(named), storage_dtype(kind), struct.unpack("<q", pickles.take(8))
             nbytes = numel * (dtype or UINT8).itemsize
             if location == META:
-                raise on_meta(str(_key(named)))
+                raise on_meta(str(key))
             if not 0 <= nbytes <= pickles.left:
                 raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
-            self._add(named, dtype, location, pickles.part.content(pickles.position, nbytes))
+            if key in self.storages or (location is not None and type(location) is not str):
+                raise _malformed()
+            content = pickles.part.content(pickles.position, nbytes)
+            self.storages[key] = Storage(str(key), dtype, nbytes, location, content)
             pickles.position += nbytes
         views = pickles.description() if pickles.left else List()
-        for view in views.items if type(views) is List else [None]:
-            named, root_key, offset, numel = _parts(view, 4)
-            root, below, start = self.storage(root_key)
-            if type(offset) is not int or type(numel) is not int or not isinstance(root.content, Range):
-                raise _malformed()
-            itemsize = (root.dtype or UINT8).itemsize
-            if min(offset, numel) < 0 or (offset + numel) * itemsize > root.nbytes:
-                raise TensorError(f"A view reaches outside its storage {root.key!r}.")
-            content = Range(root.content.source, root.content.offset + offset * itemsize, numel * itemsize)
-            self._add(named, root.dtype, root.device, content, below, start + offset)
-
-    def _add(
-        self, named: Node, dtype: DType | None, device: Node, content: Content, below: Storage | None = None, start: int = 0
-    ) -> None:
-        key = _key(named)
-        if key in self.storages or (device is not None and type(device) is not str):
+        if type(views) is not List:
             raise _malformed()
-        storage = Storage(str(key), dtype, content.length, device, content)
-        self.storages[key] = storage, below or storage, start
+        if views.items:
+            raise saved_as_view(_key(_parts(views.items[0], 4)[0]))
 
     def read_tensors(self, pickles: Pickles) -> None:
         for named, storage_key, _ in _records(pickles):
@@ -166,14 +153,12 @@ class _Objects:
                 raise TensorError(f"The tar has a tensor of {ndim} dimensions.")
             numbers = struct.unpack(f"<{2 * ndim + 1}q", pickles.take(8 * (2 * ndim + 1)))
             shape, stride = numbers[:ndim], numbers[ndim : 2 * ndim]
-            storage, below, start = self.storage(storage_key)
+            storage = self.storage(storage_key)
             if not ndim and not storage.nbytes:
                 shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
             entry = rebuild_tensor((storage, numbers[-1], shape, stride))
             if _key(named) in self.tensors or type(entry) is not Entry:
                 raise _malformed()
-            if below is not storage:
-                entry = replace(entry, storage=below, offset=entry.offset + start)
             self.tensors[_key(named)] = entry
 
 
