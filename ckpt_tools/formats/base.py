@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, TensorError
-from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Ahead
@@ -24,14 +24,6 @@ PROGRAMS = {
     "torchscript": ("torchscript-program", "a TorchScript program"),
     "torch-export": ("exported-program", "an exported program"),
 }
-
-
-def program(container: str, holds: str, constants: Sequence[Record]) -> Warned:
-    code, called = PROGRAMS[container]
-    found = f"{called}: {holds}"
-    if constants:
-        found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
-    return Warned(code, found, "a state dict, which a model's own code loads")
 
 
 # folders of many ranks' files, each with parts of the tensors
@@ -123,12 +115,7 @@ class Keys:
         return str(self.count - 1)
 
     def renew(self, root: Node) -> Node:
-        renewed: dict[int, Storage] = {}
-
-        def new(storage: Storage) -> Storage:
-            if id(storage) not in renewed:
-                renewed[id(storage)] = replace(storage, key=self.next())
-            return renewed[id(storage)]
+        new = functools.cache(lambda storage: replace(storage, key=self.next()))
 
         def swap(node: Node) -> Node:
             if type(node) is Entry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError
 from ckpt_tools.formats.compressed import KINDS
@@ -22,6 +21,8 @@ _KINDS = (  # how it begins, what it is, why, what helps
     (rb"\xff\xd8\xff", "a JPEG picture", "", ""),
     (rb"%PDF", "a PDF document", "", ""),
     (rb"\x7fELF", "a program", "", ""),
+    (rb"\xffCKP", "half edited in place by ckpt 0.1", "The bytes that were there are in the .ckpt-journal beside it.",
+     "pip install 'ckpt-tools<0.2', and: ckpt repair FILE"),
     (rb".{4}TFL3", "a TensorFlow Lite model", "", _ASK),  # behind a flatbuffer's first offset
     (rb".{4}ET12", "an ExecuTorch program", "", _ASK),
     (rb"version https://git-lfs\.github\.com/spec/", "a git-LFS pointer", "git cloned the pointer only.", "Run: git lfs pull"),
@@ -36,10 +37,6 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     path = source.path
     if not head:
         return NotACheckpointError(f"{path} is an empty file.", why="The program that should have written it wrote nothing.")
-    if head.startswith(b"\xffCKP"):  # as ckpt_tools marked it until 0.1
-        why = f".{path.name}.ckpt-journal, beside it, has the bytes that were there."
-        fix = f"pip install 'ckpt-tools<0.2', and put them back: ckpt repair {shlex.quote(str(path))}"
-        return DamagedFileError(f"{path} is half edited: an edit in place by an older ckpt was interrupted.", why=why, fix=fix)
     for start, kind, why, fix in _KINDS:
         if re.match(start, head, re.DOTALL):
             title = re.search(rb"(?is)<title[^>]*>\s*(.*?)\s*</title", head) if kind == "a web page" else None

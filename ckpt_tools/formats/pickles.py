@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError, exhausted
-from ckpt_tools.formats import exported_program, texts
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, exhausted
+from ckpt_tools.formats import programs, texts
 from ckpt_tools.formats import zip_directory as zips
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.compressed import BROKEN, DEFLATE, EVERY_KIND, KINDS, Kind, inflated
@@ -27,7 +27,7 @@ from ckpt_tools.formats.zip_directory import Record
 from ckpt_tools.io.content import chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
-from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
+from ckpt_tools.pickling.calls import Pickle, list_pickles
 from ckpt_tools.pickling.stream import Part
 
 _HEAD = 4096
@@ -56,7 +56,6 @@ class Pickles:
     def __init__(self) -> None:
         self.pickles: list[Pickle] = []
         self.unexamined: list[tuple[str, str]] = []
-        self.evaluated: list[tuple[str, Call]] = []
         self.program = False
 
     def look_through(self, source: Source, where: str = "") -> None:
@@ -193,17 +192,15 @@ class Pickles:
             return
         try:
             records = zips.read_directory(source).records
-        except LimitError:  # no damage: what stands behind local headers would be as much
-            raise
-        except CkptError as error:
+        except DamagedFileError as error:
             self.skip(where, error.what)
             self.damaged_archive(source, where, depth)
             return
         self.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
         with self.guarded(where):  # what torch.export.load runs of the records of a program
-            calls = exported_program.calls(records, lambda record: self.opened(source, record).read(0, record.size))
+            calls = programs.calls(records, lambda record: self.opened(source, record).read(0, record.size))
             for path, call in islice(calls, _MOST_EVALUATED):
-                self.evaluated.append((_inside(where, path), call))
+                self.pickles.append(Pickle(0, where=_inside(where, path), calls=[call]))
         numbers = _numbers_in(records)
         for record in records:
             name = _inside(where, record.name)

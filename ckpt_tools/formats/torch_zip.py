@@ -29,7 +29,7 @@ _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 def decode(source: Source, directory: Directory, folder: str, storages_of: type[Storages] = Storages) -> Checkpoint:
     """What the records of a torch-zip, or of a program, hold."""
-    records = by_name(directory)
+    records = {record.name: record for record in directory.records}
     odd, unreadable = _small_records(source, records, folder)
     has_checksums = any(record.crc for record in directory.records)
     byteorder, order = "little", records.get(f"{folder}/byteorder")
@@ -60,10 +60,6 @@ def decode(source: Source, directory: Directory, folder: str, storages_of: type[
         byteorder=byteorder, has_checksums=has_checksums, root_folder=folder, records=directory.records,
         dead_bytes=partial(_dead_bytes, directory, records, storages, data),
     )  # fmt: skip
-
-
-def by_name(directory: Directory) -> dict[str, Record]:
-    return {record.name: record for record in directory.records}
 
 
 def _locate(source: Source, records: Mapping[str, Record], folder: str, key: str, nbytes: int) -> Content | None:
@@ -130,10 +126,6 @@ def is_npz(names: Collection[str]) -> bool:
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
-def is_program(names: Collection[str], folder: str) -> bool:
-    return f"{folder}/{CONSTANTS}" in names or f"{folder}/model.json" in names
-
-
 def single_folder(records: Sequence[Record]) -> str | None:
     root = records[0].name.partition("/")[0] if records else ""
     folder = f"{root}/"
@@ -156,7 +148,7 @@ def names_of(records: Sequence[Record]) -> tuple[set[str], str | None]:
         if name.lower() in _LOOKED_UP:
             what = f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}."
             raise DamagedFileError(what)
-    if PICKLE in below and CONSTANTS not in below and "model.json" in below:
+    if "model.json" in below and below & {PICKLE, CONSTANTS}:
         raise DamagedFileError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
     if _EXPORTED in below and below & {PICKLE, CONSTANTS}:
         raise DamagedFileError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)

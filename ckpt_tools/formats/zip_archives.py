@@ -45,12 +45,12 @@ def decode(source: Source) -> Checkpoint:
     if (decoded := _saved(source, directory, names, folder)) is not None:
         return decoded
     if folder is not None:
-        from ckpt_tools.formats import exported_program, torchscript  # few files are anything else
+        from ckpt_tools.formats import programs  # few files are anything else
 
-        if torch_zip.is_program(names, folder):
-            return torchscript.decode(source, directory, folder)
-        if exported_program.sniff(names, folder):
-            return exported_program.decode(source, directory, folder)
+        if f"{folder}/{torch_zip.CONSTANTS}" in names:
+            return programs.decode_script(source, directory, folder)
+        if programs.is_exported(names, folder):
+            return programs.decode_exported(source, directory, folder)
     if _is_bundle(source, directory):
         return _decode_bundle(source, directory)
     why = f"It holds {some(sorted(names)) or 'nothing'}."

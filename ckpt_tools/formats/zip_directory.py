@@ -252,7 +252,7 @@ def _record(entry: tuple[int, ...], line: bytes) -> Record | None:
     name_end = CENTRAL.size + name_length
     raw, extra = line[CENTRAL.size : name_end], line[name_end : name_end + extra_length]
     name = raw.decode("utf-8", "surrogateescape")  # only ever looked up, never used as a path
-    if not is_record_name(name.removesuffix("/")):
+    if _NAME.fullmatch(name.removesuffix("/")) is None:
         raise DamagedFileError(f"The zip record name {name!r} is not one that torch writes.")
     if extra:
         fields = extra_fields(extra, name)

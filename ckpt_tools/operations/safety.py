@@ -126,7 +126,7 @@ def _does(call: Call, most: int | None = None) -> str:
 
 def of_pickles(found: Pickles) -> Safety:
     """The answer for what was found in a file."""
-    calls = [*found.evaluated, *((pickle.where, call) for pickle in found.pickles for call in pickle.calls)]
+    calls = [(pickle.where, call) for pickle in found.pickles for call in pickle.calls]
     names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
     verdict: Verdict = "plain" if found.pickles else "nothing"
     if found.program or not all(map(_is_plain, names)):

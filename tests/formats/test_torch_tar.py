@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnsupportedContainerError
 from tests.formats.test_oracle import assert_lists, described
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, pickle, sizes, text, tuple_of
 from tests.hostile.refusals import expect_warned, write
@@ -20,8 +20,8 @@ from tests.support.tars import persistent, storages, tar, tensors, torch_tar
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 LONGS = struct.pack("<q3q", 3, 7, 8, 9)
-STORED = storages((10, "FloatStorage", SIX), (11, "LongStorage", LONGS), views=[(12, 10, 2, 3)])
-DESCRIBED = tensors((20, 10, (2, 3), (3, 1), 0), (21, 11, (3,), (1,), 0), (22, 10, (3, 2), (1, 3), 0), (23, 12, (2,), (1,), 1))
+STORED = storages((10, "FloatStorage", SIX), (11, "LongStorage", LONGS))
+DESCRIBED = tensors((20, 10, (2, 3), (3, 1), 0), (21, 11, (3,), (1,), 0), (22, 10, (3, 2), (1, 3), 0), (23, 10, (2,), (1,), 3))
 STATE = tuple_of(persistent(22), b"N", ORDERED_DICT, FALSE, FALSE)
 PARAMETER = glob("torch.nn.parameter", "Parameter") + b")\x81" + STATE + BUILD
 ROOT = dict_of(w=persistent(20), n=persistent(21), t=PARAMETER, v=persistent(23), epoch=b"K\x03")
@@ -29,7 +29,7 @@ GOOD = torch_tar(ROOT, STORED, DESCRIBED)
 
 
 def test_lists_what_torch_loads(tmp_path: Path) -> None:
-    """Types, strides, offsets, views of storages, Parameters: as torch loads them; ties as the storages say."""
+    """Types, strides, offsets, Parameters: as torch loads them; ties as the storages say."""
     path = write(tmp_path, GOOD, "old.tar")
     loaded, tags = load_with_tags(path)
     found = described(path)
@@ -41,7 +41,7 @@ def test_lists_what_torch_loads(tmp_path: Path) -> None:
         assert (row["shape"], row["stride"]) == (list(tensor.shape), list(tensor.stride()))
         assert row["dtype"] == str(tensor.dtype).removeprefix("torch.")
         assert row["kind"] == ("parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor")
-    assert rows["v"]["offset"] == 3  # in the storage below, with which it is tied
+    assert rows["v"]["offset"] == 3
     assert len({rows[name]["storage"] for name in "wtv"}) == 1
     assert set(tags.values()) == {"cpu"}
 
@@ -59,8 +59,15 @@ def test_converts(target: str, tmp_path: Path) -> None:
         assert torch.equal(before[name].detach(), after[name].detach())
 
 
-def test_tensors_without_views_are_the_same_graph(tmp_path: Path) -> None:
-    """Without views of storages the graph is torch's, ties included."""
+def test_views_of_storages_are_refused(tmp_path: Path) -> None:
+    """Storages that are ranges of another, as in torch-legacy."""
+    stored = storages((10, "FloatStorage", SIX), (11, "LongStorage", LONGS), views=[(12, 10, 2, 3)])
+    with pytest.raises(UnsupportedContainerError, match="'12' is saved as a view of another"):
+        ckpt_tools.inspect(write(tmp_path, torch_tar(ROOT, stored, DESCRIBED)))
+
+
+def test_the_same_graph(tmp_path: Path) -> None:
+    """The graph is torch's, ties included."""
     path = write(tmp_path, torch_tar(dict_of(a=persistent(20), b=persistent(22), c=persistent(20)), STORED, DESCRIBED))
     before, tags = load_with_tags(path)
     assert_lists(path, before, tags)

@@ -17,7 +17,7 @@ _KINDS = (b"0", b"\0", b"1", b"2", b"5", b"7", b"x", b"g", b"L", b"S", b"X", b"9
 
 def sample() -> bytes:
     """A good one."""
-    stored = tars.storages((1, "FloatStorage", floats(0, 1, 2, 3, 4, 5)), views=[(5, 1, 2, 3)])
+    stored = tars.storages((1, "FloatStorage", floats(0, 1, 2, 3, 4, 5)))
     described = tars.tensors((2, 1, (2, 3), (3, 1), 0), (3, 1, (3,), (2,), 1))
     from tests.hostile.pickles import dict_of
 
