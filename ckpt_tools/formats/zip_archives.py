@@ -183,7 +183,10 @@ _ENDS = zips.END64.size + zips.LOCATOR64.size + zips.END.size  # as torch ends e
 
 
 def split(source: Source) -> list[zips.Place]:
-    """The place of each archive, when the file is several of torch's one after another and nothing else; else none."""
+    """The place of each archive, when the file is several of torch's one after another and nothing else; else none.
+
+    Refused where torch would find yet another one in it.
+    """
     found: list[zips.Place] = []
     end = source.size
     while end >= _ENDS:
@@ -195,7 +198,10 @@ def split(source: Source) -> list[zips.Place]:
         found.append((begin, end - begin))
         limits.RECORDS.check(len(found), f"{source.path} holds more archives than any checkpoint.")
         end = begin
-    return found[::-1] if len(found) > 1 and end == 0 else []
+    if len(found) < 2 or end > 0:
+        return []
+    _torch_reads_the_first(source, found[-1][1])
+    return found[::-1]
 
 
 def _decode_several(source: Source, places: Sequence[zips.Place]) -> Checkpoint:

@@ -7,6 +7,7 @@ import lzma
 import os
 import pickle
 import random
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -256,3 +257,25 @@ def test_conversions_say_that_their_input_is_dangerous(command: str, tmp_path: P
     if command.startswith("repair in.pth 6"):
         report = json.loads(ckpt(*command.split(), "--overwrite", "--json", code=1).stdout)
         assert [kind for kind, _ in report["notes"]] == ["dangerous"]
+
+
+def test_a_third_archive_in_the_numbers_of_two(tmp_path: Path) -> None:
+    """torch goes by a place that the last archive names: there it finds what only the bytes of a tensor of the first hold."""
+    numbers, parts = bytearray(40_000), []
+    for tensor in (torch.tensor(list(numbers), dtype=torch.uint8), torch.zeros(3000)):
+        torch.save({"w": tensor}, out := io.BytesIO())
+        parts.append(out.getvalue())
+    start, place = parts[0].index(numbers), len(parts[1]) - 98
+    hidden = io.BytesIO(parts[0][:start])
+    with zipfile.ZipFile(hidden, "a") as archive:
+        for name, data in {"data.pkl": p.pickle(CALL[:-1]), "version": b"3\n", "byteorder": b"little"}.items():
+            archive.writestr(f"x/{name}", data)
+    made = hidden.getvalue()[start:-22]
+    end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0, 45, 0, 0, 3, 3, start + len(made) - archive.start_dir, archive.start_dir)
+    numbers[: len(made)], numbers[place - start : place - start + len(end)] = made, end
+    torch.save({"w": torch.tensor(list(numbers), dtype=torch.uint8)}, out := io.BytesIO())
+    data = out.getvalue() + parts[1]
+    (tmp_path / "x.pth").write_bytes(data)
+    with pytest.raises(pickle.UnpicklingError, match=r"os\.system"):
+        torch.load(tmp_path / "x.pth", weights_only=True)
+    assert verdict(tmp_path / "file", data) == "unexamined"
