@@ -10,7 +10,7 @@ import math
 import re
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
 from ckpt_tools import limits
@@ -29,6 +29,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Spooled, Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
 from ckpt_tools.pickling.stream import Part
+from ckpt_tools.tree.nodes import Global
 
 _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
@@ -37,6 +38,7 @@ _NODES_OF_MEMBER = 20  # each is looked at in several ways
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
+_BLOCK = 4 << 20  # bytes of a deflated record that is held in memory
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib or lzma, whose two bytes other files begin with too
@@ -50,6 +52,15 @@ class _FullError(Exception):
     pass
 
 
+class _InMemory(Source):
+    def __init__(self, data: bytes, source: Source) -> None:
+        self.path, self.size, self.data = source.path, len(data), data
+        self._fd, self._identity = -1, object()
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.data[offset : offset + length]
+
+
 class Pickles:
     """What is found in files that are looked through, one after another. Nothing in them is run or imported."""
 
@@ -60,7 +71,7 @@ class Pickles:
 
     def look_through(self, source: Source, where: str = "") -> None:
         """Find the pickles of a file, which is called so among others."""
-        self.left, self.parts, self.spool = limits.STREAMED * limits.MEMORY.most(source.size), 0, Spooled(source, ())
+        self.left, self.parts = limits.STREAMED * limits.MEMORY.most(source.size), 0
         try:
             with limits.of_file(source.size):
                 self.examine(source, where, 0)
@@ -119,12 +130,6 @@ class Pickles:
     def skip(self, where: str, why: str) -> None:
         self.unexamined.append((where, why))
 
-    def held(self, blocks: Iterable[bytes | memoryview]) -> Window:
-        """What is made of a part, in the temporary file that all of them share."""
-        start = self.spool.size
-        self.spool.add(blocks)
-        return Window(self.spool, start, self.spool.size - start)
-
     # --- pickles
 
     def arrays(self, source: Source, where: str, depth: int) -> None:
@@ -151,7 +156,7 @@ class Pickles:
             has_arrays |= pickle.has_arrays
             told |= {call.text for call in pickle.calls}
             self.pickles.append(pickle)
-            self.take(pickle, where, depth)
+            self.take(pickle, source, where, depth)
             if pickle.error is not None:
                 self.skip(where, f"{pickle.error.what} {pickle.error.why}".strip())
             if pickle.unread:
@@ -161,17 +166,17 @@ class Pickles:
             by_chance = [call for call in pickle.calls if call.rating == "unknown" and call.function.endswith(".dtype")]
             pickle.calls = [call for call in pickle.calls if call.text not in told and call not in by_chance]
             self.pickles += [pickle] if pickle.calls else []
-            self.take(pickle, where, depth)
+            self.take(pickle, source, where, depth)
             if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
                 self.skip(where, pickle.error.what)
         return last
 
-    def take(self, pickle: Pickle, where: str, depth: int) -> None:
+    def take(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
         pickle.where = where
         self.count(_COST_OF_PICKLE)
         for data in pickle.nested:
             if zips.SIGNATURE_END in data or _is_meant(data):
-                self.examine(self.held([data]), _inside(where, "bytes that it loads"), depth + 1)
+                self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
 
     def texts(self, source: Source, where: str, depth: int) -> None:
         for at, data in texts.bytes_in(source):
@@ -179,7 +184,7 @@ class Pickles:
             if texts.CODE.match(data):
                 self.skip(name, "it is code of Python's, written by marshal")
             elif _is_meant(data):
-                self.examine(self.held([data]), name, depth + 1, of_text=True)
+                self.examine(_InMemory(data, source), name, depth + 1, of_text=True)
 
     # --- archives
 
@@ -215,7 +220,8 @@ class Pickles:
         if not record.deflated:
             return Window(source, record.data, record.size)
         self.spend(record.size)
-        return self.held(chunks(zips.record_content(source, record)))
+        blocks = chunks(zips.record_content(source, record))
+        return _InMemory(b"".join(blocks), source) if record.size <= _BLOCK else Spooled(source, blocks)
 
     def damaged_archive(self, source: Source, where: str, depth: int) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
@@ -289,6 +295,10 @@ def _is_pickle(pickle: Pickle, head: bytes) -> bool:
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
+def _can_be_imported(name: Global) -> bool:
+    return name.name[:1] != "<" and not any(map(str.isspace, name.name)) and _MODULE.fullmatch(name.module) is not None
+
+
 def _is_meant(data: bytes) -> bool:
     """Whether bytes that a pickle or a text holds are a pickle, or may hold some: two bytes begin so by chance."""
     if is_zip(data) or is_tar(data[:_HEAD]) or data.startswith((zips.NUMPY, *(magic for magic, _ in _LOCKED))):
@@ -301,7 +311,11 @@ def _is_meant(data: bytes) -> bool:
     end = max(data.rfind(b"\n"), 0)
     if not (_STARTS.match(data) or b"\x93" in data or data.find(b"c", 0, end) >= 0 or data.find(b"i", 0, end) >= 0):
         return False
-    return any(_is_pickle(pickle, data[pickle.start : pickle.start + 2]) for pickle in list_pickles(Part.of_bytes(data)))
+    return any(
+        _is_pickle(pickle, data[pickle.start : pickle.start + 2])
+        and (pickle.two_ways or not pickle.calls or any(map(_can_be_imported, pickle.names)))
+        for pickle in list_pickles(Part.of_bytes(data))
+    )
 
 
 def _npy(head: bytes) -> tuple[int, int | None]:

@@ -98,6 +98,10 @@ def _is_bundle(source: Source, directory: Directory) -> bool:
 
 def _decode_bundle(source: Source, directory: Directory) -> Checkpoint:
     records = directory.records
+    if all(container_of(zips.record_head(source, record, _HEAD), ("npy",)) for record in records):  # whatever they are called
+        from ckpt_tools.formats import numpy_files
+
+        return numpy_files.decode_npz(source, directory)
     items: list[tuple[Node, Node]] = []
     unusual = ["an archive around checkpoints"]
     decoded = Checkpoint("zip-bundle", Dict(items), source, unusual=unusual, has_checksums=True, records=records)
