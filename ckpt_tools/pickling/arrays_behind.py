@@ -47,10 +47,8 @@ def array_behind(machine: Machine, target: Object, frame: int) -> Node:
         machine.protocol, machine.arrays = protocol, array_behind
         return cast("Node", made)
     alignment = given.get("numpy_array_alignment_bytes")
-    if type(alignment) is int or type(alignment) is bool:  # a byte before an array tells how many more stand there
+    if alignment is not None:  # a byte before an array tells how many more stand there
         machine.position += 1 + machine.data[machine.position]
-    elif alignment is not None:
-        raise Malformed("is followed by an array of joblib's whose alignment is not a number")
     start = machine.position
     machine.position += size * prod(cast("tuple[int, ...]", shape[:_MOST_DIMENSIONS]))
     if machine.position > machine.end or len(shape) > _MOST_DIMENSIONS:

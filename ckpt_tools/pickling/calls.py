@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import verdict
@@ -15,7 +16,7 @@ from ckpt_tools.pickling.arrays_behind import array_behind
 from ckpt_tools.pickling.machine import Machine, Malformed
 from ckpt_tools.pickling.stream import WINDOW, Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, storage_dtype
-from ckpt_tools.pickling.verdict import GETATTR, QUIET, RECONSTRUCTOR, Rating
+from ckpt_tools.pickling.verdict import GETATTR, QUIET
 from ckpt_tools.pickling.weights_only import named
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import PLAIN, ByteString, Dict, Global, List, Node, Object
@@ -26,9 +27,6 @@ _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW, _SHORT = 10_000_000, 4096  # of a part that is no longer: a pickle of it is read once; of one with small pickles
 
 _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
-# Opcodes that take nothing from the stack: a pickle begins with one.
-_STARTS = frozenset(b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97")
-_SHORTEST = 8  # bytes of a pickle that makes a call
 _BYTEARRAY, _STR = Global("builtins", "bytearray"), Global("builtins", "str")
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
@@ -50,7 +48,7 @@ class Call:
     text: str
     function: str
     offset: int
-    rating: Rating
+    rating: Literal["harmful", "unknown"]
     does: str = "runs"
 
 
@@ -82,49 +80,39 @@ class Lister(Machine):
         self.calls: dict[tuple[str, str], Call] = {}
         self.held: list[Node] = []  # by instances, whose classes may load it, and by torch
         self.told, self.makes = 0, False
-        self.classes: set[Global] = set()  # of which instances were made
 
     def name(self, module: Node, name: Node) -> Node:
         if type(name) is str and type(module) is str:
             return super().name(module, name)
-        if self.arrays is None and (_is_no_text(module) or _is_no_text(name)):  # numbers by chance
+        if self.arrays is None and not (_may_be_text(module) and _may_be_text(name)):  # numbers by chance
             raise Malformed("names a global by something that is not text")
-        self.rate("unknown", _COMPUTED, (module, name))
+        self.tell("runs", _COMPUTED, (module, name))
         return Object("none", _COMPUTED, (module, name))
 
     def note(self, does: str, what: Node, given: tuple[Node, ...]) -> Node:
-        """Rate a call, an instance that is made or a change; getattr of a name gives the dotted name."""
+        """Judge a call, an instance that is made or a change; getattr of a name gives the dotted name."""
         if does == "changes":
-            if type(what) is Object or type(what) is Global:
-                self.rate(verdict.of_change(what, *given), what.function if type(what) is Object else what, (), does)
-            if type(what) is Object and given:
-                self._hold(verdict.made_of(what), given)
+            if verdict.by_change(what, *given):
+                self.tell(does, what.function if type(what) is Object else what, ())
+            self._hold(verdict.made_of(what) if type(what) is Object else None, given)
             return None
         self.makes = True
-        cls = what if does == "makes" else given[0] if what == RECONSTRUCTOR and given else None
-        if type(cls) is Global:
-            self.classes.add(cls)
         if does == "makes":
-            self.rate(verdict.of_instance(what), what, given)
             self._hold(what, given)
-        elif type(what) is not Global or what not in QUIET:
-            return self._note_call(what, given)
-        return None
-
-    def _note_call(self, function: Node, given: tuple[Node, ...]) -> Node:
-        rating = verdict.of_call(function, given)
-        owner, name = given if function == GETATTR and len(given) == 2 else (None, None)
-        if function == LOAD_FROM_BYTES:
-            rating = rating if len(given) == 1 and type(given[0]) is bytes else "unknown"
-            self.held += given
-        if type(owner) is not Global or type(name) is not str:
-            self.rate(rating, function, given)
+            if verdict.by_instance(what):
+                self.tell("runs", what, given)
             return None
-        if owner in self.classes:  # certainly a class: one has been made of it
-            rating = verdict.of_attribute((Object("new", owner, ()), name))
-        self.rate(rating, function, given)
-        self.left -= (len(owner.name) + len(name)) // _CHARACTERS
-        return Global(owner.module, f"{owner.name}.{name}")
+        if type(what) is Global and what in QUIET:
+            return None
+        if verdict.by_call(what, given):
+            self.tell(does, what, given)
+        if what == LOAD_FROM_BYTES:
+            self.held += given
+        match given:
+            case (Global(module, owner), str(name)) if what == GETATTR:
+                self.left -= (len(owner) + len(name)) // _CHARACTERS
+                return Global(module, f"{owner}.{name}")
+        return None
 
     def _hold(self, cls: Node, given: Node) -> None:
         if type(cls) is Global and given and not verdict.is_data(cls):
@@ -138,28 +126,27 @@ class Lister(Machine):
         if type(kind) is Global or type(kind) is Object:
             return kind
         if type(pid) not in PLAIN and kind not in _KINDS:
-            self.rate("unknown", _PERSISTENT, (pid,))
+            self.tell("runs", _PERSISTENT, (pid,))
         if len(rest) > 1 and type(rest[1]) is str:
             self.kinds[rest[1]] = rest[0]
         return Object("none", _STORAGE, ())
 
     # --- what was found
 
-    def rate(self, rating: Rating, function: Node, args: tuple[Node, ...], does: str = "runs") -> None:
-        if rating != "harmless" and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+    def tell(self, does: str, what: Node, given: tuple[Node, ...]) -> None:
+        if len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
             self.told += 1
-            name = verdict.function_text(function)
-            text = verdict.call_text(function, args) if does == "runs" else name
-            self.calls.setdefault((does, text), Call(text, name, self.position, rating, does))
+            name = verdict.function_text(what)
+            text = verdict.call_text(what, given) if does == "runs" else name
+            is_known = any(type(part) is Global and verdict.does_harm(part) for part in (what, *given))
+            self.calls.setdefault((does, text), Call(text, name, self.position, "harmful" if is_known else "unknown", does))
 
     def listed(self) -> list[Call]:
         """The calls, and globals that nothing harmless names."""
         called = {call.function for call in self.calls.values()}
         for name in self.globals:
-            owner, _, last = name.name.rpartition(".")
-            is_method = Global(name.module, owner) in self.classes and not last.startswith("__")
-            if not is_method and verdict.function_text(name) not in called:
-                self.rate(verdict.of_name(name), name, (), "names")
+            if verdict.by_name(name) and verdict.function_text(name) not in called:
+                self.tell("names", name, ())
         return list(self.calls.values())
 
     def nested(self) -> list[bytes]:
@@ -169,17 +156,15 @@ class Lister(Machine):
             node = todo.pop()
             data = node.data if type(node) is ByteString else node
             if type(data) is bytes:
-                if len(data) >= _SHORTEST and data[0] in _STARTS:
-                    found[id(data)] = data
+                found[id(data)] = data
             elif id(node) not in seen and (type(node) is not Object or node.function == _BYTEARRAY):
                 seen.add(id(node))
                 todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]
         return list(found.values())
 
 
-def _is_no_text(node: Node) -> bool:
-    """Whether Python would go no further with this as a name: it is not what a call has made, and no text."""
-    return type(node) is not str and (type(node) is not Object or (node.call == "new" and node.function != _STR))
+def _may_be_text(node: Node) -> bool:
+    return type(node) is str or (type(node) is Object and (node.call != "new" or node.function == _STR))
 
 
 # --- the pickles of a part
@@ -209,18 +194,14 @@ def list_pickles(part: Part, member: str = "", *, arrays: bool = True) -> Iterat
 
 def list_one(pickles: Pickles, arrays: bool = True) -> tuple[Pickle, Node, dict[str, Node]]:
     """The next pickle, its value, and the classes of the storages that it names."""
-    found, value, lister = Pickle(pickles.position), None, Lister(b"")
-
-    def make(data: bytes, offset: int) -> Lister:
-        nonlocal lister
-        lister = Lister(data, offset, arrays=arrays)
-        return lister
-
+    found, value = Pickle(pickles.position), None
     try:
-        _, value = pickles.load(make)
+        _, value = pickles.load(lambda data, offset: Lister(data, offset, arrays=arrays))
     except CkptError as error:
         found.error = error.with_traceback(None)
         error.__context__ = None  # the frames of either hold the machine, and this frame: a circle
+    lister = pickles.machine
+    assert isinstance(lister, Lister)
     found.end = pickles.position if found.error is None else pickles.anchor + lister.position
     found.calls, found.nested, found.names = lister.listed(), lister.nested(), list(lister.globals)
     found.two_ways, found.makes, found.has_arrays = lister.two_ways, lister.makes, lister.has_arrays

@@ -50,6 +50,7 @@ class Pickles:
         self.position = self.anchor = part.start
         self.data = b""
         self.cut = False
+        self.machine: Machine | None = None  # that read last
         self.globals: dict[Global, None] = {}  # of pickles that describe others
         self.unusual: dict[str, None] = {}
 
@@ -64,7 +65,7 @@ class Pickles:
         budget = limits.budget(self.left)
         while True:
             before = budget.taken.copy()
-            machine = make(self.data, self.position - self.anchor)
+            machine = self.machine = make(self.data, self.position - self.anchor)
             try:
                 root = machine.load()
             except CkptError:
