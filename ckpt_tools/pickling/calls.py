@@ -230,13 +230,12 @@ class _Between:
 
     def pass_over(self, pickles: Pickles, value: Node, kinds: dict[str, Node]) -> bool:
         """Go on to the next pickle, behind one that held `value` and named storages; False where it is computed how far."""
-        if self.in_tar:
-            self.number += 1
-            return self.number == 0 or self._pass_record(pickles, value)
-        if value == MAGIC_NUMBER or (self.number < 0 and type(value) is Object):
+        if value == MAGIC_NUMBER or (self.number < 0 and (self.in_tar or type(value) is Object)):
             self.number, self.computed = 0, type(value) is Object
-        elif self.number >= 0:
-            self.number += 1
+            return True
+        if self.in_tar:
+            return self._pass_record(pickles, value)
+        self.number += self.number >= 0
         if self.number == _OBJECT:
             self.kinds = kinds
         if self.number < _KEYS:
@@ -245,7 +244,7 @@ class _Between:
         for key in value.items if type(value) is List else [None]:
             if type(key) is not str or key not in self.kinds:
                 return self.computed
-            _pass_storage(pickles, self.kinds[key])
+            _skip_storage(pickles, self.kinds[key])
         return True
 
     def _pass_record(self, pickles: Pickles, value: Node) -> bool:
@@ -255,20 +254,11 @@ class _Between:
         if type(record) is not tuple or len(record) != 3:
             return False
         if self.are_storages:
-            _pass_storage(pickles, record[2])
+            _skip_storage(pickles, record[2])
         else:
-            _skip(pickles, 8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))
+            pickles.skip(8 * (2 * struct.unpack("<i", pickles.take(8)[:4])[0] + 1))
         return True
 
 
-def _pass_storage(pickles: Pickles, kind: Node) -> None:
-    """A count of elements, and they. Where it cannot be meant as torch reads it, an old big-endian machine wrote it."""
-    data, itemsize = pickles.take(8), (storage_dtype(kind) or UINT8).itemsize
-    length = struct.unpack("<q", data)[0] * itemsize
-    _skip(pickles, length if 0 <= length <= pickles.left else struct.unpack(">q", data)[0] * itemsize)
-
-
-def _skip(pickles: Pickles, length: int) -> None:
-    if not 0 <= length <= pickles.left:
-        raise PickleError(f"{length} bytes are missing at offset {pickles.position}.")
-    pickles.position += length
+def _skip_storage(pickles: Pickles, kind: Node) -> None:
+    pickles.skip(struct.unpack("<q", pickles.take(8))[0] * (storage_dtype(kind) or UINT8).itemsize)

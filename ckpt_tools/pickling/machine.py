@@ -189,8 +189,9 @@ class Machine:
         self.note("changes", target, (state,))
         if type(target) is Global:
             self.unusual["BUILD of a global"] = None
-            target = Object("none", target, None)
-            target.steps.append(Build(state))
+            if state.items if type(state) is Dict else state:  # an empty state changes nothing
+                target = Object("none", target, None)
+                target.steps.append(Build(state))
         elif type(target) is Object:
             if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
                 self.unusual[f"BUILD of {target.function}"] = None
@@ -390,14 +391,6 @@ class Machine:
                 elif op == 0x87:  # TUPLE3
                     stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
                     self.left -= 1
-                elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
-                    n, width = (data[at], 1) if op == 0x8A else (_I32(data, at)[0], 4)
-                    if n < 0:
-                        raise Malformed(_BEYOND)
-                    at += width + n
-                    stack.append(int.from_bytes(data[at - n : at], "little", signed=True))
-                    if op == 0x8B:
-                        unusual["opcode LONG4"] = None
                 elif op == 0x62:  # BUILD
                     self.position = at
                     state = stack.pop()
@@ -454,12 +447,16 @@ class Machine:
                         self.two_ways |= at < frame
                         frame = at + n
                         limit = frame if frame < end else end + 1
-                    elif op in _BYTES:  # BINBYTES, SHORT_BINBYTES, BINSTRING, SHORT_BINSTRING, and those of eight bytes
+                    elif op in _BYTES:  # LONG1, LONG4, BINBYTES, BINSTRING and those like them, of one byte, four or eight
                         read, width = _BYTES[op]
                         n = read(data, at)[0]
+                        if n < 0:
+                            raise Malformed(_BEYOND)
                         at += width + n
                         part = data[at - n : at]
-                        if op == 0x8D:  # BINUNICODE8
+                        if op == 0x8A or op == 0x8B:
+                            stack.append(int.from_bytes(part, "little", signed=True))
+                        elif op == 0x8D:  # BINUNICODE8
                             stack.append(part.decode("utf-8", "surrogatepass"))
                         elif op == 0x54 or op == 0x55:
                             stack.append(self._byte_string(part))
@@ -530,7 +527,8 @@ class Machine:
 
 
 _BYTES = {
-    0x42: (_U32, 4), 0x43: (_U8, 1), 0x54: (_U32, 4), 0x55: (_U8, 1), 0x8D: (_U64, 8), 0x8E: (_U64, 8), 0x96: (_U64, 8),
+    0x42: (_U32, 4), 0x43: (_U8, 1), 0x54: (_U32, 4), 0x55: (_U8, 1), 0x8A: (_U8, 1), 0x8B: (_I32, 4), 0x8D: (_U64, 8),
+    0x8E: (_U64, 8), 0x96: (_U64, 8),
 }  # fmt: skip
 _NUMBERS = {0x4D: (_U16, 2), 0x4A: (_I32, 4), 0x47: (_F64, 8)}
 _TOO_MUCH = "The pickle makes more objects than a checkpoint of its size can hold."
@@ -605,8 +603,7 @@ _TENSOR = re.compile(
     rb"\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})r(....)h(.)" + _INT + rb"tr(....)Q" + _INT + _SIZES + _SIZES
     + rb"\x89h(.)\)Rr(....)tr(....)Rr(....)", re.DOTALL,
 )  # fmt: skip
-# Places that count up, four bytes each and the lowest first, read as one number: the first place times ones, plus steps.
-_COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in range(count))) for count in range(8)]
+_PLACES = [struct.Struct(f"<{count}I").unpack for count in range(8)]
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _NODES = 9  # that the opcodes of a tensor would make
 
@@ -622,11 +619,11 @@ def _tensor(data: bytes, at: int, memo: list[Any], persistent_load: Callable[[No
     (word, kind, length, key, put_key, device, numel, put_id, offset, size, put_size, stride, put_stride, ordered,
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
     written = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
-    ones, steps = _COUNTING[len(written) // 4]
+    places = _PLACES[len(written) // 4](written)
     shape, strides = _sizes(size), _sizes(stride)
     if length[0] != len(key) or shape is None or strides is None or memo[ordered[0]] is not ORDERED_DICT:
         return None
-    if int.from_bytes(written, "little") != len(memo) * ones + steps:
+    if places != (*range(len(memo), len(memo) + len(places)),):
         return None
     text, start = key.decode(), int.from_bytes(offset[1:], "little")
     pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], int.from_bytes(numel[1:], "little"))

@@ -95,15 +95,16 @@ class Pickles:
         machine.globals |= self.globals
         machine.unusual |= self.unusual
 
-    def take(self, length: int) -> bytes:
-        if length > self.left:
+    def skip(self, length: int) -> None:
+        if not 0 <= length <= self.left:
             raise PickleError(f"{length} bytes are missing at offset {self.position}.")
-        inside = self.position - self.anchor
-        data = self.data[inside : inside + length]
-        if len(data) < length:
-            data = self.part.read(self.position, length)
         self.position += length
-        return data
+
+    def take(self, length: int) -> bytes:
+        start = self.position
+        self.skip(length)
+        data = self.data[start - self.anchor : self.position - self.anchor]
+        return data if len(data) == length else self.part.read(start, length)
 
     @property
     def _ready(self) -> int:
