@@ -189,7 +189,7 @@ class Machine:
         self.note("changes", target, (state,))
         if type(target) is Global:
             self.unusual["BUILD of a global"] = None
-            if state.items if type(state) is Dict else state:  # an empty state changes nothing
+            if type(state) is not Dict or state.items:  # an empty one changes nothing
                 target = Object("none", target, None)
                 target.steps.append(Build(state))
         elif type(target) is Object:
@@ -603,7 +603,8 @@ _TENSOR = re.compile(
     rb"\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})r(....)h(.)" + _INT + rb"tr(....)Q" + _INT + _SIZES + _SIZES
     + rb"\x89h(.)\)Rr(....)tr(....)Rr(....)", re.DOTALL,
 )  # fmt: skip
-_PLACES = [struct.Struct(f"<{count}I").unpack for count in range(8)]
+# Places that count up, four bytes each and the lowest first, read as one number: the first place times ones, plus steps.
+_COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in range(count))) for count in range(8)]
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _NODES = 9  # that the opcodes of a tensor would make
 
@@ -619,11 +620,11 @@ def _tensor(data: bytes, at: int, memo: list[Any], persistent_load: Callable[[No
     (word, kind, length, key, put_key, device, numel, put_id, offset, size, put_size, stride, put_stride, ordered,
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
     written = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
-    places = _PLACES[len(written) // 4](written)
+    ones, steps = _COUNTING[len(written) // 4]
     shape, strides = _sizes(size), _sizes(stride)
     if length[0] != len(key) or shape is None or strides is None or memo[ordered[0]] is not ORDERED_DICT:
         return None
-    if places != (*range(len(memo), len(memo) + len(places)),):
+    if int.from_bytes(written, "little") != len(memo) * ones + steps:
         return None
     text, start = key.decode(), int.from_bytes(offset[1:], "little")
     pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], int.from_bytes(numel[1:], "little"))

@@ -181,6 +181,8 @@ def test_repeated_and_mixed_keys(name: str, setter: str, tmp_path: Path) -> None
 
 
 STATE = p.dict_of(x=ONE)
+REBUILD = p.glob("torch._utils", "_rebuild_tensor_v2")
+ARGUMENTS = p.tensor().removeprefix(REBUILD)
 PLAIN, NS = p.call("argparse", "Namespace"), p.glob("argparse", "Namespace")
 BUILDS: dict[str, bytes] = {
     "dict": PLAIN + STATE + p.BUILD, "twice": PLAIN + STATE + p.BUILD + p.dict_of(y=p.text("b"), x=ZERO) + p.BUILD,
@@ -202,6 +204,25 @@ def test_build_of_every_kind(name: str, tmp_path: Path) -> None:
     wanted = torch.load(path, weights_only=False)
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
     assert_same(wanted, torch.load(tmp_path / "out.pth", weights_only=False))
+
+
+@pytest.mark.parametrize(
+    "state", [p.EMPTY_DICT, p.ORDERED_DICT, p.NONE, p.EMPTY_TUPLE], ids=["dict", "ordered", "none", "tuple"]
+)
+def test_an_empty_state_changes_nothing(state: bytes, tmp_path: Path) -> None:
+    """A rebuild function that is given a state of nothing is still itself: the tensors that it makes are listed, in order."""
+    path = zipped(tmp_path, p.dict_of(w=REBUILD + state + p.BUILD + ARGUMENTS, b=p.tensor()))
+    wanted = torch.load(path, weights_only=False)
+    assert [row["where"] for row in ckpt_tools.inspect(path).tensors] == [["w"], ["b"]]
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert_same(wanted, torch.load(tmp_path / "out.pth", weights_only=True), storages=False)
+    assert ckpt_tools.scan(path)[0].verdict == "dangerous"
+
+
+def test_a_state_of_something_changes_a_function(tmp_path: Path) -> None:
+    """What a function with other attributes would make is not known: no tensor is listed."""
+    path = zipped(tmp_path, p.dict_of(w=REBUILD + STATE + p.BUILD + ARGUMENTS))
+    assert ckpt_tools.inspect(path).tensors == []
 
 
 BROKEN: dict[str, bytes] = {
