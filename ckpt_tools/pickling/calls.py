@@ -27,6 +27,8 @@ _MOST_TOLD = 10_000  # the same ones counted each time
 _WINDOW, _SHORT = 10_000_000, 4096  # of a part that is no longer: a pickle of it is read once; of one with small pickles
 
 _MAKERS = {name: MAKERS[name] for name in named("collections:OrderedDict _codecs:encode builtins:bytes")}
+# Opcodes that take nothing from the stack: a pickle begins with one.
+_STARTS = frozenset(b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97")
 _BYTEARRAY, _STR = Global("builtins", "bytearray"), Global("builtins", "str")
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
@@ -156,7 +158,8 @@ class Lister(Machine):
             node = todo.pop()
             data = node.data if type(node) is ByteString else node
             if type(data) is bytes:
-                found[id(data)] = data
+                if data and data[0] in _STARTS:
+                    found[id(data)] = data
             elif id(node) not in seen and (type(node) is not Object or node.function == _BYTEARRAY):
                 seen.add(id(node))
                 todo += [part for part in reversed(parts(node)) if type(part) in _MAY_HOLD_BYTES]

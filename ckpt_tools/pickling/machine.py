@@ -189,7 +189,7 @@ class Machine:
         self.note("changes", target, (state,))
         if type(target) is Global:
             self.unusual["BUILD of a global"] = None
-            if type(state) is not Dict or state.items:  # an empty one changes nothing
+            if state is not None and (type(state) is not Dict or state.items):  # an empty one changes nothing
                 target = Object("none", target, None)
                 target.steps.append(Build(state))
         elif type(target) is Object:
