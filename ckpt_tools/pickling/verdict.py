@@ -146,10 +146,11 @@ def _is_codec(given: _Given) -> bool:
     return len(given) == 1 or (len(given) > 1 and given[1] in ("latin1", "latin-1", "utf-8", "utf8", "ascii"))
 
 
-def _is_of_typing(given: _Given) -> bool:
-    """`getitem(typing.List, int)`; with a dot in its name the first is another module's."""
+def _is_type(given: _Given) -> bool:
+    """`getitem(typing.List, int)`, or of a class that may be called; `typing.sys` is another module."""
     name = given[0] if len(given) == 2 else None
-    return type(name) is Global and name.module == "typing" and name.name.isidentifier() and name.name[0].isupper()
+    is_of_typing = type(name) is Global and name.module == "typing" and name.name.isidentifier() and name.name[0].isupper()
+    return is_of_typing or (type(name) is Global and not by_call(name, ()))
 
 
 _CONSTANTS = (None, *named("builtins:Ellipsis,NotImplemented"))
@@ -165,7 +166,7 @@ _JUDGED: dict[Global, Callable[[_Given], bool]] = {
         ("builtins:type", lambda given: len(given) == 1 and given[0] in _CONSTANTS),
         ("builtins:iter", lambda given: len(given) == 1),  # of two arguments it calls the first
         ("operator:itemgetter", lambda given: PLAIN.issuperset(map(type, given))),
-        ("operator:getitem _operator:getitem", _is_of_typing),
+        ("operator:getitem _operator:getitem", _is_type),
         # `functools.reduce(or_, types)`: int | None
         ("functools:reduce _functools:reduce", lambda given: len(given) == 2 and type(given[0]) is Global and given[0] in _OR),
     )
