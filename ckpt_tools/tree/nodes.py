@@ -276,6 +276,12 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def stored(key: str, dtype: DType, shape: tuple[int, ...], content: Content, device: str | None = "cpu") -> Entry:
+    """The tensor whose elements are all of a content, on a storage of its own."""
+    storage = Storage(key, dtype if dtype.storage else None, content.length, device, content)
+    return Entry(storage, dtype, shape, contiguous_stride(shape), 0)
+
+
 @lru_cache(maxsize=4096)
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether this stride is row-major for this shape."""

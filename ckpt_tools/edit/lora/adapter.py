@@ -13,15 +13,16 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
+from ckpt_tools.edit.selection import only_state_dict
 from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
 from ckpt_tools.formats.checkpoint import Checkpoint
-from ckpt_tools.formats.contents import find_state_dicts, tensors_by_name
+from ckpt_tools.formats.contents import tensors_by_name
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.parts.open import open_checkpoint, open_source
 from ckpt_tools.text import listed, some
-from ckpt_tools.tree.nodes import Entry, as_dict
+from ckpt_tools.tree.nodes import Entry, stored
 from ckpt_tools.values.numeric import row_major
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
@@ -153,10 +154,7 @@ def _differences(part: Part, roles: _Roles, path: str) -> Iterator[Difference]:
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Entry]:
     checkpoint.locate()
-    found = find_state_dicts(to_little_endian(checkpoint.root, checkpoint.byteorder))
-    if len(found) != 1:
-        raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
-    nodes = tensors_by_name(as_dict(found[0].node))
+    nodes = tensors_by_name(only_state_dict(to_little_endian(checkpoint.root, checkpoint.byteorder), str(checkpoint.path)))
     tensors = {name: node for name, node in nodes.items() if type(node) is Entry}
     if other := [name for name in nodes if name not in tensors]:
         what = f"{checkpoint.path}: {other[0]!r} is a sparse or quantised tensor, which an adapter cannot have."
@@ -258,8 +256,7 @@ def as_matrices(down: Entry, up: Entry) -> tuple[Entry, Entry] | None:
 def _laid_out(entry: Entry, order: Sequence[int], shape: tuple[int, ...]) -> Entry:
     """A tensor with its dimensions in another order, as a matrix."""
     view = replace(entry, shape=tuple(entry.shape[at] for at in order), stride=tuple(entry.stride[at] for at in order))
-    storage = replace(entry.storage, nbytes=entry.nbytes, content=row_major(view))
-    return replace(entry, storage=storage, shape=shape, stride=(shape[1], 1), offset=0)
+    return stored(entry.storage.key, entry.dtype, shape, row_major(view), entry.storage.device)
 
 
 def _rank(down: tuple[str, Entry], up: tuple[str, Entry], mid: tuple[str, Entry] | None, path: str) -> int:

@@ -18,7 +18,7 @@ from ckpt_tools.formats.contents import find_tensors, tensors_by_name
 from ckpt_tools.io.content import Content, read
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, Node, stored
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix, merged, recast
 from ckpt_tools.values.numeric import row_major, view_of
 from ckpt_tools.values.pytorch import need_torch
@@ -380,5 +380,5 @@ def _made(weight: _Weight, key: str) -> Entry:
 
 def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:
     """An entry like another, row-major on a storage of its own."""
-    storage = Storage(key, dtype if dtype.storage else None, content.length, like.storage.device, content)
-    return replace(like, storage=storage, dtype=dtype, shape=shape, stride=contiguous_stride(shape), offset=0)
+    made = stored(key, dtype, shape, content, like.storage.device)
+    return replace(made, requires_grad=like.requires_grad, kind=like.kind, extras=like.extras)

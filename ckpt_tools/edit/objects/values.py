@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from ckpt_tools.tree import nodes
 from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.modules import attributes, is_module, mapping, module_state_dict
-from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, Storage, array_bytes, contiguous_stride
+from ckpt_tools.tree.nodes import Build, Dict, Entry, Global, List, Node, Object, array_bytes, contiguous_stride
 
 Key = Callable[[], str]
 Converter = Callable[[Object, Key], Node | Drop]
@@ -165,8 +166,7 @@ def _complex(args: Node) -> complex | None:
 
 
 def _tensor(name: str, shape: tuple[int, ...], data: bytes, key: Key) -> Entry:
-    dtype = DTYPES[name]
-    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, shape, contiguous_stride(shape), 0)
+    return nodes.stored(key(), DTYPES[name], shape, Literal(data))
 
 
 # --- known objects, one converter each
@@ -335,8 +335,9 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     if order == ">" and dtype.swap_width > 1:
         width = dtype.swap_width
         data = b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
-    stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran else contiguous_stride(shape)
-    entry = Entry(Storage(key(), dtype if dtype.storage else None, len(data), "cpu", Literal(data)), dtype, shape, stride, 0)
+    entry = nodes.stored(key(), dtype, shape, Literal(data))
+    if fortran:
+        entry = replace(entry, stride=tuple(reversed(contiguous_stride(shape[::-1]))))
     if len(data) != entry.nbytes:
         raise ValueError("an array whose bytes are not its elements")
     nodes.check(entry)

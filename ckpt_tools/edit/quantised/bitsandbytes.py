@@ -11,9 +11,10 @@ from typing import Any
 
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch, said_in
+from ckpt_tools.edit.quantised.scaled import per_box
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.nodes import MAX_ELEMENTS
-from ckpt_tools.values.quantised import Rows, as_matrix, nested, nibbles, repeated, scaled
+from ckpt_tools.values.quantised import Rows, as_matrix, nested, nibbles
 
 # bitsandbytes multiplies by this in place of dividing by 127 (backends/default/ops.py, `int8_vectorwise_dequant`)
 _PER_127 = 7.874015718698502e-3
@@ -89,19 +90,14 @@ def match_bnb_int8(name: str, roles: Roles) -> Quantised | None:
         return None
 
     def settle(_: Config) -> Plain:
-        columns = as_matrix(weight.shape)[1]
         if len(weight.shape) < 2 or scale.shape != weight.shape[:1] or scale.dtype != "float32":
             raise mismatch(weight, scale, "SCB is float32, and has one element for each row.")
         if layout is not None and any(layout.small()):
             fix = "bitsandbytes below 0.45 turns it back on the GPU that it was made for."
             raise ConvertError(f"{weight.name!r} is in a tiled layout ({layout.name}), not in rows.", fix=fix)
-
-        def make() -> Rows:
-            outer = weight.shape[:-1]
-            scales = repeated(scale.numbers().rows(1), outer, outer[:1] + (1,) * (len(outer) - 1), (1, *outer[1:]))
-            return scaled(weight.numbers().rows(columns), scales, columns, columns, factor=_PER_127)
-
-        return Plain(weight.shape, make)
+        rows, *others = weight.shape
+        grid, boxes = (rows, *(1 for _ in others)), (1, *others)
+        return Plain(weight.shape, per_box(weight, scale, None, weight.shape, grid, boxes, factor=_PER_127))
 
     parts = (weight, scale, *([layout] if layout else []))
     return Quantised(name, "bnb int8", parts, weight.entry.numel, settle)

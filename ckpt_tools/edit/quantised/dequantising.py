@@ -12,7 +12,7 @@ from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.contents import StateDict, find_state_dicts
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
+from ckpt_tools.tree.nodes import Entry, Node, Where, stored
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.quantised import plain_content
@@ -98,8 +98,7 @@ class _Maker:
             plain, count = tensor.settle(self.config), CastCount()
             of = tuple(part.entry.storage.content for part in tensor.parts)
             content = plain_content(plain.make, plain.shape, self.target, count, of)
-            first = tensor.parts[0].entry
-            storage = Storage(f"plain{len(self.known)}", self.target, content.length, first.storage.device, content)
-            self.counts[id(storage)] = count
-            self.known[key] = Entry(storage, self.target, plain.shape, contiguous_stride(plain.shape), 0)
+            device = tensor.parts[0].entry.storage.device
+            made = self.known[key] = stored(f"plain{len(self.known)}", self.target, plain.shape, content, device)
+            self.counts[id(made.storage)] = count
         return self.known[key]

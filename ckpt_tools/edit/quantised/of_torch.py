@@ -16,7 +16,7 @@ from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import rebuild_tensor_v2, unusual_tensor
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, Storage, contiguous_stride
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Object, stored
 
 PACKED = "._packed_params._packed_params"
 _CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
@@ -72,5 +72,4 @@ def _part(key: str, attribute: str, node: Node, dtype: str) -> Part:
         data = Literal(struct.pack(f"<{len(numbers)}{_FORMATS[dtype]}", *numbers))
     except struct.error:
         raise ConvertError(f"{key!r} has a {attribute} that is not a number of {dtype}.") from None
-    storage = Storage(f"{key}.{attribute}", DTYPES[dtype], data.length, "cpu", data)
-    return Part(key, Entry(storage, DTYPES[dtype], (len(numbers),), contiguous_stride((len(numbers),)), 0), attribute)
+    return Part(key, stored(f"{key}.{attribute}", DTYPES[dtype], (len(numbers),), data), attribute)

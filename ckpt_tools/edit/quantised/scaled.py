@@ -33,23 +33,23 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
         grid, boxes = lay_out(weight, shape, scale, config)
         if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
             raise mismatch(scale, zero, "A zero point for each scale is wanted.")
-        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes, exponents=exponents))
+        return Plain(weight.shape, per_box(weight, scale, zero, shape, grid, boxes))
 
     return Quantised(name, label, parts, weight.entry.numel, settle)
 
 
 def per_box(
-    weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, exponents: bool = False
+    weight: Part, scale: Part, zero: Part | None, shape: Sizes, grid: Sizes, boxes: Sizes, *, factor: float = 1.0
 ) -> MakeRows:
     """Codes with so many scales along every dimension, each for a box of elements."""
 
     def rows_of(part: Part) -> Rows:
-        matrix = part.numbers(exponents=exponents and part is scale).rows(grid[-1])
+        matrix = part.numbers(exponents=part is scale and part.dtype == "uint8").rows(grid[-1])
         return repeated(matrix, shape[:-1], grid[:-1], boxes[:-1])
 
     def make() -> Rows:
         zeros = None if zero is None else rows_of(zero)
-        return scaled(weight.numbers().rows(shape[-1]), rows_of(scale), shape[-1], boxes[-1], zeros)
+        return scaled(weight.numbers().rows(shape[-1]), rows_of(scale), shape[-1], boxes[-1], zeros, factor=factor)
 
     return make
 
